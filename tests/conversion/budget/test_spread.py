@@ -19,7 +19,7 @@ from headwise.checkpoints import open_checkpoint
 from headwise.conversion.budget import layer_trials, spread
 from headwise.conversion.budget.layer_trials import LayerTrials, sizes_to_try
 from headwise.conversion.budget.trial import Trial, held_pieces
-from headwise.conversion.calibration.windows import CalibrationWindows, plain_windows, repeated_too
+from headwise.conversion.calibration.windows import repeating_pieces
 from headwise.conversion.methods import Evidence, LatentMethod, LayerTarget
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
@@ -77,11 +77,9 @@ def test_sizes_are_the_even_one_first_and_within_what_a_layer_has() -> None:
         assert len(set(sizes)) == len(sizes)
         for size in sizes:
             as_latent(source, *size)  # or refused
-    assert sorted(sizes_to_try(source, as_latent(source, 16, 8))) == [
-        (r, p) for r in (8, 16, 24, 32) for p in (4, 8, 16)
-    ]
+    assert sorted(sizes_to_try(source, as_latent(source, 16, 8))) == [(r, p) for r in (8, 16, 24) for p in (4, 8, 16)]
     plain = replace(source, rope=None)
-    assert sorted(sizes_to_try(plain, as_latent(plain, 16, 0))) == [(8, 0), (16, 0), (24, 0), (32, 0)]
+    assert sorted(sizes_to_try(plain, as_latent(plain, 16, 0))) == [(8, 0), (16, 0), (24, 0)]
 
 
 def test_pieces_are_of_the_held_out_text() -> None:
@@ -93,28 +91,24 @@ def test_pieces_are_of_the_held_out_text() -> None:
 
 @torch.no_grad()
 def test_divergences_are_those_of_the_whole_model(tmp_path: Path) -> None:
-    """Layer 0 gets other weights, in a trial and in the model itself; half of a piece stands far behind the other."""
+    """Layer 0 gets other weights, in a trial and in the model itself."""
     model, pieces = opened(tmp_path / "source"), ids(2, 24)
-    windows = plain_windows(pieces)
-    windows.positions[1, 12:] += 50
     layer = read_layer(model.checkpoint, Place(0)).float()
     blurred = {name: x + 0.2 * x.std() * torch.randn_like(x) for name, x in layer.state.items()}
-    trial = Trial(model, windows)
+    trial = Trial(model, pieces)
     module = model.module(0)
     streams = [trial.replaced(0, module, trial.source, Layer(layer.spec, x)) for x in (layer.state, blurred)]
     assert trial.errors(0, module, torch.eye(48))(layer) == pytest.approx(0.0, abs=1e-9)
-    trial.source = trial.run(0, module, trial.source)
+    trial.source = trial.model.run(0, module, trial.source)
     last = model.module(1)
-    streams = [trial.run(1, last, stream) for stream in streams]
-    trial.source = trial.run(1, last, trial.source)
+    streams = [trial.model.run(1, last, stream) for stream in streams]
+    trial.source = trial.model.run(1, last, trial.source)
     same, other = trial.divergences(streams)
     whole = headwise.load(tmp_path / "source", dtype="float32")
-    # Without a mask, transformers takes a gap between positions for the beginning of another text.
-    places = {"position_ids": windows.positions, "attention_mask": torch.ones_like(pieces), "use_cache": False}
-    wanted = whole(pieces, **places).logits.log_softmax(-1)
+    wanted = whole(pieces, use_cache=False).logits.log_softmax(-1)
     for name, tensor in blurred.items():
         whole.model.layers[0].self_attn.get_parameter(name).copy_(tensor)
-    log_probs = whole(pieces, **places).logits.log_softmax(-1)
+    log_probs = whole(pieces, use_cache=False).logits.log_softmax(-1)
     kl = float(F.kl_div(log_probs, wanted, log_target=True, reduction="sum")) / pieces.numel()
     assert same == pytest.approx(0.0, abs=1e-5)
     assert other == pytest.approx(kl, rel=1e-3)
@@ -122,23 +116,22 @@ def test_divergences_are_those_of_the_whole_model(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_losses_are_means_over_pieces_by_their_weights(tmp_path: Path) -> None:
-    model, windows = opened(tmp_path / "source"), plain_windows(ids(3, 24))
-    windows.positions[2, 12:] += 50
+    model, pieces = opened(tmp_path / "source"), ids(3, 24)
     layer, module = read_layer(model.checkpoint, Place(1)).float(), model.module(1)
     blurred = Layer(layer.spec, {name: x + 0.2 * x.std() * torch.randn_like(x) for name, x in layer.state.items()})
 
-    def losses(windows: CalibrationWindows, weights: torch.Tensor | None = None) -> tuple[float, float]:
-        trial = Trial(model, windows, weights)
-        trial.source = trial.run(0, model.module(0), trial.source)
+    def losses(pieces: torch.Tensor, weights: torch.Tensor | None = None) -> tuple[float, float]:
+        trial = Trial(model, pieces, weights)
+        trial.source = trial.model.run(0, model.module(0), trial.source)
         error = trial.errors(1, module, torch.eye(48))(blurred)
         stream = trial.replaced(1, module, trial.source, blurred)
-        trial.source = trial.run(1, module, trial.source)
+        trial.source = trial.model.run(1, module, trial.source)
         return error, *trial.divergences([stream])
 
     weights = torch.tensor([1.0, 0.25, 3.0])
-    each = torch.tensor([losses(windows[number : number + 1]) for number in range(3)])
-    assert losses(windows) == pytest.approx(each.mean(0).tolist(), rel=1e-5)
-    assert losses(windows, weights) == pytest.approx((weights @ each / weights.sum()).tolist(), rel=1e-5)
+    each = torch.tensor([losses(piece[None]) for piece in pieces])
+    assert losses(pieces) == pytest.approx(each.mean(0).tolist(), rel=1e-5)
+    assert losses(pieces, weights) == pytest.approx((weights @ each / weights.sum()).tolist(), rel=1e-5)
 
 
 def uneven(folder: Path) -> Path:
@@ -252,16 +245,12 @@ def test_layers_are_tried_on_text_and_on_its_passages_repeated(
 
     monkeypatch.setattr(spread, "Trial", Noted)
     converted(tmp_path, without=without, calibration_tokens=1024, calibration_window=128)
-    assert [trial.windows.width for trial in tried] == [128, 128]
+    assert [trial.pieces.shape[1] for trial in tried] == [128, 128]
     for trial in tried:
-        windows, text = trial.windows, trial.windows.text.ids
+        text, repeating = trial.pieces.chunk(2) if not without else (trial.pieces, trial.pieces[:0])
+        assert torch.equal(repeating, repeating_pieces(text)[: len(repeating)])
         assert len(text) in (1, 2)
-        assert len(windows) == (len(text) if without else 2 * len(text))
-        assert trial.weights.tolist() == pytest.approx([spread.RECALL_WEIGHT if x else 1.0 for x in windows.repeats])
-        if not without:
-            wanted = repeated_too(text, open_checkpoint(tmp_path / "source").spec)
-            assert torch.equal(windows.ids, wanted.ids)
-            assert torch.equal(windows.positions, wanted.positions)
+        assert trial.weights.tolist() == pytest.approx([1.0] * len(text) + [spread.RECALL_WEIGHT] * len(repeating))
 
 
 def test_an_allocation_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion.calibration.windows import (
     ALIKE,
-    FAR,
     PASSAGES,
     plain_windows,
     recall_windows,
-    repeated_too,
+    repeating_pieces,
 )
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers.rope_channels import mean_rotation
@@ -93,27 +92,19 @@ def test_passages_of_narrow_windows_do_not_begin_alike() -> None:
     assert torch.equal(recall_windows(text, 0, model(), alike=True).ids, recall_windows(text, 0, model()).ids)
 
 
-def test_pieces_repeat_passages_that_begin_alike_far_behind() -> None:
-    text = ids(2, 512)
-    with torch.device("meta"):  # whatever device layers are solved on, the windows are made on the CPU
-        windows = repeated_too(text, model(4096))
-    assert windows.repeats.tolist() == [False, False, True, True]
-    assert torch.equal(windows.text.ids, text)
-    assert torch.equal(windows.text.positions, torch.arange(512).expand(2, -1))
-    repeating = windows[windows.repeats]
-    for piece, place, before in zip(repeating.ids, repeating.positions, text, strict=True):
+def test_pieces_repeat_passages_that_begin_alike() -> None:
+    text = torch.arange(2 * 512).view(2, 512)
+    pieces = repeating_pieces(text)
+    with torch.device("meta"):  # whatever device layers are solved on, random numbers are drawn on the CPU
+        assert torch.equal(pieces, repeating_pieces(text))
+    for piece, before in zip(pieces, text, strict=True):
         said, repeated = piece[:256].view(16, 16), piece[256:].view(16, 16)
         assert sorted(said.tolist()) == sorted(repeated.tolist())
         assert not torch.equal(said, repeated)
         assert torch.equal(said[:, 8:], before[:256].view(16, 16)[:, 8:])
         assert all(len(said[start : start + ALIKE, :4].unique(dim=0)) == 1 for start in range(0, 16, ALIKE))
-        gap = round(512 * (3584 / 512) ** FAR)
-        assert place.tolist() == [*range(256), *range(256 + gap, 512 + gap)]
-    near = repeated_too(text, model(None))  # no number of positions: none are left out
-    assert torch.equal(near.ids, windows.ids)
-    assert torch.equal(near.positions, torch.arange(512).expand(4, -1))
-    assert len(repeated_too(text[:, :128], model())) == 4
-    assert len(repeated_too(text[:, :127], model())) == 2
+    assert repeating_pieces(text[:, :128]).shape == (2, 128)
+    assert repeating_pieces(text[:, :127]).shape == (0, 127)
 
 
 def test_windows_stay_as_they_are_where_nothing_can_be_recalled() -> None:

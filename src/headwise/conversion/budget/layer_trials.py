@@ -130,7 +130,7 @@ class LayerTrials:
             sizes = self._sizes(index)
             layer_sizes.append(sizes)
             losses = torch.zeros(self._count(sizes), dtype=torch.float64, device=CPU)
-            passes = side_by_side(partial(trial.run, index, module), streams.values())
+            passes = side_by_side(partial(trial.model.run, index, module), streams.values())
             streams = dict(zip(streams, passes, strict=True))
             is_mine = index % process_count() == process_index()
             if saved_trial is not None:
@@ -152,7 +152,7 @@ class LayerTrials:
             if is_mine:
                 streams |= {index * self.variants + number: stream for number, stream in enumerate(own)}
             estimates.append(losses)
-            trial.source = trial.run(index, module, trial.source)
+            trial.source = trial.model.run(index, module, trial.source)
         refuse_no_numbers(trial.source, layers)
         divergences = _divergences(trial, streams, layers * self.variants)
         by_layer = [divergences[at : at + self.variants] for at in range(0, len(divergences), self.variants)]
@@ -189,7 +189,7 @@ class LayerTrials:
                     streams[number] = trial.replaced(index, module, streams[number], layer)
                 positions[number] = index + 1
                 finished.save(number, {"stream": streams[number]}, {"layers": positions[number]})
-            trial.source = trial.run(index, module, trial.source)
+            trial.source = trial.model.run(index, module, trial.source)
         self.progress(SPREADING, 2 * layers, 2 * layers)
         return _divergences(trial, streams, len(allocations))
 
@@ -261,13 +261,12 @@ class LayerTrials:
 
 
 def sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
-    """R and P of each of a layer's trials, the even size first: R/2 to 2R by P/2 to 2P."""
+    """R and P of each of a layer's trials, the even size first: R/2 to 3R/2 by P/2 to 2P."""
     R, P = even.kv_lora_rank, even.qk_rope_head_dim
     total = source.num_kv_heads * (source.head_dim + source.value_dim)
     widest_rotary = min(2 * P, rotary_width(source), total - R)
     rotary_widths = {P} if P == 0 else {max(P // 4 * 2, 2), P, max(widest_rotary // 2 * 2, P)}
-    most = max(total - max(rotary_widths), R)
-    ranks = {max(R // 2, 1), R, min(R + R // 2, most), min(2 * R, most)}
+    ranks = {max(R // 2, 1), R, max(min(R + R // 2, total - max(rotary_widths)), R)}
     sizes = sorted((r, p) for r in ranks for p in rotary_widths)
     return [(R, P), *(size for size in sizes if size != (R, P))]
 

@@ -22,7 +22,7 @@ from headwise.conversion.budget.coded_trials import EVEN_BITS, CodedTrials
 from headwise.conversion.budget.layer_trials import LayerLosses, LayerTrials
 from headwise.conversion.budget.trial import Trial, held_pieces
 from headwise.conversion.calibration.text import TextCalibrator
-from headwise.conversion.calibration.windows import plain_windows, repeated_too
+from headwise.conversion.calibration.windows import repeating_pieces
 from headwise.conversion.codes.shares import whole_shares
 from headwise.conversion.planning.plan import ConversionPlan, LayerSize
 from headwise.conversion.solvers.device import CPU, computing_on
@@ -179,10 +179,10 @@ def _trial(trials: LayerTrials, pieces: Tensor) -> Trial:
     """
     model = trials.calibrator.model
     if trials.plan.spends_bytes:
-        return Trial(model, plain_windows(pieces))
-    windows = repeated_too(pieces, trials.plan.before) if "recall" in trials.plan.stages else plain_windows(pieces)
-    weights = torch.where(windows.repeats, RECALL_WEIGHT, 1.0)
-    return Trial(model, windows, weights, rows=TOKENS)
+        return Trial(model, pieces)
+    repeating = repeating_pieces(pieces) if "recall" in trials.plan.stages else pieces[:0]
+    weights = torch.tensor([1.0] * len(pieces) + [RECALL_WEIGHT] * len(repeating))
+    return Trial(model, torch.cat([pieces, repeating]), weights, rows=TOKENS)
 
 
 def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.conversion.calibration.sensitivity import PIECE
-from headwise.conversion.calibration.windows import CalibrationWindows
-from headwise.conversion.solvers.layer import Layer, Rotation, sample_rows
+from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_rows
 from headwise.hf import LayerwiseModel
 from headwise.specs import GroupedSpec
 
@@ -36,33 +35,24 @@ class Trial:
 
     Args:
         model: the source.
-        windows: N pieces of T tokens.
+        pieces: ``[N, T]`` token ids.
         weights: ``[N]``, what an error costs in each piece beside the others; the same in all when left out.
         rows: the number of tokens of each piece at which errors are measured, and next-token distributions compared.
     """
 
     def __init__(
-        self, model: LayerwiseModel, windows: CalibrationWindows, weights: Tensor | None = None, *, rows: int = ROWS
+        self, model: LayerwiseModel, pieces: Tensor, weights: Tensor | None = None, *, rows: int = ROWS
     ) -> None:
         # A copy, whose `begin` is for pieces, which are shorter than calibration windows.
-        self.model, self.windows, self.rows = copy.copy(model), windows, rows
-        self.weights = torch.ones(len(windows), dtype=torch.float64) if weights is None else weights.double()
+        self.model, self.pieces, self.rows = copy.copy(model), pieces, rows
+        self.weights = torch.ones(len(pieces), dtype=torch.float64) if weights is None else weights.double()
         self.source = self.begin()
 
     def begin(self) -> Tensor:
         """The inputs of layer 0, ``[N, T, E]``."""
-        hidden = self.model.begin(self.windows.ids)
+        hidden = self.model.begin(self.pieces)
         self.model.release()
         return hidden
-
-    def run(self, index: int, module: torch.nn.Module, hidden: Tensor) -> Tensor:
-        """A layer's output ``[N, T, E]``, each piece at its positions."""
-        return torch.cat(
-            [
-                self.windows.placed(self.model, number).run(index, module, piece[None])
-                for number, piece in enumerate(hidden)
-            ]
-        )
 
     def replaced(self, index: int, module: torch.nn.Module, hidden: Tensor, layer: Layer) -> Tensor:
         """A layer's output ``[N, T, E]`` with its attention replaced.
@@ -73,9 +63,9 @@ class Trial:
             hidden: the layer's inputs, ``[N, T, E]``.
             layer: the attention to use in place of its own.
         """
+        rotation = rotation_tables(self._source_spec(index), torch.arange(self.pieces.shape[1]))
         inputs = self.model.attention_inputs(index, module, hidden)
-        rotations = self._rotations(index)
-        output = torch.stack([layer.output(*pair) for pair in zip(inputs, rotations, strict=True)])
+        output = torch.stack([layer.output(piece, rotation) for piece in inputs])
         return self.model.run(index, module, hidden, attention_output=output)
 
     def errors(self, index: int, module: torch.nn.Module, metric: Tensor) -> Callable[[Layer], float]:
@@ -86,17 +76,14 @@ class Trial:
             module: the layer's module.
             metric: ``[E, E]``, the root of the sensitivity.
         """
-        calls = [
-            self.windows.placed(self.model, number).trace(index, module, piece[None])[0]
-            for number, piece in enumerate(self.source)
-        ]
-        rotations = self._rotations(index)
+        call, _ = self.model.trace(index, module, self.source)
+        rotation = rotation_tables(self._source_spec(index), torch.arange(self.pieces.shape[1]))
 
         def error(layer: Layer) -> float:
             total, weights = 0.0, [float(weight) for weight in self.weights]
-            for piece, (call, rotation) in enumerate(zip(calls, rotations, strict=True)):
-                rows = sample_rows(len(call.inputs[0]), self.rows, piece)
-                difference = (layer.output(call.inputs[0], rotation, rows) - call.output[0, rows]) @ metric
+            for piece, inputs in enumerate(call.inputs):
+                rows = sample_rows(len(inputs), self.rows, piece)
+                difference = (layer.output(inputs, rotation, rows) - call.output[piece, rows]) @ metric
                 total += 0.5 * weights[piece] * float(difference.square().sum()) / len(rows)
             return total / sum(weights)
 
@@ -105,7 +92,7 @@ class Trial:
     def divergences(self, streams: Sequence[Tensor]) -> list[float]:
         """The mean KL(source ‖ stream) a token, in nats, of each stream of last layers' outputs ``[N, T, E]``."""
         source = self.source.flatten(0, 1)  # [N T, E]
-        rows = sample_rows(len(source), self.rows * len(self.windows))
+        rows = sample_rows(len(source), self.rows * len(self.pieces))
         weights = self.weights.to(rows.device)[rows // self.source.shape[1]]  # of each row
         totals = [0.0] * len(streams)
         for positions, costs in zip(torch.split(rows, PIECE), torch.split(weights, PIECE), strict=True):
@@ -118,8 +105,7 @@ class Trial:
         self.model.release()
         return [total / float(weights.sum()) for total in totals]
 
-    def _rotations(self, index: int) -> list[Rotation | None]:
-        """The rotary tables of each piece in a layer."""
+    def _source_spec(self, index: int) -> GroupedSpec:
         spec = self.model.checkpoint.spec.layers[index]
         assert isinstance(spec, GroupedSpec)
-        return [self.windows.rotation(spec, number) for number in range(len(self.windows))]
+        return spec

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.conversion.solvers.device import CPU, computing_on
 from headwise.conversion.solvers.layer import Rotation, rotation_tables
 from headwise.hf import LayerwiseModel, seen_positions
 from headwise.specs import AttentionSpec, GroupedSpec, ModelSpec
@@ -31,10 +30,6 @@ FIRST_HELD = 1
 
 PASSAGES = 8
 """The number of passages that half of a window is cut into."""
-
-FAR = 0.75
-"""How far behind such passages stand in trials: the part of the way, by its logarithm, from a window's width to all
-positions that the model has."""
 
 ALIKE = 4
 """The number of passages that begin alike, where some do."""
@@ -165,28 +160,22 @@ def recall_windows(ids: Tensor, held: int, model: ModelSpec, *, alike: bool = Fa
     return windows
 
 
-def repeated_too(ids: Tensor, model: ModelSpec) -> CalibrationWindows:
-    """Pieces of text, and the same ones whose second half repeats passages of the first half that begin alike.
+def repeating_pieces(ids: Tensor) -> Tensor:
+    """Pieces of text whose second half repeats passages of the first half that begin alike, in another order.
 
-    The passages come in another order, and stand far behind the first half. Equal arguments give equal windows. For
-    example ``len(repeated_too(torch.arange(512)[None], open_checkpoint("./model").spec))`` is 2.
+    They stand at the positions of any text. For example ``repeating_pieces(torch.arange(512)[None]).shape`` is
+    ``(1, 512)``; equal arguments give equal pieces.
 
     Args:
-        ids: ``[N, T]``, of a text. Where T is too short for `ALIKE` passages twice, none are repeated.
-        model: the source; see `recall_windows`.
+        ids: ``[N, T]``, of a text. Where T is too short for `ALIKE` passages twice, the result is ``[0, T]``.
     """
-    half = ids.shape[1] // 2
-    count = half // _SHORT_TOKENS
+    count = ids.shape[1] // 2 // _SHORT_TOKENS
     if count < ALIKE:
-        return plain_windows(ids)
-    generator = torch.Generator().manual_seed(0)
-    with computing_on(CPU):
-        windows = plain_windows(torch.cat([ids, ids]).cpu())
-        for number in range(len(ids), len(windows)):
-            _repeat(windows.ids[number], _SHORT_TOKENS, count, generator, alike=True)
-            windows.repeats[number] = True
-            windows.positions[number, half:] += _gap(model, windows.width, FAR)
-    return windows.to(ids.device)
+        return ids[:0]
+    pieces, generator = ids.clone(), torch.Generator().manual_seed(0)
+    for piece in pieces:
+        _repeat(piece, _SHORT_TOKENS, count, generator, alike=True)
+    return pieces
 
 
 def _repeat(window: Tensor, passage: int, count: int, generator: torch.Generator, *, alike: bool) -> None:
@@ -195,7 +184,8 @@ def _repeat(window: Tensor, passage: int, count: int, generator: torch.Generator
     passages = window[: passage * count].view(count, passage)
     if alike:
         _make_alike(passages)
-    window[half : half + passage * count] = passages[torch.randperm(count, generator=generator)].flatten()
+    order = torch.randperm(count, generator=generator, device=generator.device)  # drawn on the CPU, for all devices
+    window[half : half + passage * count] = passages[order].flatten()
 
 
 def _make_alike(passages: Tensor) -> None:
