@@ -501,6 +501,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "recall": ("recall.json", recall),
     "recall-keys": ("recall-keys.json", recall),
     "recall-together": ("recall-together.json", recall),
+    "recall-strings": ("recall-strings.json", recall),
     "ways": ("ways.json", ways),
     "other-models": ("other-models.json", other_models),
     "ablation": ("ablation.json", ablation),
