@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise.healing import cross_entropy, divergence, divergence_from_top, hidden_error
+from headwise.healing import cross_entropy, divergence, divergence_from_top, hidden_error, objective
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_positions_at_once() -> Iterator[None]:
+    """Most inputs here are then computed in several pieces, and some in one."""
+    with mock.patch.object(objective, "_NUMBERS", 1 << 11):
+        yield
 
 
 def formula(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:

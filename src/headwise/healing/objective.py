@@ -5,6 +5,7 @@ Shapes: N positions, V tokens in the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _ROWS = 256
-"""Positions whose distributions are in memory at once: those of a whole window take gigabytes."""
+"""Positions whose distributions are in memory at once on a GPU: those of a whole window take gigabytes."""
+
+_NUMBERS = 1 << 19
+"""Numbers of such a piece on a CPU, few enough to stay in its caches while they are read again and again."""
 
 
 def divergence(logits: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
@@ -82,10 +86,11 @@ class _Divergence(torch.autograd.Function):
         wide = torch.promote_types(logits.dtype, torch.float32)
         gradient = torch.empty_like(logits)
         total = torch.zeros((), dtype=torch.float64, device=logits.device)
-        for start in range(0, count, _ROWS):
-            piece = slice(start, start + _ROWS)
-            own = F.log_softmax(logits[piece].to(wide) / temperature, -1)
-            other = F.log_softmax(teacher[piece].to(wide) / temperature, -1)
+        for piece in _pieces(logits):
+            own, other = (one[piece].to(wide) for one in (logits, teacher))
+            if temperature != 1:
+                own, other = own / temperature, other / temperature
+            own, other = F.log_softmax(own, -1), F.log_softmax(other, -1)
             weights = other.exp()
             total += (weights * other.sub_(own)).sum().double()
             gradient[piece] = own.exp_().sub_(weights).mul_(temperature / count)
@@ -108,8 +113,7 @@ class _FromTop(torch.autograd.Function):
         wide = torch.promote_types(logits.dtype, torch.float32)
         gradient = torch.empty_like(logits)
         total = torch.zeros((), dtype=torch.float64, device=logits.device)
-        for start in range(0, count, _ROWS):
-            piece = slice(start, start + _ROWS)
+        for piece in _pieces(logits):
             listed, rest = tokens[piece], log_rest[piece].to(wide)
             known = torch.log_softmax(torch.cat((log_probs[piece].to(wide), rest), -1), -1)  # kept ones are rounded
             weights = known.exp()
@@ -129,3 +133,9 @@ class _FromTop(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * grad.to(gradient.dtype), None, None, None
+
+
+def _pieces(logits: Tensor) -> Iterator[slice]:
+    """Slices of positions, all of them in order."""
+    rows = max(_NUMBERS // logits.shape[1], 1) if logits.device.type == "cpu" else _ROWS
+    return (slice(start, start + rows) for start in range(0, len(logits), rows))

@@ -56,7 +56,7 @@ class Muon(torch.optim.AdamW):
     matrices in bfloat16; this one also moves stacks of experts' matrices, shared-out ones, and in float32.
 
     Args:
-        matrices: ``[..., out, in]`` each.
+        matrices: ``[out, in]`` each, or stacks of them ``[N, out, in]``.
         others: parameters of any shape.
         rate: the learning rate.
         dtype: of the products that make a mean semi-orthogonal.
@@ -100,13 +100,15 @@ def semi_orthogonal(matrix: Tensor) -> Tensor:
     needs products alone. For example ``semi_orthogonal(torch.randn(64, 32))``.
 
     Args:
-        matrix: ``[..., out, in]``; a zero matrix stays zero.
+        matrix: ``[out, in]``, or a stack of them; a zero matrix stays zero.
     """
     is_tall = matrix.shape[-2] > matrix.shape[-1]
-    turned: Tensor = matrix.mT if is_tall else matrix
+    turned: Tensor = matrix.mT.contiguous() if is_tall else matrix  # products of transposed ones are slower
     turned = turned / turned.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
     a, b, c = _COEFFICIENTS
+    add_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
     for _ in range(_ITERATIONS):
         square = turned @ turned.mT
-        turned = a * turned + (b * square + c * (square @ square)) @ turned
+        factor = add_product(square, square, square, beta=b, alpha=c)
+        turned = add_product(turned, factor, turned, beta=a)
     return turned.mT if is_tall else turned
