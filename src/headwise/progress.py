@@ -34,6 +34,17 @@ class TimedProgress(Protocol):
         """Take the seconds that each stage should take, in the order of the stages."""
 
 
+@runtime_checkable
+class TrainingProgress(Protocol):
+    """Progress that is also told how a training goes."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """See `Progress`."""
+
+    def report_training(self, stage: str, *, loss: float, tokens_per_second: float, seconds_left: float) -> None:
+        """Take the mean loss of the last steps, the pace, and the seconds that the steps after them should take."""
+
+
 class TimeLeft:
     """The time that is left of stages that follow each other.
 

@@ -22,7 +22,7 @@ import rich.progress
 import headwise
 from headwise.cli.app import progress_bar
 from headwise.cli.printable import PrintableConsole
-from headwise.progress import TimedProgress
+from headwise.progress import TimedProgress, TrainingProgress
 from tests.cli.conftest import Result
 from tests.tiny_families import save_family
 
@@ -400,6 +400,17 @@ def test_a_terminal_is_shown_the_time_left(monkeypatch: pytest.MonkeyPatch) -> N
     shown = terminal.file.getvalue()
     assert "2 h left" in shown
     assert "measuring" in shown
+
+
+def test_how_a_training_goes_is_shown_beside_its_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwise.cli.app._PATIENCE", 0.0)
+    terminal = PrintableConsole(file=io.StringIO(), force_terminal=True, width=200)
+    monkeypatch.setattr("headwise.cli.app.err", terminal)
+    with progress_bar() as progress:
+        assert isinstance(progress, TrainingProgress)
+        progress("healing", 1, 2)
+        progress.report_training("healing", loss=0.12345, tokens_per_second=1234.5, seconds_left=180)
+    assert "loss 0.1235, 1,234 tokens/s, 3 min left" in terminal.file.getvalue()
 
 
 def test_a_file_is_not() -> None:

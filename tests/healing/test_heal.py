@@ -245,6 +245,29 @@ def test_a_step_that_breaks_the_model_is_not_saved(
     assert report.steps == 12
 
 
+def test_progress_is_told_how_the_training_goes(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    class Told:
+        """Progress that keeps what it was told."""
+
+        def __init__(self) -> None:
+            self.steps: list[dict[str, float]] = []
+
+        def __call__(self, stage: str, done: int, total: int) -> None:
+            assert done <= total
+
+        def report_training(self, stage: str, **how: float) -> None:
+            assert stage == "healing"
+            self.steps.append(how)
+
+    told = Told()
+    report = headwise.heal(converted, tmp_path / "out", **keywords, progress=told)
+    assert len(told.steps) == report.steps
+    assert told.steps[0]["loss"] == report.losses[0]
+    assert told.steps[-1]["loss"] == pytest.approx(sum(report.losses[-10:]) / len(report.losses[-10:]))
+    assert told.steps[-1]["tokens_per_second"] == pytest.approx(report.tokens_per_second)
+    assert told.steps[0]["seconds_left"] > told.steps[-1]["seconds_left"] == 0
+
+
 def test_uptraining_needs_no_teachers_logits(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
     report = headwise.heal(converted, tmp_path / "out", **{**keywords, "steps": 40}, objective="cross-entropy")
     assert report.held_out[-1][1] < report.held_out[0][1]

@@ -87,6 +87,7 @@ class _Tasks:
 
     def __init__(self, bar: Any) -> None:
         self._bar, self._tasks = bar, dict[str, Any]()
+        self._words = dict[str, str]()  # beside a stage's bar
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._tasks:
@@ -95,9 +96,15 @@ class _Tasks:
             self._bar.reset(self._tasks[stage])  # the stage begins again with another model
         self._bar.update(self._tasks[stage], completed=done, total=total, left=self._left(stage, done, total))
 
+    def report_training(self, stage: str, *, loss: float, tokens_per_second: float, seconds_left: float) -> None:
+        """See `TrainingProgress`."""
+        words = f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s"
+        self._words[stage] = f"{words}, {duration(seconds_left)} left" if seconds_left else words
+        self._bar.update(self._tasks[stage], left=self._words[stage])
+
     def _left(self, stage: str, done: int, total: int) -> str:
         """What is said of the time that is left."""
-        return ""
+        return self._words.get(stage, "") if done else ""
 
 
 class _TimedTasks(_Tasks):
@@ -111,7 +118,7 @@ class _TimedTasks(_Tasks):
 
     def _left(self, stage: str, done: int, total: int) -> str:
         if self._time is None:
-            return ""
+            return super()._left(stage, done, total)
         self._time.report(stage, done, total)
         for task in self._tasks.values():
             self._bar.update(task, left="")

@@ -20,13 +20,15 @@ from headwise.healing.teacher import StoredTeacher
 from headwise.healing.windows import HealingWindows
 from headwise.options.heal import HealOptions
 from headwise.processes import all_sum, my_windows, process_count
-from headwise.progress import Progress
+from headwise.progress import Progress, TrainingProgress
 
 HEALING = "healing"
 """The name of the stage, for progress."""
 
 CLIP = 1.0
 """The norm that gradients are cut to."""
+SHOWN = 10
+"""Steps whose mean loss is shown beside the progress."""
 ROLLBACKS = 3
 """A run is given up when its loss was not finite so many times."""
 
@@ -68,6 +70,7 @@ class Loop:
             done = Progressed()
             done.held_out.append((0, self.measure()))
             state.save(done)
+        first, seconds = done.step, done.seconds
         every = -(-self.windows.steps // self.options.measurements)
         while done.step < self.windows.steps and not done.stopped:
             progress(HEALING, done.step, self.windows.steps)
@@ -79,6 +82,8 @@ class Loop:
             done.step += 1
             done.losses.append(loss)
             done.seconds += time.perf_counter() - start
+            if isinstance(progress, TrainingProgress):
+                self._report(progress, done, (done.seconds - seconds) / (done.step - first))
             if done.step % every == 0 or done.step == self.windows.steps:
                 held_out = self.measure()
                 if not math.isfinite(held_out):  # nothing may be saved that later steps cannot leave
@@ -90,6 +95,16 @@ class Loop:
         progress(HEALING, self.windows.steps, self.windows.steps)
         state.load_best(done)
         return done
+
+    def _report(self, progress: TrainingProgress, done: Progressed, pace: float) -> None:
+        """Say how the training goes, at a pace in seconds a step."""
+        shown = done.losses[-SHOWN:]
+        progress.report_training(
+            HEALING,
+            loss=sum(shown) / len(shown),
+            tokens_per_second=self.windows.batch * self.windows.width / pace,
+            seconds_left=pace * (self.windows.steps - done.step),
+        )
 
     def _step(self, optimizer: torch.optim.Optimizer, done: Progressed) -> float:
         """One step, and its loss over all processes; the parameters stay as they are where the loss is not finite."""
