@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headwise.conversion.calibration.windows import CalibrationWindows, plain_windows
 from headwise.errors import CheckpointError
 from headwise.healing.objective import cross_entropy, divergence, divergence_from_top, hidden_error
-from headwise.healing.sharded import settle, whole
+from headwise.healing.sharded import each_of, settle, whole
 from headwise.healing.state import Progressed, TrainingState
 from headwise.healing.teacher import StoredTeacher
 from headwise.healing.windows import HealingWindows
@@ -113,18 +113,35 @@ class Loop:
         optimizer.zero_grad(set_to_none=True)
         batch = self.windows.step(done.step)
         mine = my_windows(len(batch))
-        together, losses = self._together(len(mine)), []
-        for start in range(mine.start, mine.stop, together):
-            part = slice(start, min(start + together, mine.stop))
-            loss = self._loss(batch[part]) * ((part.stop - part.start) / len(mine))
-            loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-        total = sum(float(loss) for loss in losses)
+        total = self._differentiate(batch[mine.start : mine.stop])
         norm = whole(torch.nn.utils.clip_grad_norm_([*self.parameters.values()], CLIP))
         total = float(all_sum(torch.tensor(total, dtype=torch.float64))) / process_count()
         if not math.isfinite(total + float(norm)):
             return math.nan
         optimizer.step()
+        return total
+
+    def _differentiate(self, windows: CalibrationWindows) -> float:
+        """The mean loss of this process's windows; its gradients are set."""
+        together = self._together(len(windows))
+        parts = [windows[start : start + together] for start in range(0, len(windows), together)]
+        parameters = [*self.parameters.values()]
+        each = each_of(self.model.device) if len(parts) > 1 else map
+
+        def differentiate(part: CalibrationWindows) -> tuple[float, Sequence[Tensor | None]]:
+            loss = self._loss(part) * (len(part) / len(windows))
+            if each is map:
+                loss.backward()  # type: ignore[no-untyped-call]
+                return float(loss.detach()), ()
+            return float(loss.detach()), torch.autograd.grad(loss, parameters, allow_unused=True)
+
+        total = 0.0
+        for loss, gradients in each(differentiate, parts):
+            total += loss
+            for parameter, gradient in zip(parameters, gradients, strict=False):  # threads cannot add to one gradient
+                if gradient is not None:
+                    # Not in place: one tensor may be the gradient of two parameters.
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return total
 
     def _schedule(self, step: int) -> float:
@@ -165,7 +182,10 @@ class Loop:
     @torch.no_grad()
     def measure(self) -> float:
         """The mean loss on held-out windows: the divergence from the teacher, or the cost of the text without one."""
-        costs = [float(self._loss(plain_windows(row[None]))) for row in self.windows.held_out]
+        each = each_of(self.model.device)
+        costs = [
+            float(cost) for cost in each(self._loss, (plain_windows(row[None]) for row in self.windows.held_out))
+        ]
         settle(self.model)
         # The mean over processes, which decide alike by it, however their sums are rounded.
         return float(all_sum(torch.tensor(sum(costs) / len(costs), dtype=torch.float64))) / process_count()

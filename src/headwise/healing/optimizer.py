@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.healing.sharded import like, whole
+from headwise.healing.sharded import each_of, like, whole
 from headwise.options.heal import Optimizer
 
 BETAS = (0.9, 0.95)
@@ -75,22 +77,23 @@ class Muon(torch.optim.AdamW):
         """Move every parameter by its gradient; those of matrices are taken away."""
         assert closure is None
         for group in self.param_groups:
-            for matrix in group["params"] if group["is_matrix"] else ():
-                if matrix.grad is not None:
-                    self._turn(matrix, group["lr"])
-                    matrix.grad = None  # AdamW's step, which follows, is for the others
+            matrices = [one for one in group["params"] if group["is_matrix"] and one.grad is not None]
+            for matrix in matrices:
+                if "momentum_buffer" not in self.state[matrix]:
+                    self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+            if matrices:
+                each = each_of(matrices[0].device)
+                deque(each(partial(self._turn, rate=group["lr"]), matrices), maxlen=0)
         super().step()
 
-    def _turn(self, matrix: nn.Parameter, rate: float) -> None:
+    def _turn(self, matrix: nn.Parameter, *, rate: float) -> None:
         assert matrix.grad is not None
-        state = self.state[matrix]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(matrix)
-        mean = state["momentum_buffer"]
+        mean = self.state[matrix]["momentum_buffer"]
         mean.lerp_(matrix.grad, 1 - MOMENTUM)
         direction = semi_orthogonal(whole(matrix.grad.lerp(mean, MOMENTUM).to(self._dtype)))  # Nesterov's
         scale = _SIZE * max(matrix.shape[-2:]) ** 0.5
         matrix.add_(like(direction.to(matrix.dtype), matrix), alpha=-rate * scale)
+        matrix.grad = None  # AdamW's step, which follows, is for the others
 
 
 def semi_orthogonal(matrix: Tensor) -> Tensor:
