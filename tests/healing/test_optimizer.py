@@ -49,7 +49,7 @@ def test_matrices_move_as_by_torchs_muon() -> None:
         own.grad, other.grad = gradient.clone(), gradient.clone()
         one.step()
         two.step()
-    assert_close(own.detach(), other.detach(), 0.1)  # both round to bfloat16, one by addmm
+    assert_close(own.detach(), other.detach(), 0.1)  # both round to bfloat16
 
 
 def test_embeddings_and_vectors_move_as_by_adamw_and_matrices_do_not() -> None:

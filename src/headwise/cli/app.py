@@ -87,7 +87,7 @@ class _Tasks:
 
     def __init__(self, bar: Any) -> None:
         self._bar, self._tasks = bar, dict[str, Any]()
-        self._words = dict[str, str]()  # beside a stage's bar
+        self._training = dict[str, tuple[str, str]]()  # of a stage: how it goes, and the time that is left
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._tasks:
@@ -98,13 +98,16 @@ class _Tasks:
 
     def report_training(self, stage: str, *, loss: float, tokens_per_second: float, seconds_left: float) -> None:
         """See `TrainingProgress`."""
-        words = f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s"
-        self._words[stage] = f"{words}, {duration(seconds_left)} left" if seconds_left else words
-        self._bar.update(self._tasks[stage], left=self._words[stage])
+        goes, left = f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", f", {duration(seconds_left)} left"
+        self._training[stage] = goes, left
+        self._bar.update(self._tasks[stage], left=goes + left)
 
     def _left(self, stage: str, done: int, total: int) -> str:
-        """What is said of the time that is left."""
-        return self._words.get(stage, "") if done else ""
+        """What is said of the time that is left, and of how a training goes."""
+        if done == 0:  # it begins, or begins again with another model
+            self._training.pop(stage, None)
+        goes, left = self._training.get(stage, ("", ""))
+        return goes + left if done < total else goes
 
 
 class _TimedTasks(_Tasks):
@@ -117,7 +120,7 @@ class _TimedTasks(_Tasks):
         self._time = TimeLeft(seconds)
 
     def _left(self, stage: str, done: int, total: int) -> str:
-        if self._time is None:
+        if self._time is None or stage in self._training:
             return super()._left(stage, done, total)
         self._time.report(stage, done, total)
         for task in self._tasks.values():
@@ -137,7 +140,7 @@ def _bar() -> Iterator[Progress]:
     patience = threading.Timer(_PATIENCE, bar.start)
     patience.daemon = True
     patience.start()
-    # Only who watches is told how much time is left, because the estimate takes time itself.
+    # Only who watches is told how much time is left of a conversion, because the estimate takes time itself.
     report = _TimedTasks(bar) if err.is_terminal else _Tasks(bar)
 
     try:

@@ -28,6 +28,7 @@ from headwise.healing.teacher import StoredTeacher
 from headwise.healing.trained import refuse_unwritten, select, trained_numbers, trained_tensors
 from headwise.healing.windows import HealingWindows, open_windows
 from headwise.hf import as_dtype, load, open_decoder
+from headwise.kernels.native.build import built
 from headwise.measurement import peak_rss_bytes
 from headwise.options import takes_options
 from headwise.options.heal import HealOptions
@@ -212,7 +213,11 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
         for module in model.modules():  # in training mode alone, and what is in them stays without dropout
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = True
+                if isinstance(getattr(module, "dropout", None), float):  # OPT's layers call it themselves
+                    module.dropout = 0.0
     optimizer = optimizer_of(model, parameters, options.optimizer, rate=options.learning_rate, dtype=prepared.dtype)
+    if prepared.device.type == "cpu":
+        built()  # here, where Ctrl-C ends a compiler; windows are worked on in other threads
     loop = Loop(model, teacher, parameters, prepared.windows, options, prepared.dtype)
     done = loop.run(TrainingState(folder, parameters, optimizer), optimizer, progress)
     return model, done, sum(parameter.numel() for parameter in parameters.values())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,14 +14,16 @@ from torch import Tensor, nn
 
 from headwise.conversion.calibration.windows import CalibrationWindows, plain_windows
 from headwise.errors import CheckpointError
+from headwise.healing.gradients import add_gradients, rewrites_angles
 from headwise.healing.objective import cross_entropy, divergence, divergence_from_top, hidden_error
-from headwise.healing.sharded import each_of, settle, whole
+from headwise.healing.sharded import is_alone_on_cpu, settle, whole
 from headwise.healing.state import Progressed, TrainingState
 from headwise.healing.teacher import StoredTeacher
 from headwise.healing.windows import HealingWindows
 from headwise.options.heal import HealOptions
 from headwise.processes import all_sum, my_windows, process_count
 from headwise.progress import Progress, TrainingProgress
+from headwise.threads import side_by_side
 
 HEALING = "healing"
 """The name of the stage, for progress."""
@@ -70,7 +73,7 @@ class Loop:
             done = Progressed()
             done.held_out.append((0, self.measure()))
             state.save(done)
-        first, seconds = done.step, done.seconds
+        first, seconds, begun = done.step, done.seconds, time.perf_counter()
         every = -(-self.windows.steps // self.options.measurements)
         while done.step < self.windows.steps and not done.stopped:
             progress(HEALING, done.step, self.windows.steps)
@@ -83,7 +86,9 @@ class Loop:
             done.losses.append(loss)
             done.seconds += time.perf_counter() - start
             if isinstance(progress, TrainingProgress):
-                self._report(progress, done, (done.seconds - seconds) / (done.step - first))
+                count = done.step - first
+                took = time.perf_counter() - begun  # with measurements and saves
+                self._report(progress, done, pace=count / (done.seconds - seconds), step_seconds=took / count)
             if done.step % every == 0 or done.step == self.windows.steps:
                 held_out = self.measure()
                 if not math.isfinite(held_out):  # nothing may be saved that later steps cannot leave
@@ -96,14 +101,21 @@ class Loop:
         state.load_best(done)
         return done
 
-    def _report(self, progress: TrainingProgress, done: Progressed, pace: float) -> None:
-        """Say how the training goes, at a pace in seconds a step."""
+    def _report(self, progress: TrainingProgress, done: Progressed, *, pace: float, step_seconds: float) -> None:
+        """Say how the training goes.
+
+        Args:
+            progress: is told.
+            done: so far.
+            pace: steps in a second of training.
+            step_seconds: seconds a step, with all that is done between steps.
+        """
         shown = done.losses[-SHOWN:]
         progress.report_training(
             HEALING,
             loss=sum(shown) / len(shown),
-            tokens_per_second=self.windows.batch * self.windows.width / pace,
-            seconds_left=pace * (self.windows.steps - done.step),
+            tokens_per_second=self.windows.batch * self.windows.width * pace,
+            seconds_left=step_seconds * (self.windows.steps - done.step),
         )
 
     def _step(self, optimizer: torch.optim.Optimizer, done: Progressed) -> float:
@@ -125,24 +137,17 @@ class Loop:
         """The mean loss of this process's windows; its gradients are set."""
         together = self._together(len(windows))
         parts = [windows[start : start + together] for start in range(0, len(windows), together)]
-        parameters = [*self.parameters.values()]
-        each = each_of(self.model.device) if len(parts) > 1 else map
 
-        def differentiate(part: CalibrationWindows) -> tuple[float, Sequence[Tensor | None]]:
-            loss = self._loss(part) * (len(part) / len(windows))
-            if each is map:
-                loss.backward()  # type: ignore[no-untyped-call]
-                return float(loss.detach()), ()
-            return float(loss.detach()), torch.autograd.grad(loss, parameters, allow_unused=True)
+        def loss_of(part: CalibrationWindows) -> Tensor:
+            return self._loss(part) * (len(part) / len(windows))
 
-        total = 0.0
-        for loss, gradients in each(differentiate, parts):
-            total += loss
-            for parameter, gradient in zip(parameters, gradients, strict=False):  # threads cannot add to one gradient
-                if gradient is not None:
-                    # Not in place: one tensor may be the gradient of two parameters.
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        return total
+        return add_gradients(loss_of, parts, [*self.parameters.values()], apart=self._is_apart)
+
+    @cached_property
+    def _is_apart(self) -> bool:
+        """Whether windows of a step are computed side by side."""
+        models = [model for model in (self.model, self.teacher) if isinstance(model, nn.Module)]
+        return is_alone_on_cpu(self.model.device) and not any(map(rewrites_angles, models))
 
     def _schedule(self, step: int) -> float:
         """The part of the learning rate at a step: a linear warm-up, and then a cosine to 0."""
@@ -182,10 +187,9 @@ class Loop:
     @torch.no_grad()
     def measure(self) -> float:
         """The mean loss on held-out windows: the divergence from the teacher, or the cost of the text without one."""
-        each = each_of(self.model.device)
-        costs = [
-            float(cost) for cost in each(self._loss, (plain_windows(row[None]) for row in self.windows.held_out))
-        ]
+        each = side_by_side if self._is_apart else map
+        windows = (plain_windows(row[None]) for row in self.windows.held_out)
+        costs = [float(cost) for cost in each(self._loss, windows)]
         settle(self.model)
         # The mean over processes, which decide alike by it, however their sums are rounded.
         return float(all_sum(torch.tensor(sum(costs) / len(costs), dtype=torch.float64))) / process_count()

@@ -17,7 +17,7 @@ _ROWS = 256
 """Positions whose distributions are in memory at once on a GPU: those of a whole window take gigabytes."""
 
 _NUMBERS = 1 << 19
-"""Numbers of such a piece on a CPU, few enough to stay in its caches while they are read again and again."""
+"""Numbers of such a piece for each thread of a CPU, few enough to stay in its caches while they are read again."""
 
 
 def divergence(logits: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
@@ -137,5 +137,6 @@ class _FromTop(torch.autograd.Function):
 
 def _pieces(logits: Tensor) -> Iterator[slice]:
     """Slices of positions, all of them in order."""
-    rows = max(_NUMBERS // logits.shape[1], 1) if logits.device.type == "cpu" else _ROWS
+    numbers = _NUMBERS * torch.get_num_threads()
+    rows = max(numbers // logits.shape[1], 1) if logits.device.type == "cpu" else _ROWS
     return (slice(start, start + rows) for start in range(0, len(logits), rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.healing.sharded import each_of, like, whole
+from headwise.healing.sharded import is_alone_on_cpu, like, whole
 from headwise.options.heal import Optimizer
+from headwise.threads import side_by_side
 
 BETAS = (0.9, 0.95)
 """AdamW's."""
@@ -81,9 +81,9 @@ class Muon(torch.optim.AdamW):
             for matrix in matrices:
                 if "momentum_buffer" not in self.state[matrix]:
                     self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
-            if matrices:
-                each = each_of(matrices[0].device)
-                deque(each(partial(self._turn, rate=group["lr"]), matrices), maxlen=0)
+            each = side_by_side if all(is_alone_on_cpu(matrix.device) for matrix in matrices) else map
+            for _ in each(partial(self._turn, rate=group["lr"]), matrices):
+                pass
         super().step()
 
     def _turn(self, matrix: nn.Parameter, *, rate: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headwise.processes import process_count
-from headwise.threads import Item, Result, side_by_side
 
 _WAIT = timedelta(days=2)
 """How long a process waits for another, as the processes' own group does."""
@@ -45,12 +43,9 @@ def settle(model: Any) -> None:
             module.reshard()
 
 
-def each_of(device: torch.device) -> Callable[[Callable[[Item], Result], Iterable[Item]], Iterator[Result]]:
-    """`map`, or `side_by_side` on a CPU: with shared-out tensors all processes have to do the same in turn.
-
-    For example ``for loss in each_of(model.device)(loss_of, windows): ...``.
-    """
-    return side_by_side if device.type == "cpu" and process_count() == 1 else map
+def is_alone_on_cpu(device: torch.device) -> bool:
+    """Whether threads may work side by side: one of them keeps a GPU busy, and processes gather tensors in turn."""
+    return device.type == "cpu" and process_count() == 1
 
 
 def whole(tensor: Tensor) -> Tensor:
