@@ -533,6 +533,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "healing": ("healing.json", healing),
     "healing-cuda": ("healing-cuda.json", healing),
     "healing-65536-cuda": ("healing-65536-cuda.json", healing),
+    "healing-65536": ("healing-65536.json", healing),
     "healing-131072": ("healing-131072.json", healing),
     "healing-65536-wikitext": ("healing-65536-wikitext.json", healing),
     "healed": ("healing-65536-cuda.json", healed),
