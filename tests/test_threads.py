@@ -12,14 +12,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwise.threads import WORKERS, side_by_side
+from tests.threads import four_threads
 
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["four_threads"]
 
 
 def test_results_come_in_order_from_threads_with_their_share() -> None:

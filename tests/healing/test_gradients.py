@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,11 @@ from headwise.healing.state import TrainingState
 from headwise.hf import load
 from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.real_models import save_tiny
+from tests.threads import four_threads
+
+__all__ = ["four_threads"]
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 60
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ def add_gradients(
         loss_of: computes a part.
         parts: what it is called with.
         parameters: that are trained.
-        apart: whether parts are computed side by side, each thread with gradients of its own. Sums are made in the
-            order of the parts, so that they do not depend on which thread is finished first.
+        apart: whether parts are computed side by side, each thread a fixed share of them with gradients of its own,
+            so that sums do not depend on which thread is finished first.
     """
     if not apart or len(parts) < 2 or torch.get_num_threads() < WORKERS:
         losses = []

@@ -28,7 +28,7 @@ from headwise.healing.teacher import StoredTeacher
 from headwise.healing.trained import refuse_unwritten, select, trained_numbers, trained_tensors
 from headwise.healing.windows import HealingWindows, open_windows
 from headwise.hf import as_dtype, load, open_decoder
-from headwise.kernels.native.build import built
+from headwise.kernels.native import built
 from headwise.measurement import peak_rss_bytes
 from headwise.options import takes_options
 from headwise.options.heal import HealOptions
