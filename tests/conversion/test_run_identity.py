@@ -83,6 +83,7 @@ HEAL: dict[str, tuple[dict[str, Any], Any]] = {
     "teacher": (HEALED, "other"),
     "text": (HEALED, "other.txt"),
     "train": (HEALED, "attention"),
+    "rank_curriculum": (HEALED, 0.5),
     "lora_rank": ({**HEALED, "train": "lora"}, 2),
     "dtype": ({**HEALED, "dtype": "float32"}, "bfloat16"),
     "device": (HEALED, "cpu"),
@@ -142,10 +143,11 @@ class IdentityError(Exception):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source, texts and two sets of statistics; not to be changed."""
+    """A source, a conversion, texts and two sets of statistics; not to be changed."""
     folder = tmp_path_factory.mktemp("identity")
     save_tiny(folder / "source")
     save_tiny(folder / "other", seed=1)
+    headwise.convert(folder / "source", folder / "half", to="mla", kv_budget=0.5, evaluate=False)
     for name, text in (("study", TEXT), ("other", TEXT[1:]), ("exam", TEXT[::-1]), ("third", TEXT[:1:-1])):
         (folder / f"{name}.txt").write_text(text)
     for name, tokens in (("statistics", 512), ("statistics-2", 400)):
@@ -165,7 +167,7 @@ def identity_of(monkeypatch: pytest.MonkeyPatch, place: Path, name: str, options
     monkeypatch.setattr(module, "run_identity", ending)
     monkeypatch.chdir(place)
     with pytest.raises(IdentityError) as caught:
-        function("source", place / "out", **options)
+        function("half" if name == "heal" else "source", place / "out", **options)
     return str(caught.value)
 
 

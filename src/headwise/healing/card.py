@@ -80,6 +80,8 @@ def _making(folder: Path, report: Healing) -> Iterator[str]:
     yield f"- {report.steps:,} of {report.planned_steps:,} steps of {report.batch} × {report.window} tokens"
     yield f"- trained: {report.trained}, {report.trained_parameters:,} parameters"
     yield f"- by {_OPTIMIZERS[report.optimizer]}, at a learning rate of {report.learning_rate:g}"
+    if report.rank_curriculum is not None:
+        yield f"- latents fell to {report.rank_curriculum:g} of their channels in the first half of the steps"
     curve = ", ".join(f"{step}: {loss:.4f}" for step, loss in report.held_out)
     yield f"- loss on held-out windows, by step: {curve}"
     if report.slope is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,15 @@ from typing import Any
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, model_identity, run_identity
+from headwise.checkpoints import (
+    Checkpoint,
+    FolderWriter,
+    TensorInfo,
+    check_output,
+    dtype_name,
+    model_identity,
+    run_identity,
+)
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.closing_evaluation import Exam, choose_exam, prove
 from headwise.conversion.solvers.device import is_quick, own_device
@@ -19,6 +28,7 @@ from headwise.documents import MEASURED, MIGRATION, finite
 from headwise.errors import ArgumentError
 from headwise.evaluation import Evaluation
 from headwise.healing.card import CONVERSION, healed_card
+from headwise.healing.curriculum import ORDERING, FadingChannels, RankCurriculum, order_channels
 from headwise.healing.loop import Loop, run_model
 from headwise.healing.optimizer import optimizer_of
 from headwise.healing.report import Healing
@@ -78,7 +88,7 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
     checkpoint = prepared.checkpoint
     writer = FolderWriter(
         prepared.output,
-        checkpoint.tensors,
+        prepared.tensors,
         run=prepared.run,
         overwrite=options.overwrite,
         # Float32 parameters and at most two moments each, in two saves and one that is being written; the best ones.
@@ -92,7 +102,7 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
         after = _evaluate(writer.folder, prepared, progress)
         report = _report(prepared, done, count, before, after)
         if process_index() == 0:
-            writer.write_text("README.md", healed_card(checkpoint.path, checkpoint.config, report))
+            writer.write_text("README.md", healed_card(checkpoint.path, prepared.config, report))
             writer.write_text(FILE, json.dumps(finite(report.to_dict()), indent=1) + "\n")
     return replace(report, notes=(*report.notes, *writer.notes))
 
@@ -111,6 +121,7 @@ class _Prepared:
         exam: the windows to evaluate on; may be empty.
         device: of this process.
         dtype: of matrix products.
+        curriculum: where channels fade out.
     """
 
     model: str
@@ -122,6 +133,17 @@ class _Prepared:
     exam: Exam
     device: torch.device
     dtype: torch.dtype
+    curriculum: RankCurriculum | None
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Of the result."""
+        return self.checkpoint.config if self.curriculum is None else self.curriculum.config
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Of the result."""
+        return self.checkpoint.tensors if self.curriculum is None else self.curriculum.tensors
 
     @property
     def run(self) -> str:
@@ -159,6 +181,8 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
         _refuse_other_shape(checkpoint, teacher)
     if options.teacher_top is not None and sizes[0] is not None and options.teacher_top > sizes[0]:
         raise ArgumentError("teacher_top", options.teacher_top, f"must be at most {sizes[0]}, the vocabulary")
+    part = options.rank_curriculum
+    curriculum = None if part is None else RankCurriculum(checkpoint, part)
     windows = open_windows(checkpoint, options, teacher.spec)
     exam: Exam = []
     if options.evaluate is not False:
@@ -177,6 +201,7 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
         exam=exam,
         device=device,
         dtype=dtype,
+        curriculum=curriculum,
     )
 
 
@@ -204,6 +229,7 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
     model = load(prepared.checkpoint.path, dtype=torch.float32, device=str(prepared.device))
     needs_teacher = options.objective == "distill" or options.hidden > 0
     teacher = _teacher(prepared, folder, progress) if needs_teacher else None
+    fading = None if prepared.curriculum is None else _fading(prepared, prepared.curriculum, model, folder)
     select(model, options.train, prepared.teacher, rank=options.lora_rank)
     refuse_unwritten(model, prepared.checkpoint)
     shard(model)
@@ -218,9 +244,20 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
     optimizer = optimizer_of(model, parameters, options.optimizer, rate=options.learning_rate, dtype=prepared.dtype)
     if prepared.device.type == "cpu":
         built()  # here, where Ctrl-C ends a compiler; windows are worked on in other threads
-    loop = Loop(model, teacher, parameters, prepared.windows, options, prepared.dtype)
+    loop = Loop(model, teacher, parameters, prepared.windows, options, prepared.dtype, fading)
     done = loop.run(TrainingState(folder, parameters, optimizer), optimizer, progress)
     return model, done, sum(parameter.numel() for parameter in parameters.values())
+
+
+def _fading(prepared: _Prepared, curriculum: RankCurriculum, model: Any, folder: Path) -> FadingChannels:
+    """Order the channels of a model's latents; they will fade out from the last."""
+
+    def logits(windows: CalibrationWindows) -> torch.Tensor:
+        result: torch.Tensor = run_model(model, windows, prepared.dtype).logits
+        return result
+
+    order_channels(model, prepared.windows.train[:ORDERING], folder / "channels", logits)
+    return FadingChannels(model, curriculum)
 
 
 def _teacher(prepared: _Prepared, folder: Path, progress: Progress) -> Any | StoredTeacher:
@@ -246,7 +283,7 @@ def _write(prepared: _Prepared, model: Any, writer: FolderWriter) -> None:
     checkpoint, is_first = prepared.checkpoint, process_index() == 0
     if is_first:
         writer.add_companions(checkpoint)
-        writer.write_json("config.json", checkpoint.config)
+        writer.write_json("config.json", prepared.config)
         card = CONVERSION if (checkpoint.path / CONVERSION).is_file() else "README.md"  # of a model healed before
         for name, new in ((CODES, CODES), (card, CONVERSION)):
             if (checkpoint.path / name).is_file():
@@ -258,6 +295,8 @@ def _write(prepared: _Prepared, model: Any, writer: FolderWriter) -> None:
         tensor = whole(trained[name]()) if name in trained else None
         if is_first and not writer.has(name):
             tensor = checkpoint.read(name) if tensor is None else tensor
+            if prepared.curriculum is not None:
+                tensor = prepared.curriculum.cut(name, tensor)
             writer.add(name, tensor.cpu().to(checkpoint.tensors[name].dtype))
 
 
@@ -278,6 +317,7 @@ def _report(
         trained_parameters=count,
         optimizer=options.optimizer,
         learning_rate=options.learning_rate,
+        rank_curriculum=options.rank_curriculum,
         steps=done.step,
         planned_steps=windows.steps,
         tokens=done.step * windows.batch * windows.width,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from headwise.conversion.calibration.windows import CalibrationWindows, plain_windows
 from headwise.errors import CheckpointError
+from headwise.healing.curriculum import FADED, FadingChannels
 from headwise.healing.gradients import add_gradients, rewrites_angles
 from headwise.healing.objective import cross_entropy, divergence, divergence_from_top, hidden_error
 from headwise.healing.sharded import is_alone_on_cpu, settle, whole
@@ -48,6 +49,7 @@ class Loop:
         windows: of text.
         options: of the run.
         dtype: of matrix products.
+        fading: the channels that fade out meanwhile, if any do.
     """
 
     model: Any
@@ -56,6 +58,7 @@ class Loop:
     windows: HealingWindows
     options: HealOptions
     dtype: torch.dtype
+    fading: FadingChannels | None = None
 
     def run(self, state: TrainingState, optimizer: torch.optim.Optimizer, progress: Progress) -> Progressed:
         """Train to the end, from where an earlier run was stopped.
@@ -70,7 +73,8 @@ class Loop:
         """
         done = state.load()
         if done is None:
-            done = Progressed()
+            done = Progressed(counted_from=0 if self.fading is None else math.ceil(FADED * self.windows.steps))
+            self._fade(0)
             done.held_out.append((0, self.measure()))
             state.save(done)
         first, seconds, begun = done.step, done.seconds, time.perf_counter()
@@ -78,6 +82,7 @@ class Loop:
         while done.step < self.windows.steps and not done.stopped:
             progress(HEALING, done.step, self.windows.steps)
             start = time.perf_counter()
+            self._fade(done.step)
             loss = self._step(optimizer, done)
             if not math.isfinite(loss):
                 done = self._roll_back(state, done)
@@ -90,6 +95,7 @@ class Loop:
                 took = time.perf_counter() - begun  # with measurements and saves
                 self._report(progress, done, pace=count / (done.seconds - seconds), step_seconds=took / count)
             if done.step % every == 0 or done.step == self.windows.steps:
+                self._fade(done.step)
                 held_out = self.measure()
                 if not math.isfinite(held_out):  # nothing may be saved that later steps cannot leave
                     done = self._roll_back(state, done)
@@ -100,6 +106,11 @@ class Loop:
         progress(HEALING, self.windows.steps, self.windows.steps)
         state.load_best(done)
         return done
+
+    def _fade(self, step: int) -> None:
+        """Let channels fade as far as is due after so many steps."""
+        if self.fading is not None:
+            self.fading.set(step / self.windows.steps)
 
     def _report(self, progress: TrainingProgress, done: Progressed, *, pace: float, step_seconds: float) -> None:
         """Say how the training goes.
@@ -201,9 +212,13 @@ class Loop:
         again with it.
         """
         patience = self.options.patience
-        later = [step for step, _ in done.held_out if 2 * step > self.windows.steps]
-        losses = [loss for _, loss in done.held_out]
-        return 0 < patience <= len(later) and min(losses[-patience:]) >= min(losses[:-patience])
+        later = [step for step, _ in done.counted if 2 * step > self.windows.steps]
+        losses = [loss for _, loss in done.counted]
+        return (
+            0 < patience <= len(later)
+            and patience < len(losses)
+            and min(losses[-patience:]) >= min(losses[:-patience])
+        )
 
     def _roll_back(self, state: TrainingState, done: Progressed) -> Progressed:
         """Return to the newest save, with half the learning rate.

@@ -23,6 +23,7 @@ class Healing:
         trained_parameters: the number of trained parameters.
         optimizer: ``muon`` or ``adamw``.
         learning_rate: after warm-up.
+        rank_curriculum: the part of the latents' channels that the result has; None where none faded out.
         steps: the number of steps that were done.
         planned_steps: the number of steps that were asked for.
         tokens: the number of tokens that were trained on, passages that a text was read again for included.
@@ -64,6 +65,7 @@ class Healing:
     before: Evaluation | None = None
     after: Evaluation | None = None
     notes: tuple[str, ...] = ()
+    rank_curriculum: float | None = None
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -34,6 +34,8 @@ class Progressed:
         losses: of every finished step, by the objective.
         held_out: ``(step, loss)`` of every measurement on held-out windows.
         stopped: whether the run ended early, as the held-out loss fell no more.
+        counted_from: the first step whose measurement can be the best: those before are of a larger model, where
+            channels fade out.
     """
 
     step: int = 0
@@ -43,11 +45,17 @@ class Progressed:
     losses: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     stopped: bool = False
+    counted_from: int = 0
+
+    @property
+    def counted(self) -> list[tuple[int, float]]:
+        """The measurements that can be the best; the newest one while there is none."""
+        return [measured for measured in self.held_out if measured[0] >= self.counted_from] or self.held_out[-1:]
 
     @property
     def best_step(self) -> int:
         """The step of the lowest measurement, the first of equal ones."""
-        return min(self.held_out, key=lambda measured: measured[1])[0]
+        return min(self.counted, key=lambda measured: measured[1])[0]
 
 
 class TrainingState:

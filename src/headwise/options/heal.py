@@ -155,6 +155,12 @@ class HealOptions(StepOptions, ObjectiveOptions, ProofOptions):
         "computes the values of a cache in codes is never trained",
         default="all",
     )
+    rank_curriculum: float | None = option(
+        "MLA in headwise's own format: the part of each latent's channels that the result has; the others fade out "
+        "in the first half of the steps, the least important first, so that the cache becomes smaller gradually",
+        default=None,
+        rule=Rule("must be above 0 and below 1", lambda part: bool(0 < part < 1)),
+    )
     lora_rank: int = option("train lora: the rank of the changes", default=32, rule=at_least(1))
     dtype: Literal["bfloat16", "float32"] | None = option(
         "dtype of matrix products; weights and their moments are float32. bfloat16 when left out, where the "
