@@ -54,6 +54,21 @@ def healed(document: Document) -> list[list[str]]:
     ]
 
 
+def uptraining(document: Document) -> list[list[str]]:
+    """Head and rows: how heads were merged, and the ratio of perplexities before and after with each seed."""
+    rows = [["heads", "merged by", "cache, bytes a token", "before", "after, median", "after, lowest to highest"]]
+    for name, row in document["rows"].items():
+        target, method, *rates = name.split()
+        rate = "".join(f", rate {rate.partition('=')[2]}" for rate in rates)
+        after = row["after"]
+        span = f"×{_ratio(min(after))} to ×{_ratio(max(after))}"
+        median = f"×{_ratio(statistics.median(after))}"
+        rows.append(
+            [f"`{target}`", f"`{method}`{rate}", f"{row['bytes']:g}", f"×{_ratio(row['before'])}", median, span]
+        )
+    return rows
+
+
 def _ratios(row: Document) -> list[str]:
     return [f"×{_ratio(score['perplexity_ratio'])}" for score in row["evaluation"]["texts"]]
 

@@ -463,6 +463,12 @@ def healing_tasks(document: Document) -> str:
     return table(head, rows, left=2)
 
 
+def uptraining(document: Document) -> str:
+    """The table of the GQA paper's comparison on a small decoder."""
+    head, *rows = healing_tables.uptraining(document)
+    return table(head, rows, left=2)
+
+
 def healed(document: Document) -> str:
     """The table of half of the values before and after training, for README."""
     head, *rows = healing_tables.healed(document)
@@ -536,6 +542,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "healing-65536": ("healing-65536.json", healing),
     "healing-131072": ("healing-131072.json", healing),
     "healing-65536-wikitext": ("healing-65536-wikitext.json", healing),
+    "uptraining": ("uptraining.json", uptraining),
     "healed": ("healing-65536-cuda.json", healed),
     "healing-tasks": ("healing-65536-cuda.json", healing_tasks),
     "healing-tuning": ("healing-tuning-cuda.json", healing_tuning),
