@@ -4,7 +4,8 @@
 
 A llama of eight key–value heads is trained here on WikiText-2 train, converted to fewer heads by mean pooling, by
 first heads, by random heads and by headwise's own method, and trained on by cross-entropy for 5 % of its tokens
-(Ainslie et al., 2023, section 3.1 and figure 4). A row is ``TARGET METHOD``, and the learning rate where it is another.
+(Ainslie et al., 2023, section 3.1 and figure 4). A row is ``TARGET METHOD``; behind it is a learning rate that is not
+the usual one.
 """
 
 from __future__ import annotations
