@@ -16,7 +16,7 @@ import headwise
 from headwise.attention.latent import MultiHeadLatentAttention
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion.calibration.windows import CalibrationWindows, plain_windows
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, CheckpointError
 from headwise.healing.curriculum import FadingChannels, RankCurriculum, order_channels
 from headwise.healing.state import TrainingState
 from tests.closeness import assert_close
@@ -115,8 +115,20 @@ def test_channels_fade_one_after_another(converted: Path) -> None:
         assert int(((factors > 0) & (factors < 1)).sum()) <= 1
 
 
-def test_the_result_has_the_smaller_cache(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
-    report = headwise.heal(converted, tmp_path / "out", **keywords, train="attention")
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"train": "all", "checkpointing": True},
+        {"train": "attention", "teacher_top": 8},
+        {"train": "new", "objective": "cross-entropy"},
+        {"train": "lora"},  # which trains no bias
+    ],
+    ids=lambda how: how["train"],
+)
+def test_the_result_has_the_smaller_cache(
+    how: dict[str, Any], converted: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    report = headwise.heal(converted, tmp_path / "out", **keywords, **how)
     before, after = open_checkpoint(converted), open_checkpoint(tmp_path / "out")
     for old, new in zip(before.spec.layers, after.spec.layers, strict=True):
         assert new.kv_lora_rank == round(0.5 * old.kv_lora_rank)  # type: ignore[attr-defined]
@@ -124,8 +136,9 @@ def test_the_result_has_the_smaller_cache(converted: Path, keywords: dict[str, A
     assert 6 <= report.best_step <= 12
     # What was measured with channels that were gone is what the folder computes without them.
     model = headwise.load(tmp_path / "out", dtype="float32")
-    again = headwise.heal(tmp_path / "out", tmp_path / "again", **{**keywords, "rank_curriculum": None})
-    assert again.held_out[0][1] == pytest.approx(dict(report.held_out)[report.best_step], rel=1e-4)
+    again = headwise.heal(tmp_path / "out", tmp_path / "again", **{**keywords, **how, "rank_curriculum": None})
+    assert again.held_out[0][1] == pytest.approx(report.kept_loss, rel=1e-4)
+    assert report.kept_loss == min(loss for step, loss in report.held_out if step >= 6)
     assert model(WINDOWS.ids).logits.isfinite().all()
     assert json.loads((tmp_path / "out" / "healing.json").read_text())["rank_curriculum"] == 0.5
     assert "latents fell to 0.5 of their channels" in (tmp_path / "out" / "README.md").read_text()
@@ -145,6 +158,32 @@ def test_a_killed_run_goes_on_and_computes_the_same(
     assert (report.losses, report.held_out, report.best_step) == (whole.losses, whole.held_out, whole.best_step)
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_bases_that_are_damaged_are_not_made_anew(
+    converted: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU others would be found, which do not fit what was saved."""
+    stop_at(monkeypatch, TrainingState, "save", 2, after=True)
+    with pytest.raises(StoppedError):
+        headwise.heal(converted, tmp_path / "out", **keywords)
+    file, *_ = sorted(tmp_path.glob(".*/work/channels/*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\x07")
+    with pytest.raises(CheckpointError, match=r"channels = .*: an earlier run's result is lost"):
+        headwise.heal(converted, tmp_path / "out", **keywords)
+    monkeypatch.undo()
+    assert headwise.heal(converted, tmp_path / "out", **keywords).steps == 12
+
+
+def test_the_ordering_is_shown(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    stages: list[tuple[str, int, int]] = []
+    headwise.heal(converted, tmp_path / "out", **keywords, progress=lambda *stage: stages.append(stage))
+    assert [done for stage, done, _ in stages if stage == "ordering channels"] == list(range(9))
+
+
+def test_a_part_that_leaves_out_nothing_is_refused(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"rank_curriculum = 0\.99: leaves out no channel of any latent"):
+        headwise.heal(converted, tmp_path / "out", **{**keywords, "rank_curriculum": 0.99})
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def healed_card(folder: Path, config: Mapping[str, Any], report: Healing) -> str
 
     Args:
         folder: of the converted model, whose card has the licence and the base model.
-        config: of both.
+        config: of the healed model.
         report: of the healing.
     """
     model_type = str(config["model_type"])
@@ -81,7 +81,10 @@ def _making(folder: Path, report: Healing) -> Iterator[str]:
     yield f"- trained: {report.trained}, {report.trained_parameters:,} parameters"
     yield f"- by {_OPTIMIZERS[report.optimizer]}, at a learning rate of {report.learning_rate:g}"
     if report.rank_curriculum is not None:
-        yield f"- latents fell to {report.rank_curriculum:g} of their channels in the first half of the steps"
+        yield (
+            f"- latents fell to {report.rank_curriculum:g} of their channels in the first half of the steps: what "
+            "was measured before healing is of the larger cache"
+        )
     curve = ", ".join(f"{step}: {loss:.4f}" for step, loss in report.held_out)
     yield f"- loss on held-out windows, by step: {curve}"
     if report.slope is not None:
@@ -91,7 +94,8 @@ def _making(folder: Path, report: Healing) -> Iterator[str]:
     if report.rollbacks:
         yield f"- the loss was not finite {report.rollbacks} times; the learning rate was halved each time"
     if report.best_step < report.steps:
-        yield f"- the weights are those after step {report.best_step:,}, whose held-out loss was lowest"
+        among = "" if report.rank_curriculum is None else " of those after the channels were gone"
+        yield f"- the weights are those after step {report.best_step:,}, whose held-out loss was lowest{among}"
 
 
 def _limits() -> Iterator[str]:

@@ -6,7 +6,7 @@ Shapes: R a layer's latent rank, r the rank that is left, P rotary dims, W token
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +22,17 @@ from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.storage.layers import LOST, LayerFiles
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.processes import barrier, process_index
+from headwise.progress import Progress, silent
 from headwise.quantization.files import FILE as CODES
 
 FADED = 0.5
 """The part of the steps after which the channels that are not left are gone."""
 
-ORDERING = 8
-"""The windows that channels are ordered by."""
+ORDERING = "ordering channels"
+"""The name of the stage, for progress."""
+
+WINDOWS = 8
+"""The most windows that channels are ordered by."""
 
 _RIDGE = 1e-7
 """Added to the latents' covariance, as a share of its largest eigenvalue."""
@@ -63,12 +67,25 @@ class RankCurriculum:
             rule = "needs latents without a norm, which is taken over all of their channels"
         elif (self.checkpoint.path / CODES).is_file():
             rule = "needs a cache without codes, which were fitted to its channels"
+        elif all(self.left(layer["kv_lora_rank"]) == layer["kv_lora_rank"] for layer in latents):
+            rule = "leaves out no channel of any latent"
         if rule is not None:
             raise ArgumentError("rank_curriculum", self.part, rule)
 
     def left(self, rank: int) -> int:
         """The channels that are left of a latent of ``rank``: at least one."""
         return max(round(self.part * rank), 1)
+
+    @property
+    def work_bytes(self) -> int:
+        """The disk that the bases of all latents take while the model is trained."""
+        latents = [layer for layer in self.checkpoint.config["headwise"]["attention"] if layer["kind"] == "latent"]
+        return sum(len(layer["layers"]) * 2 * 8 * int(layer["kv_lora_rank"]) ** 2 for layer in latents)
+
+    @property
+    def turned(self) -> frozenset[str]:
+        """The names of the stored tensors that compute or decode a latent, which have another basis in training."""
+        return frozenset(name for name in self.checkpoint.tensors if self._rank(name) is not None)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -134,9 +151,9 @@ class FadingChannels:
         for path, layer in self._layers.items():
             rank = layer.spec.kv_lora_rank
             gone = (rank - self._curriculum.left(rank)) * min(done / FADED, 1.0)
-            weight = layer.kv_a_proj_with_mqa.weight
-            channels = torch.arange(rank, dtype=torch.float32, device=weight.device)
-            rotary = torch.ones(layer.spec.qk_rope_head_dim, device=weight.device)
+            device = next(layer.parameters()).device
+            channels = torch.arange(rank, dtype=torch.float32, device=device)
+            rotary = torch.ones(layer.spec.qk_rope_head_dim, device=device)
             self.factors[path] = torch.cat(((rank - gone - channels).clamp(0, 1), rotary))
 
     def _fade(self, path: str, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -144,7 +161,11 @@ class FadingChannels:
 
 
 def order_channels(
-    model: Any, windows: CalibrationWindows, folder: Path, logits_of: Callable[[CalibrationWindows], Tensor]
+    model: Any,
+    windows: CalibrationWindows,
+    folder: Path,
+    logits_of: Callable[[CalibrationWindows], Tensor],
+    progress: Progress = silent,
 ) -> None:
     """Turn every latent of a model into uncorrelated channels, the most important first. The model computes the same.
 
@@ -153,24 +174,25 @@ def order_channels(
     Of all ways to leave out so many channels, leaving out the last ones then costs least.
 
     Args:
-        model: a transformers model with headwise's MLA, whole in every process.
+        model: a transformers model with headwise's MLA, whole in every process, whose parameters take no gradients.
         windows: of text.
         folder: where the bases are kept, so that all processes and later runs have the same.
         logits_of: the model's logits ``[B, W, V]`` on some windows.
+        progress: told of each window.
 
     Raises:
         CheckpointError: the bases are lost.
     """
     files, layers = LayerFiles(folder), _latent_layers(model)
-    if process_index() == 0 and files.about(0) is None:
-        files.save(0, _bases(layers, windows, logits_of), {})
+    if process_index() == 0 and not files.file(len(layers) - 1).exists():  # the last one to be saved
+        for index, (into, back) in enumerate(_bases(layers, windows, logits_of, progress)):
+            files.save(index, {"into": into, "back": back}, {})
     barrier()
-    saved = files.load(0)
-    if saved is None:
-        raise CheckpointError("rank_curriculum", "channels", LOST)
-    for path, layer in layers.items():
-        into, back = (saved[0][f"{side} {path}"] for side in ("into", "back"))
-        _turn(layer, into, back)
+    for index, layer in enumerate(layers.values()):
+        saved = files.load(index)
+        if saved is None:
+            raise CheckpointError("channels", str(files.file(index)), LOST)
+        _turn(layer, **saved[0])
 
 
 def _latent_layers(model: nn.Module) -> dict[str, MultiHeadLatentAttention]:
@@ -201,12 +223,14 @@ def _bases(
     layers: Mapping[str, MultiHeadLatentAttention],
     windows: CalibrationWindows,
     logits_of: Callable[[CalibrationWindows], Tensor],
-) -> dict[str, Tensor]:
+    progress: Progress,
+) -> Iterator[tuple[Tensor, Tensor]]:
     """The matrices of each layer's change of basis, ``[R, R]`` into the new channels and back, float64."""
     covariances: dict[str, Tensor] = {}
     costs: dict[str, Tensor] = {}
     generator = torch.Generator().manual_seed(0)
     for number in range(len(windows)):
+        progress(ORDERING, number, len(windows))
         watched = {path: _Watched(layer) for path, layer in layers.items()}
         logits = logits_of(windows[number : number + 1])[0].float()
         for each in watched.values():
@@ -216,23 +240,20 @@ def _bases(
         gradients = torch.autograd.grad(loss, [each.zeros for each in watched.values()])
         for (path, each), gradient in zip(watched.items(), gradients, strict=True):
             for sums, rows in ((covariances, each.rows(each.latents)), (costs, each.rows(gradient))):
-                sums[path] = sums.get(path, 0) + rows.mT @ rows
-    return {
-        name: tensor.cpu() for path in layers for name, tensor in _basis(path, covariances[path], costs[path]).items()
-    }
+                sums[path] = sums.get(path, 0) + (rows.mT @ rows).cpu()  # of all layers they may not fit a device
+    progress(ORDERING, len(windows), len(windows))
+    for path in layers:
+        yield _basis(covariances.pop(path), costs.pop(path))
 
 
-def _basis(path: str, covariance: Tensor, cost: Tensor) -> dict[str, Tensor]:
+def _basis(covariance: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
     """The matrices of one layer's change of basis: new channels are as large as the old ones' mean."""
     values, vectors = torch.linalg.eigh(covariance)
     scale = (values + _RIDGE * values[-1]).sqrt()
     own = scale[:, None] * (vectors.mT @ cost @ vectors) * scale  # the cost of errors of white channels
     order = torch.linalg.eigh(own)[1].flip(1)
     size = scale.square().mean().sqrt()
-    return {
-        f"into {path}": size * order.mT @ (vectors / scale).mT,
-        f"back {path}": (vectors * scale) @ order / size,
-    }
+    return size * order.mT @ (vectors / scale).mT, (vectors * scale) @ order / size
 
 
 @torch.no_grad()

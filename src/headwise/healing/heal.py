@@ -28,7 +28,7 @@ from headwise.documents import MEASURED, MIGRATION, finite
 from headwise.errors import ArgumentError
 from headwise.evaluation import Evaluation
 from headwise.healing.card import CONVERSION, healed_card
-from headwise.healing.curriculum import ORDERING, FadingChannels, RankCurriculum, order_channels
+from headwise.healing.curriculum import WINDOWS, FadingChannels, RankCurriculum, order_channels
 from headwise.healing.loop import Loop, run_model
 from headwise.healing.optimizer import optimizer_of
 from headwise.healing.report import Healing
@@ -57,6 +57,12 @@ NOTHING_GAINED = (
 )
 """Said of a run that changed nothing."""
 
+NOTHING_GAINED_LATER = (
+    "no step lowered the held-out loss after the channels were gone: train on more tokens, or at a lower learning "
+    "rate"
+)
+"""Said of a run with a rank curriculum whose second half changed nothing."""
+
 FILE = "healing.json"
 """The file of a healed folder that holds its `Healing`."""
 
@@ -69,7 +75,8 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
 
     For example ``heal("./half", "./healed", teacher="smollm2-135m", text="text.txt", tokens=200_000)``.
 
-    The result has the converted folder's format, sizes and codes; only values of its tensors differ. A cache in codes
+    The result has the converted folder's format, sizes and codes; only values of its tensors differ, unless
+    ``rank_curriculum`` makes its latents narrower. A cache in codes
     is rounded while the model is trained. A killed run is continued by the same call, and computes what an
     uninterrupted one would have.
 
@@ -92,7 +99,8 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
         run=prepared.run,
         overwrite=options.overwrite,
         # Float32 parameters and at most two moments each, in two saves and one that is being written; the best ones.
-        work_bytes=(3 * 3 + 2) * 4 * trained_numbers(checkpoint, prepared.teacher, options),
+        work_bytes=(3 * 3 + 2) * 4 * trained_numbers(checkpoint, prepared.teacher, options)
+        + (0 if prepared.curriculum is None else prepared.curriculum.work_bytes),
     )
     with first_enters(writer):
         before = _evaluate(checkpoint.path, prepared, progress)
@@ -229,18 +237,16 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
     model = load(prepared.checkpoint.path, dtype=torch.float32, device=str(prepared.device))
     needs_teacher = options.objective == "distill" or options.hidden > 0
     teacher = _teacher(prepared, folder, progress) if needs_teacher else None
-    fading = None if prepared.curriculum is None else _fading(prepared, prepared.curriculum, model, folder)
+    if options.checkpointing:
+        _compute_layers_twice(model)
+    fading = None
+    if prepared.curriculum is not None:
+        _order_channels(model, prepared, folder, progress)
+        fading = FadingChannels(model, prepared.curriculum)
     select(model, options.train, prepared.teacher, rank=options.lora_rank)
     refuse_unwritten(model, prepared.checkpoint)
     shard(model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if options.checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-        for module in model.modules():  # in training mode alone, and what is in them stays without dropout
-            if isinstance(module, GradientCheckpointingLayer):
-                module.training = True
-                if isinstance(getattr(module, "dropout", None), float):  # OPT's layers call it themselves
-                    module.dropout = 0.0
     optimizer = optimizer_of(model, parameters, options.optimizer, rate=options.learning_rate, dtype=prepared.dtype)
     if prepared.device.type == "cpu":
         built()  # here, where Ctrl-C ends a compiler; windows are worked on in other threads
@@ -249,15 +255,25 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
     return model, done, sum(parameter.numel() for parameter in parameters.values())
 
 
-def _fading(prepared: _Prepared, curriculum: RankCurriculum, model: Any, folder: Path) -> FadingChannels:
-    """Order the channels of a model's latents; they will fade out from the last."""
+def _compute_layers_twice(model: Any) -> None:
+    """Compute each layer again in the backward pass."""
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():  # in training mode alone, and what is in them stays without dropout
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+            if isinstance(getattr(module, "dropout", None), float):  # OPT's layers call it themselves
+                module.dropout = 0.0
+
+
+def _order_channels(model: Any, prepared: _Prepared, folder: Path, progress: Progress) -> None:
+    """Order the channels of a model's latents; see `order_channels`."""
 
     def logits(windows: CalibrationWindows) -> torch.Tensor:
         result: torch.Tensor = run_model(model, windows, prepared.dtype).logits
         return result
 
-    order_channels(model, prepared.windows.train[:ORDERING], folder / "channels", logits)
-    return FadingChannels(model, curriculum)
+    model.requires_grad_(False)  # but for what is watched; `select` says what is trained
+    order_channels(model, prepared.windows.train[:WINDOWS], folder / "channels", logits, progress)
 
 
 def _teacher(prepared: _Prepared, folder: Path, progress: Progress) -> Any | StoredTeacher:
@@ -290,7 +306,8 @@ def _write(prepared: _Prepared, model: Any, writer: FolderWriter) -> None:
                 writer.write_bytes(new, (checkpoint.path / name).read_bytes())
         for name in (MEASURED, MIGRATION):
             (writer.folder / name).unlink(missing_ok=True)  # of the conversion, and not of this model
-    trained = trained_tensors(model, checkpoint)
+    turned = frozenset() if prepared.curriculum is None else prepared.curriculum.turned
+    trained = trained_tensors(model, checkpoint, also=turned)
     for name in checkpoint.tensors:
         tensor = whole(trained[name]()) if name in trained else None
         if is_first and not writer.has(name):
@@ -307,6 +324,8 @@ def _report(
     notes = [one for one in (before, after) if isinstance(one, str)]
     if done.best_step == 0:
         notes.append(NOTHING_GAINED)
+    elif options.rank_curriculum is not None and done.best_step == done.counted[0][0] < done.step:
+        notes.append(NOTHING_GAINED_LATER)
     return Healing(
         model=prepared.model,
         output=str(prepared.output),
@@ -326,6 +345,7 @@ def _report(
         losses=tuple(done.losses),
         held_out=tuple(done.held_out),
         best_step=done.best_step,
+        counted_from=done.counted_from,
         stopped=done.stopped,
         rollbacks=done.rollbacks,
         seconds=done.seconds,

@@ -31,12 +31,14 @@ class Healing:
         batch: windows in each step.
         losses: the loss of each step, by the objective: in nats a token, without ``hidden`` and a temperature.
         held_out: step and loss of each measurement on held-out windows; the first is before any step.
-        best_step: the step whose weights the result has, the one of the lowest held-out loss.
+        best_step: the step whose weights the result has, the one of the lowest held-out loss that counts.
+        counted_from: the first step whose held-out loss counts: those before are of a larger cache, with
+            ``rank_curriculum``.
         stopped: whether it ended early, as the held-out loss fell no more.
         rollbacks: how often a loss that was not finite made it return to what was saved.
         seconds: the seconds of training, without measurements.
         peak_rss_bytes: the peak resident memory of the process.
-        before: the converted model beside the teacher; None if nothing was evaluated.
+        before: the model that was given, with its own cache, beside the teacher; None if nothing was evaluated.
         after: the result beside the teacher, on the same text; likewise.
         notes: notes for the user.
     """
@@ -66,6 +68,12 @@ class Healing:
     after: Evaluation | None = None
     notes: tuple[str, ...] = ()
     rank_curriculum: float | None = None
+    counted_from: int = 0
+
+    @property
+    def kept_loss(self) -> float:
+        """The held-out loss of the weights that the result has."""
+        return dict(self.held_out)[self.best_step]
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -75,7 +83,7 @@ class Healing:
     @property
     def slope(self) -> float | None:
         """By how much the held-out loss fell in the last quarter of the run, in nats; None for a shorter curve."""
-        earlier = [loss for step, loss in self.held_out if step <= 0.75 * self.steps]
+        earlier = [loss for step, loss in self.held_out if self.counted_from <= step <= 0.75 * self.steps]
         return earlier[-1] - self.held_out[-1][1] if len(self.held_out) > 2 and earlier else None
 
     def to_dict(self) -> dict[str, Any]:

@@ -49,20 +49,20 @@ class Progressed:
 
     @property
     def counted(self) -> list[tuple[int, float]]:
-        """The measurements that can be the best; the newest one while there is none."""
-        return [measured for measured in self.held_out if measured[0] >= self.counted_from] or self.held_out[-1:]
+        """The measurements that can be the best."""
+        return [measured for measured in self.held_out if measured[0] >= self.counted_from]
 
     @property
     def best_step(self) -> int:
-        """The step of the lowest measurement, the first of equal ones."""
-        return min(self.counted, key=lambda measured: measured[1])[0]
+        """The step of the lowest measurement that counts, the first of equal ones; 0 while there is none."""
+        return min(self.counted, key=lambda measured: measured[1], default=(0, 0.0))[0]
 
 
 class TrainingState:
     """Parameters, the optimizer's moments and what has been done, saved and loaded together.
 
     Two files are written in turn, each whole or not at all, so that one is always there to go on from. A third has
-    the parameters of the lowest held-out loss.
+    the parameters of the lowest held-out loss that counts.
 
     Args:
         folder: of the files.
@@ -92,7 +92,7 @@ class TrainingState:
                     tensors[f"{kind} {name}"] = tensor.cpu()
         if process_index() == 0:
             about = asdict(progressed)
-            if progressed.best_step == progressed.step:  # before the save that says so
+            if progressed.counted and progressed.best_step == progressed.step:  # before the save that says so
                 parameters = {name: tensor for name, tensor in tensors.items() if name.startswith("parameter ")}
                 self._files.save(_BEST, parameters, about)
             newest = self._newest()

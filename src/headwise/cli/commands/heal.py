@@ -43,11 +43,11 @@ def _show(report: Healing) -> None:
     out.print(f"{report.tokens:,} tokens in {report.steps:,} steps, {report.seconds:,.0f} s{speed}")
     out.print(f"trained        {report.trained}: {count_text(report.trained_parameters)} parameters")
     first, last = report.held_out[0][1], report.held_out[-1][1]
-    lowest, end = min(loss for _, loss in report.held_out), ""
-    if last > lowest:
-        end = f"; {last:.4f} at the end"
+    end = f"; {last:.4f} at the end" if last > report.kept_loss else ""
+    if report.rank_curriculum is not None:
+        out.print(f"channels       {report.rank_curriculum:g} of each latent's are left")
     kept = f"after step {report.best_step:,}, whose weights are kept"
-    out.print(f"held-out loss  {first:.4f} → {lowest:.4f} nats {kept}{end}", soft_wrap=True)
+    out.print(f"held-out loss  {first:.4f} → {report.kept_loss:.4f} nats {kept}{end}", soft_wrap=True)
     if report.stopped:
         out.print("stopped early: the held-out loss fell no more")
     for note in report.notes:
