@@ -36,8 +36,8 @@ def tuning(document: Document) -> list[list[str]]:
     """Head and rows: what was trained with what, and the held-out loss before and at its lowest."""
     rows = [["model", "trained on", "held-out loss", "lowest"]]
     for name, row in document["rows"].items():
-        losses = dict(row["healing"]["held_out"])
-        rows.append([*_named(name, row), f"{losses[0]:.3f}", f"{losses[row['healing']['best_step']]:.3f}"])
+        losses = [loss for _, loss in row["healing"]["held_out"]]
+        rows.append([*_named(name, row), f"{losses[0]:.3f}", f"{min(losses):.3f}"])
     return rows
 
 
