@@ -53,6 +53,8 @@ _PUBLIC = {
     "RetrievalOptions": "headwise.options",
     "RopeSpec": "headwise.specs",
     "RotaryEmbedding": "headwise.attention",
+    "Sample": "headwise.texts",
+    "SampleOptions": "headwise.options",
     "SelfAttention": "headwise.attention",
     "SpecError": "headwise.errors",
     "StorageError": "headwise.errors",
@@ -77,6 +79,7 @@ _PUBLIC = {
     "load": "headwise.hf",
     "migrate": "headwise.migration",
     "optimize": "headwise.hf",
+    "sample": "headwise.texts",
 }
 
 if TYPE_CHECKING:
@@ -128,6 +131,7 @@ if TYPE_CHECKING:
         MigrateOptions,
         PlantedOptions,
         RetrievalOptions,
+        SampleOptions,
     )
     from headwise.specs import (
         ExpertLatentSpec,
@@ -137,6 +141,7 @@ if TYPE_CHECKING:
         ModelSpec,
         RopeSpec,
     )
+    from headwise.texts import Sample, sample
 
 __all__ = [
     "ArgumentError",
@@ -181,6 +186,8 @@ __all__ = [
     "RetrievalOptions",
     "RopeSpec",
     "RotaryEmbedding",
+    "Sample",
+    "SampleOptions",
     "SelfAttention",
     "SpecError",
     "StorageError",
@@ -205,6 +212,7 @@ __all__ = [
     "load",
     "migrate",
     "optimize",
+    "sample",
 ]
 
 

@@ -21,6 +21,7 @@ from headwise.options import (
     HealOptions,
     MigrateOptions,
     Options,
+    SampleOptions,
     declarations,
 )
 from tests.real_models import save_tiny
@@ -125,16 +126,37 @@ MIGRATE: dict[str, tuple[dict[str, Any], Any]] = {
     "overwrite": (MIGRATED, True),
 }
 
+SAMPLED = {"tokens": 40, "length": 40}
+SAMPLE: dict[str, tuple[dict[str, Any], Any]] = {
+    "tokens": (SAMPLED, 50),
+    "length": (SAMPLED, 39),
+    "temperature": (SAMPLED, 0.5),
+    "top_p": (SAMPLED, 0.5),
+    "batch": (SAMPLED, 2),
+    "seed": (SAMPLED, 1),
+    "dtype": (SAMPLED, "float64"),
+    "device": (SAMPLED, "cpu"),
+    "overwrite": (SAMPLED, True),
+}
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], ModuleType, type[Options]]] = {
     "convert": (headwise.convert, sys.modules["headwise.conversion.convert"], ConvertOptions),
     "calibrate": (headwise.calibrate, sys.modules["headwise.conversion.calibrate"], CalibrateOptions),
     "frontier": (headwise.frontier, results, FrontierOptions),
     "heal": (headwise.heal, sys.modules["headwise.healing.heal"], HealOptions),
+    "sample": (headwise.sample, sys.modules["headwise.texts.sample"], SampleOptions),
     "migrate": (headwise.migrate, sys.modules["headwise.migration.migrate"], MigrateOptions),
 }
 """Each function that continues a killed run, the module that makes its identity, and its options."""
 
-CASES = [("convert", CONVERT), ("calibrate", CALIBRATE), ("frontier", FRONTIER), ("heal", HEAL), ("migrate", MIGRATE)]
+CASES = [
+    ("convert", CONVERT),
+    ("calibrate", CALIBRATE),
+    ("frontier", FRONTIER),
+    ("heal", HEAL),
+    ("migrate", MIGRATE),
+    ("sample", SAMPLE),
+]
 
 
 class IdentityError(Exception):
@@ -207,6 +229,7 @@ def test_what_does_not_decide_a_result() -> None:
         "frontier": {"targets", "methods", "keep", "plot", "device"},
         "heal": {"evaluate", "evaluation_windows", "overwrite", "device", "micro_batch"},
         "migrate": {"max_quality_loss", "targets", "overwrite", "device"},
+        "sample": {"overwrite", "device"},
     }
 
 

@@ -108,6 +108,7 @@ def test_the_options_of_public_functions_are_public() -> None:
         headwise.frontier: headwise.FrontierOptions,
         headwise.heal: headwise.HealOptions,
         headwise.migrate: headwise.MigrateOptions,
+        headwise.sample: headwise.SampleOptions,
     }
     for function, kind in functions.items():
         assert inspect.signature(function).parameters["options"].annotation == f"{kind.__name__} | None"
@@ -129,6 +130,7 @@ def test_the_options_of_public_functions_are_public() -> None:
         (headwise.frontier, ("source", "out")),
         (headwise.heal, ("model", "out")),
         (headwise.migrate, ("source", "out")),
+        (headwise.sample, ("model", "own.txt")),
         (headwise.evaluate, ("source",)),
         (headwise.evaluate_choices, ("source",)),
         (headwise.evaluate_planted, ("source",)),

@@ -136,6 +136,7 @@ def register_commands() -> None:
         heal,
         migrate,
         profile,
+        sample,
     )
     from headwise.cli.commands.from_configs import (  # noqa: F401
         advise,

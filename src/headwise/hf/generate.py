@@ -97,7 +97,7 @@ def generate(
     vocabulary = loaded.get_input_embeddings().weight.shape[0]
     if (largest := int(inputs["input_ids"].max())) >= vocabulary:
         raise ArgumentError("token", largest, f"is outside the model's vocabulary of {vocabulary}")
-    stops = _stop_tokens(loaded)
+    stops = stop_tokens(loaded)
     # Of the folder's generation settings (beams, penalties, …) only the stop tokens apply to greedy decoding.
     loaded.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -141,7 +141,7 @@ def _prompt_inputs(tokenizer: Any, prompt: str) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def _stop_tokens(model: Any) -> list[int]:
+def stop_tokens(model: Any) -> list[int]:
     """The end-of-text tokens in a model's generation settings.
 
     Raises:

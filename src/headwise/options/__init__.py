@@ -24,6 +24,7 @@ from headwise.options.frontier import FrontierOptions
 from headwise.options.heal import HealOptions
 from headwise.options.keywords import takes_options
 from headwise.options.migrate import MigrateOptions
+from headwise.options.sample import SampleOptions
 
 __all__ = [
     "BITS",
@@ -46,6 +47,7 @@ __all__ = [
     "PlantedOptions",
     "RetrievalOptions",
     "Rule",
+    "SampleOptions",
     "TextOptions",
     "at_least",
     "declarations",

@@ -13,6 +13,7 @@ from headwise.texts.files import language_reference, read_jsonl, read_text, refe
 from headwise.texts.identity import refuse_twice, text_identity
 from headwise.texts.overlap import overlap_note, passages_apart, shared_fraction, shared_tokens
 from headwise.texts.reference import write_reference_texts
+from headwise.texts.sample import Sample, sample
 from headwise.texts.sources import named_texts, read_source, refuse_texts_within
 from headwise.texts.windows import (
     cut_windows,
@@ -27,6 +28,7 @@ from headwise.texts.windows import (
 __all__ = [
     "NO_TEXTS",
     "CalibrationTexts",
+    "Sample",
     "calibration_windows",
     "check_texts",
     "cut_windows",
@@ -46,6 +48,7 @@ __all__ = [
     "refuse_texts_within",
     "refuse_twice",
     "refuse_unknown_tokens",
+    "sample",
     "shared_fraction",
     "shared_tokens",
     "text_identity",
