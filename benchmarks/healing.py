@@ -7,7 +7,8 @@
 A row is ``TARGET of TOKENS``: a target as ``headwise frontier`` spells it (``own`` is the source) and the tokens that
 are trained on, 0 for the conversion itself. Then comes what differs from the default: ``by METHOD`` (a baseline's
 conversion), ``KEY=VALUE`` (an option of ``headwise.heal``). ``--text wikitext`` trains on WikiText-2 train alone,
-``mixture`` on equal parts of it, of Moby Dick and of XSum.
+``mixture`` on equal parts of it, of Moby Dick and of XSum, ``mixture-own`` on equal parts of these and of text that
+the source wrote.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ EXAMS = {
 }
 """Texts to evaluate on. No choice may be made by those of ``test``."""
 
+TEXTS = ("wikitext", "mixture", "mixture-own")
+"""What is trained on."""
+
+OWN_TOKENS = 300_000
+"""The tokens that the source writes, a quarter of a million of which are trained on in a million."""
+
 UNCALIBRATED = ("mean", "first_head", "random")
 """Methods that use no text."""
 
@@ -54,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", default="smollm2-135m")
     parser.add_argument("--rows", nargs="+", default=ROWS, metavar="ROW")
-    parser.add_argument("--text", choices=("wikitext", "mixture"), default="mixture", help="to train on")
+    parser.add_argument("--text", choices=TEXTS, default="mixture", help="to train on")
     parser.add_argument("--exam", choices=tuple(EXAMS), default="test", help="texts to evaluate on")
     parser.add_argument("--calibration-tokens", type=int, default=16_384, help="of WikiText-2 train")
     parser.add_argument("--windows", type=int, default=6, help="of each text to evaluate on")
@@ -87,8 +94,10 @@ def measure(options: argparse.Namespace, row: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     if int(tokens):
         texts = [data.wikitext("train", options.cache)]
-        if options.text == "mixture":
+        if options.text != "wikitext":
             texts += [data.moby_dick(options.cache), data.xsum(options.cache)]
+        if options.text == "mixture-own":
+            texts.append(own_text(options))
         healed = options.work / f"healed-{row.replace(' ', '-').replace(':', '-')}"
         report = headwise.heal(
             model,
@@ -142,6 +151,14 @@ def converted(options: argparse.Namespace, name: str, method: str | None) -> Pat
             evaluate=False,
         )
     return folder
+
+
+def own_text(options: argparse.Namespace) -> Path:
+    """The text that the source writes, made once."""
+    file: Path = options.work / "own.txt"
+    if not file.exists():
+        headwise.sample(options.source, file, tokens=OWN_TOKENS, dtype="bfloat16", device=options.device)
+    return file
 
 
 def _value(text: str) -> int | float | str:
