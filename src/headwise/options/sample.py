@@ -10,7 +10,7 @@ LENGTH = 512
 SHORTEST = 32
 """Documents of fewer tokens are left out: many of them are one heading."""
 
-_POSITIVE = Rule("must be above 0", lambda number: bool(number > 0))
+_TEMPERATURE = Rule("must be from 0.01 to 100", lambda number: bool(0.01 <= number <= 100))
 
 
 class SampleOptions(Options):
@@ -21,12 +21,12 @@ class SampleOptions(Options):
 
     tokens: int = option("how many tokens to write at least", default=200_000, rule=at_least(1))
     length: int | None = option(
-        f"the most tokens of a document, which the model may end earlier; {LENGTH}, or as many as it has positions, "
-        "when left out",
+        f"the most tokens of a document, which the model may end earlier; {LENGTH}, or one fewer than it has "
+        "positions, when left out",
         default=None,
         rule=at_least(SHORTEST),
     )
-    temperature: float = option("logits are divided by it before a token is drawn", default=1.0, rule=_POSITIVE)
+    temperature: float = option("logits are divided by it before a token is drawn", default=1.0, rule=_TEMPERATURE)
     top_p: float = option(
         "a token is drawn from the likeliest ones that together have this probability",
         default=0.9,

@@ -5,22 +5,34 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 
-from headwise.checkpoints import decode, load_tokenizer, run_identity
-from headwise.disk import clearly, refuse_file, replace, sync, write_whole
+from headwise.checkpoints import Checkpoint, decode, dtype_name, load_tokenizer, run_identity
+from headwise.disk import (
+    clearly,
+    empty_folder,
+    lock_folder,
+    refuse_no_file,
+    remove_locked,
+    unlock,
+    write_among_others,
+    write_whole,
+)
 from headwise.errors import ArgumentError, CheckpointError
+from headwise.hf import load, open_decoder
 from headwise.hf.generate import stop_tokens
-from headwise.hf.load import load, open_decoder
 from headwise.options import takes_options
 from headwise.options.sample import LENGTH, SHORTEST, SampleOptions
+from headwise.processes import process_count
 from headwise.progress import Progress, silent
+from headwise.texts.windows import first_ids, token_ids
 from headwise.type_checks import typed
 
 WRITING = "writing"
@@ -32,6 +44,9 @@ PATIENCE = 16
 _BETWEEN_TEXTS = "<|endoftext|>"
 """The token between two texts that a model was trained on, where a tokenizer has it."""
 
+_RUN = "run.json"
+"""The file of a working folder with the digest of all that decides the text."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -41,7 +56,7 @@ class Sample:
         model: the model, as the user named it.
         output: the file.
         documents: the number of documents in it.
-        tokens: of them.
+        tokens: of them, as the tokenizer reads them.
         seconds: of writing, in all runs together, without loading.
     """
 
@@ -64,50 +79,63 @@ def sample(model: str | Path, output: str | Path, options: SampleOptions, *, pro
 
     For example ``sample("smollm2-135m", "own.txt", tokens=250_000)``; then ``heal(…, text=["text.txt", "own.txt"])``.
 
-    Each document begins where the texts that the model was trained on did: behind ``<|endoftext|>`` where the
-    tokenizer has it, or else behind its first token of a text. A killed run is continued by the same call, and writes
-    the same.
-    Distillation on text that the model wrote is due to Liu et al. (2023, arXiv:2305.17888).
+    Each document begins where texts begin for the model: behind the token that its tokenizer puts before any text, or
+    else behind ``<|endoftext|>``. Documents of fewer than 32 tokens are left out. A killed run is continued by the
+    same call, and writes the same. LLM-QAT (Liu et al., 2023, arXiv:2305.17888) distils on such text.
 
     Args:
         model: a model folder, ``.gguf`` or other source with weights.
-        output: the file to write; documents have an empty line between them.
+        output: the file to write; a document begins behind an empty line, and may have others within.
         options: the keywords below as one object, in place of them.
         progress: told of the tokens that are written.
 
     Raises:
-        ArgumentError: an argument is outside its rule, or there is a file at the output.
+        ArgumentError: an argument is outside its rule, or the output exists or is being written by another process.
         SpecError: the model is no text decoder.
-        CheckpointError: the model cannot be read, or its tokenizer has no token that begins a text.
+        CheckpointError: the model cannot be read, its tokenizer has no token that begins a text, or it writes none.
         StorageError: the file cannot be written.
     """
     out = Path(output)
-    if not (options.overwrite and out.is_file()):
-        refuse_file(out)
+    if process_count() > 1:
+        raise ArgumentError("processes", process_count(), "must be one: a text is written by one model")
     checkpoint = open_decoder(model)
+    _check_output(out, checkpoint, overwrite=options.overwrite)
     tokenizer = load_tokenizer(checkpoint.path)
-    begin = _first_token(tokenizer)
     length = _length(options, checkpoint.spec.max_position_embeddings)
     loaded = load(checkpoint.path, dtype=options.dtype, device=options.device)
-    vocabulary = loaded.get_input_embeddings().weight.shape[0]
-    if begin >= vocabulary:
-        raise ArgumentError("token", begin, f"is outside the model's vocabulary of {vocabulary}")
-    part = _Part(out.with_name(f".{out.name}.headwise-partial"), run_identity(checkpoint, **options.identity()))
-    while part.tokens < options.tokens:
-        progress(WRITING, part.tokens, options.tokens)
-        start = time.perf_counter()
-        written = _documents(loaded, begin, length, options, number=part.batches)
-        documents = [ids for ids in written if len(ids) >= SHORTEST]
-        texts = [decode(tokenizer, ids, skip_special_tokens=True).strip() for ids in documents]
-        part.add(texts, sum(map(len, documents)), time.perf_counter() - start)
-        if part.empty >= PATIENCE:
-            rule = f"ends nearly every text within {SHORTEST} tokens: there is nothing to learn from"
-            raise CheckpointError("model", str(model), rule)
-    progress(WRITING, options.tokens, options.tokens)
-    count = part.finish(out)
-    return Sample(
-        model=str(model), output=str(output), documents=count, tokens=part.tokens, seconds=round(part.seconds, 3)
-    )
+    writer = _Writer(loaded, tokenizer, length, options)
+    with _batches_beside(out, run_identity(checkpoint, **options.identity())) as batches:
+        while batches.tokens < options.tokens:
+            progress(WRITING, batches.tokens, options.tokens)
+            start = time.perf_counter()
+            texts, tokens = writer.batch(len(batches))
+            batches.add({"texts": texts, "tokens": tokens, "seconds": time.perf_counter() - start})
+            if batches.empty >= PATIENCE:
+                rule = f"ends nearly every text within {SHORTEST} tokens: there is nothing to learn from"
+                raise CheckpointError("model", str(model), rule)
+        progress(WRITING, options.tokens, options.tokens)
+        _check_output(out, checkpoint, overwrite=options.overwrite)  # it took a while
+        with clearly("output", out):
+            write_among_others(out, ("\n\n".join(batches.texts) + "\n").encode())
+        return Sample(
+            model=str(model),
+            output=str(output),
+            documents=len(batches.texts),
+            tokens=batches.tokens,
+            seconds=round(batches.seconds, 3),
+        )
+
+
+def _check_output(out: Path, checkpoint: Checkpoint, *, overwrite: bool) -> None:
+    """Refuse an output at which something is that may not be replaced."""
+    if out.name in ("", ".."):
+        raise ArgumentError("output", str(out), "must be the path of a file")
+    refuse_no_file("output", out)
+    if out.exists() and not overwrite:
+        raise ArgumentError("output", str(out), "exists; say --overwrite to replace it")
+    source = checkpoint.path.resolve()
+    if out.resolve() == source or (source.is_dir() and out.resolve().is_relative_to(source)):
+        raise ArgumentError("output", str(out), "must not be in the model; write it elsewhere")
 
 
 def _length(options: SampleOptions, positions: int | None) -> int:
@@ -120,94 +148,170 @@ def _length(options: SampleOptions, positions: int | None) -> int:
     return length
 
 
-def _first_token(tokenizer: Any) -> int:
-    """The token that a text begins behind."""
-    for token in (tokenizer.get_vocab().get(_BETWEEN_TEXTS), tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return int(token)
-    raise CheckpointError("tokenizer", type(tokenizer).__name__, "has no token that begins a text")
-
-
-def _documents(model: Any, begin: int, length: int, options: SampleOptions, *, number: int) -> Iterator[Tensor]:
-    """The tokens of a batch of documents, a function of its number alone."""
-    ends = sorted({begin, *stop_tokens(model)})
-    first = torch.full((options.batch, 1), begin, device=model.device)
-    model.generation_config = GenerationConfig(
-        max_new_tokens=length,
-        do_sample=True,
-        temperature=options.temperature,
-        top_k=0,
-        top_p=options.top_p,
-        eos_token_id=ends,
-        pad_token_id=begin,
-    )
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        torch.manual_seed(options.seed * 1_000_003 + number)
-        rows = model.generate(first, attention_mask=torch.ones_like(first))[:, 1:].cpu()
-    for row in rows:
-        at = torch.isin(row, torch.tensor(ends)).nonzero()
-        yield row[: int(at[0])] if len(at) else row
-
-
-class _Part:
-    """The documents that are written, in a file with a line of JSON for each batch.
-
-    Attributes:
-        batches: the number of batches.
-        empty: how many of the last ones have no document.
-        tokens: of all documents.
-        seconds: that they took.
+class _Writer:
+    """A model that writes documents, a batch of them at once.
 
     Args:
-        path: of the file; what another run left there is replaced.
+        model: a transformers model.
+        tokenizer: of it.
+        length: the most tokens of a document.
+        options: how tokens are drawn.
+
+    Raises:
+        CheckpointError: the tokenizer has no token that begins a text.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, length: int, options: SampleOptions) -> None:
+        self._model, self._tokenizer, self._options = model, tokenizer, options
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        known = (
+            *first_ids(tokenizer),
+            tokenizer.get_vocab().get(_BETWEEN_TEXTS),
+            tokenizer.bos_token_id,
+            tokenizer.eos_token_id,
+        )
+        begins = [token for token in known if token is not None and token < vocabulary]
+        if not begins:
+            rule = f"has no token within the vocabulary of {vocabulary} that begins a text"
+            raise CheckpointError("tokenizer", type(tokenizer).__name__, rule)
+        self._begin = begins[0]
+        ends = {self._begin, tokenizer.eos_token_id, tokenizer.get_vocab().get(_BETWEEN_TEXTS), *stop_tokens(model)}
+        self._ends = sorted(token for token in ends if token is not None)
+        model.generation_config = GenerationConfig(
+            max_new_tokens=length,
+            do_sample=True,
+            temperature=float(options.temperature),
+            top_k=0,
+            top_p=float(options.top_p),
+            eos_token_id=self._ends,
+            pad_token_id=self._begin,
+        )
+
+    def batch(self, number: int) -> tuple[list[str], int]:
+        """The documents of a batch and their tokens, a function of its number alone."""
+        model, ends = self._model, torch.tensor(self._ends)
+        first = torch.full((self._options.batch, 1), self._begin, device=model.device)
+        with _drawing(model.device, self._options.seed * 1_000_003 + number):
+            rows = model.generate(
+                first,
+                attention_mask=torch.ones_like(first),
+                logits_processor=LogitsProcessorList([_Drawable(model.dtype)]),
+            )
+        texts, count = [], 0
+        for row in rows[:, 1:].cpu():
+            at = torch.isin(row, ends).nonzero()
+            ids = row[: int(at[0])] if len(at) else row
+            # A document that was cut off may end within a character.
+            text = decode(self._tokenizer, ids, skip_special_tokens=True).rstrip("\ufffd").strip()
+            tokens = len(token_ids(self._tokenizer, text)) if text else 0
+            if tokens >= SHORTEST:
+                texts.append(text)
+                count += tokens
+        return texts, count
+
+
+@contextmanager
+def _drawing(device: torch.device, seed: int) -> Iterator[None]:
+    """A block whose random numbers follow from a seed; the caller's own go on after it as if there were none."""
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        torch.default_generator.manual_seed(seed % 2**63)
+        if on_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed % 2**63)
+        yield
+
+
+class _Drawable:
+    """Refuses logits that nothing can be drawn from, as a step of transformers' ``generate``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if bool((scores.isnan() | (scores == torch.inf)).any()):  # the unlikely may be at minus infinity already
+            rule = "are NaN or infinite: nothing can be drawn from them"
+            raise CheckpointError("logits", dtype_name(self._dtype), rule)
+        return scores
+
+
+class _Batches:
+    """The batches that are written, each in a file of its own in a locked folder.
+
+    Attributes:
+        texts: of all documents.
+        tokens: of them.
+        empty: how many of the last batches have no document.
+        seconds: that all took.
+
+    Args:
+        folder: of the files; what a run of another identity left there is removed.
         run: the digest of all that decides the documents.
     """
 
-    def __init__(self, path: Path, run: str) -> None:
-        self._path, self._run = path, run
-        self._texts: list[str] = []
-        self.batches, self.empty, self.tokens, self.seconds = 0, 0, 0, 0.0
-        for line in self._lines():
-            self._texts += line["texts"]
-            self._count(line)
+    def __init__(self, folder: Path, run: str) -> None:
+        self._folder = folder
+        self.texts: list[str] = []
+        self._count, self.empty, self.tokens, self.seconds = 0, 0, 0, 0.0
+        if _read(folder / _RUN) != {"run": run}:
+            empty_folder(folder)
+            write_whole(folder / _RUN, json.dumps({"run": run}).encode())
+        while (batch := _read(self._file)) is not None:  # up to the first that is missing or damaged
+            self._take(batch)
 
-    def add(self, texts: list[str], tokens: int, seconds: float) -> None:
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, batch: dict[str, Any]) -> None:
         """Add a batch; when this returns, it is on disk."""
-        line = {"texts": texts, "tokens": tokens, "seconds": seconds}
-        with clearly("output", self._path):
-            if self.batches == 0:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(self._path, (json.dumps({"run": self._run}) + "\n").encode())
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-            sync(self._path)
-        self._texts += texts
-        self._count(line)
+        write_whole(self._file, json.dumps(batch).encode())
+        self._take(batch)
 
-    def finish(self, output: Path) -> int:
-        """Write the text file in the place of this one; the number of documents."""
-        with clearly("output", output):
-            write_whole(self._path, ("\n\n".join(self._texts) + "\n").encode())
-            replace(self._path, output)
-        return len(self._texts)
+    @property
+    def _file(self) -> Path:
+        return self._folder / f"batch-{self._count:06d}.json"
 
-    def _count(self, line: dict[str, Any]) -> None:
-        self.batches += 1
-        self.empty = 0 if line["texts"] else self.empty + 1
-        self.tokens += line["tokens"]
-        self.seconds += line["seconds"]
+    def _take(self, batch: dict[str, Any]) -> None:
+        self.texts += batch["texts"]
+        self.tokens += batch["tokens"]
+        self.seconds += batch["seconds"]
+        self.empty = 0 if batch["texts"] else self.empty + 1
+        self._count += 1
 
-    def _lines(self) -> list[dict[str, Any]]:
-        """The batches of an earlier run of the same identity, without one that was cut off."""
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """The content of a file of JSON, which is written whole; None where there is none."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+@contextmanager
+def _batches_beside(out: Path, run: str) -> Iterator[_Batches]:
+    """The batches in a folder beside the output, which stays after an error if there are any.
+
+    Raises:
+        ArgumentError: another process writes them.
+        StorageError: they cannot be read or written.
+    """
+    folder = out.with_name(f".{out.name}.headwise-partial")
+    with clearly("output", out):
         try:
-            head, *lines = self._path.read_text(encoding="utf-8").split("\n")
-            if json.loads(head) != {"run": self._run}:
-                return []
-        except (OSError, ValueError):
-            return []
-        whole = [json.loads(line) for line in lines[:-1]]
-        if lines and lines[-1]:  # a line without its end
-            text = "".join(f"{line}\n" for line in (head, *lines[:-1]))
-            with clearly("output", self._path):
-                write_whole(self._path, text.encode())
-        return whole
+            lock = lock_folder(folder)
+        except BlockingIOError as error:
+            raise ArgumentError("output", str(out), str(error.strerror)) from None
+    try:
+        with clearly("output", out):
+            batches = _Batches(folder, run)
+            yield batches
+    except BaseException as error:
+        if not any(folder.glob("batch-*")):
+            remove_locked(folder, lock)
+            raise
+        unlock(lock)
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note(f"what was written is kept in {folder}, and the same command goes on from there")
+        raise
+    remove_locked(folder, lock)
