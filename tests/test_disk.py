@@ -15,6 +15,7 @@ from headwise.disk import (
     refuse_no_file,
     remove_locked,
     unlock,
+    working_folder,
     write_among_others,
     write_whole,
 )
@@ -125,3 +126,44 @@ def test_what_the_disk_refuses_is_an_error_of_its_own_kind(tmp_path: Path) -> No
     with pytest.raises(StorageError, match=message), clearly("file", missing, "read"):
         missing.read_bytes()
     assert issubclass(StorageError, CheckpointError)  # as those who wrote `except CheckpointError` expect
+
+
+def test_a_working_folder_goes_with_its_block_and_stays_after_an_error_that_leaves_something(tmp_path: Path) -> None:
+    work, out = tmp_path / "a" / "b" / ".out.work", tmp_path / "out"
+    with working_folder(work, out) as folder:
+        assert folder == work
+        with (
+            pytest.raises(ArgumentError, match=r"^output = .*out': is being written by process"),
+            working_folder(work, out),
+        ):
+            pass
+    assert not work.exists()
+    (tmp_path / "a" / "b").rmdir()
+    (tmp_path / "a").rmdir()
+
+    with pytest.raises(ZeroDivisionError), working_folder(work, out):
+        _ = 1 / 0
+    assert not (tmp_path / "a").exists(), "parents that were made for it go too"
+
+    with pytest.raises(StorageError) as full, working_folder(work, out):
+        _write_and_raise(work, OSError(28, "No space left on device"))
+    kept = f"what is done is kept in {work}, and the same command continues from there"
+    assert full.value.rule == f"could not be written: No space left on device; {kept}"
+    with working_folder(work, out):
+        assert (work / "done").read_text() == "kept"
+
+
+def _write_and_raise(folder: Path, error: BaseException) -> None:
+    (folder / "done").write_text("kept")
+    raise error
+
+
+def test_of_working_folders_within_each_other_the_outer_one_is_named(tmp_path: Path) -> None:
+    outer, inner = tmp_path / "outer", tmp_path / "outer" / "inner"
+    kept = f"what is done is kept in {outer}, and the same command continues from there"
+    with pytest.raises(KeyboardInterrupt) as stopped, working_folder(outer, outer), working_folder(inner, inner):
+        _write_and_raise(inner, KeyboardInterrupt())
+    assert stopped.value.__notes__ == [kept]
+    with pytest.raises(StorageError) as full, working_folder(outer, outer), working_folder(inner, inner):
+        raise StorageError("output", "file", "is full")
+    assert full.value.rule == f"is full; {kept}"

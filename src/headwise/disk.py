@@ -14,6 +14,7 @@ from pathlib import Path
 from headwise.errors import ArgumentError, StorageError
 
 _LOCK = "lock"
+_KEPT = "what is done is kept in "
 
 
 @contextmanager
@@ -149,6 +150,58 @@ def write_among_others(path: Path, content: bytes) -> None:
         replace(Path(new), path)
     finally:
         Path(new).unlink(missing_ok=True)
+
+
+@contextmanager
+def working_folder(folder: Path, output: Path) -> Iterator[Path]:
+    """Make and lock a folder for results that a later run of the same command can use.
+
+    The folder is removed with the block; after an error it stays if it holds anything, and the error says so where
+    the same command can succeed: after Ctrl-C and a full disk.
+
+    Args:
+        folder: to make, with the parents that it needs.
+        output: what the user asked for, which errors name.
+
+    Raises:
+        ArgumentError: another process has locked the folder.
+        StorageError: it cannot be made; or in the place of an OSError of the block.
+    """
+    new_parents = [parent for parent in folder.parents if not parent.exists()]
+    with clearly("output", output):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = lock_folder(folder)
+        except BlockingIOError as error:
+            raise ArgumentError("output", str(output), str(error.strerror)) from None
+    try:
+        with clearly("output", output):
+            yield folder
+    except BaseException as error:
+        if all(path.name == _LOCK for path in folder.iterdir()):
+            _remove_with_parents(folder, lock, new_parents)
+            raise
+        unlock(lock)
+        kept = continues_from(folder)
+        if isinstance(error, StorageError):
+            rule, _, _ = error.rule.partition(f"; {_KEPT}")  # of a folder within this one
+            raise StorageError(error.field, error.value, f"{rule}; {kept}") from error
+        if isinstance(error, KeyboardInterrupt):
+            error.__notes__ = [kept]
+        raise
+    remove_locked(folder, lock)
+
+
+def _remove_with_parents(folder: Path, lock: int, new_parents: list[Path]) -> None:
+    remove_locked(folder, lock)
+    for parent in new_parents:  # innermost first; one that holds something stays
+        with suppress(OSError):
+            parent.rmdir()
+
+
+def continues_from(folder: Path) -> str:
+    """What a user who stopped a run, or whose disk is full, should know of a working folder that stays."""
+    return f"{_KEPT}{folder}, and the same command continues from there"
 
 
 def lock_folder(folder: Path) -> int:

@@ -20,6 +20,7 @@ from headwise.checkpoints.folder import INDEX, SINGLE
 from headwise.checkpoints.safetensors_shards import ShardWriter, is_whole, split_into_shards
 from headwise.disk import (
     clearly,
+    continues_from,
     empty_folder,
     lock_folder,
     refuse_file,
@@ -321,7 +322,7 @@ class FolderWriter:
         # A folder may be written within the working folder of another; the user knows the outer one.
         outer = (path for path in self._partial.parents if path.name.endswith(_PARTIAL))
         kept = next(outer, self._partial)
-        return f"; what is done is kept in {kept}, and the same command continues from there"
+        return f"; {continues_from(kept)}"
 
     def _is_kept(self) -> bool:
         return self._run is not None and self._has_something()

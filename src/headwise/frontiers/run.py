@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from headwise.checkpoints import open_checkpoint, versions
 from headwise.conversion.closing_evaluation import choose_exam, overlap_notes, refuse_unexamined
-from headwise.disk import lock_folder, refuse_file, remove_locked, unlock
+from headwise.disk import refuse_file, working_folder
 from headwise.errors import ArgumentError, HeadwiseError, StorageError
 from headwise.frontiers.candidate import Candidate
 from headwise.frontiers.ladder import list_candidates
@@ -149,38 +149,8 @@ def _refuse_output(folder: Path) -> None:
 @contextmanager
 def _shared_work_folder(folder: Path) -> Iterator[Path]:
     """The working folder, which the first of several processes locks, and all use."""
-    with _work_folder(folder) if process_index() == 0 else nullcontext(folder / _WORK) as work:
+    work = folder / _WORK
+    with working_folder(work, folder) if process_index() == 0 else nullcontext(work):
         barrier()
         yield work
         barrier()  # others may still use its files
-
-
-@contextmanager
-def _work_folder(folder: Path) -> Iterator[Path]:
-    """Lock a working folder within the output for this process; a killed run's files in it stay.
-
-    Raises:
-        ArgumentError: another process has locked it.
-        StorageError: it cannot be made.
-    """
-    work = folder / _WORK
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(work)
-    except BlockingIOError as error:
-        raise ArgumentError("output", str(folder), str(error.strerror)) from None
-    except OSError as error:
-        raise StorageError("output", str(folder), f"cannot be written: {error.strerror}") from None
-    try:
-        yield work
-    except BaseException:
-        if any(path.name != "lock" for path in work.iterdir()):
-            unlock(lock)  # the next run continues with the files
-        else:
-            remove_locked(work, lock)
-        for path in missing:  # innermost first; a folder with content stays
-            with suppress(OSError):
-                path.rmdir()
-        raise
-    remove_locked(work, lock)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from headwise.conversion import convert
 from headwise.conversion.closing_evaluation import refuse_unexamined
 from headwise.conversion.planning.plan import make_plan
 from headwise.cost.target import target_options
-from headwise.disk import clearly, lock_folder, refuse_input_within, remove_locked, unlock, write_whole
+from headwise.disk import refuse_input_within, working_folder, write_whole
 from headwise.documents import MIGRATION, as_document, finite
-from headwise.errors import ArgumentError, CheckpointError, HeadwiseError
+from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation import Evaluation
 from headwise.frontiers.candidate import Candidate, read_target
 from headwise.healing import TRAINING, heal
@@ -118,43 +117,12 @@ def migrate(
     out = Path(output)
     run = _check(source, out, options)
     work = out.with_name(f".{out.name}.headwise-migration")
-    with _working_in(work, out):
+    with working_folder(work, out):
         report, folder = _Run(str(source), out, work, run, options, progress).steps()
         if folder is not None:
             write_whole(folder / MIGRATION, (json.dumps(finite(report.to_dict()), indent=1) + "\n").encode())
             move_into_place(folder, out, overwrite=options.overwrite)
     return report
-
-
-@contextmanager
-def _working_in(work: Path, out: Path) -> Iterator[None]:
-    """Lock the working folder; after an error it stays if something in it need not be done again.
-
-    Raises:
-        ArgumentError: another process has locked it.
-        StorageError: it cannot be used, or the disk is full.
-    """
-    with clearly("output", out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = lock_folder(work)
-        except BlockingIOError as error:
-            raise ArgumentError("output", str(out), str(error.strerror)) from None
-    try:
-        with clearly("output", out):
-            yield
-    except BaseException as error:
-        if not any(work.glob("*.json")):
-            remove_locked(work, lock)
-            raise
-        unlock(lock)
-        kept = f"what was measured is kept in {work}, and the same command continues from there"
-        if isinstance(error, HeadwiseError):
-            raise type(error)(error.field, error.value, f"{error.rule}; {kept}") from error
-        if isinstance(error, KeyboardInterrupt):
-            error.add_note(kept)
-        raise
-    remove_locked(work, lock)
 
 
 def _check(source: str | Path, out: Path, options: MigrateOptions) -> str:

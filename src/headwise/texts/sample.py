@@ -16,12 +16,9 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from headwise.checkpoints import Checkpoint, decode, dtype_name, load_tokenizer, run_identity
 from headwise.disk import (
-    clearly,
     empty_folder,
-    lock_folder,
     refuse_no_file,
-    remove_locked,
-    unlock,
+    working_folder,
     write_among_others,
     write_whole,
 )
@@ -46,6 +43,9 @@ _BETWEEN_TEXTS = "<|endoftext|>"
 
 _RUN = "run.json"
 """The file of a working folder with the digest of all that decides the text."""
+
+_BATCH = {"texts", "tokens", "seconds"}
+"""What a file of a batch has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,8 @@ def sample(model: str | Path, output: str | Path, options: SampleOptions, *, pro
     length = _length(options, checkpoint.spec.max_position_embeddings)
     loaded = load(checkpoint.path, dtype=options.dtype, device=options.device)
     writer = _Writer(loaded, tokenizer, length, options)
-    with _batches_beside(out, run_identity(checkpoint, **options.identity())) as batches:
+    with working_folder(out.with_name(f".{out.name}.headwise-partial"), out) as folder:
+        batches = _Batches(folder, run_identity(checkpoint, **options.identity()))
         while batches.tokens < options.tokens:
             progress(WRITING, batches.tokens, options.tokens)
             start = time.perf_counter()
@@ -115,8 +116,7 @@ def sample(model: str | Path, output: str | Path, options: SampleOptions, *, pro
                 raise CheckpointError("model", str(model), rule)
         progress(WRITING, options.tokens, options.tokens)
         _check_output(out, checkpoint, overwrite=options.overwrite)  # it took a while
-        with clearly("output", out):
-            write_among_others(out, ("\n\n".join(batches.texts) + "\n").encode())
+        write_among_others(out, ("\n\n".join(batches.texts) + "\n").encode())
         return Sample(
             model=str(model),
             output=str(output),
@@ -250,13 +250,12 @@ class _Batches:
     """
 
     def __init__(self, folder: Path, run: str) -> None:
-        self._folder = folder
+        self._folder, self._run = folder, run
         self.texts: list[str] = []
         self._count, self.empty, self.tokens, self.seconds = 0, 0, 0, 0.0
-        if _read(folder / _RUN) != {"run": run}:
+        if _read(folder / _RUN, {"run"}) != {"run": run}:
             empty_folder(folder)
-            write_whole(folder / _RUN, json.dumps({"run": run}).encode())
-        while (batch := _read(self._file)) is not None:  # up to the first that is missing or damaged
+        while (batch := _read(self._file, _BATCH)) is not None:  # up to the first that is missing or damaged
             self._take(batch)
 
     def __len__(self) -> int:
@@ -264,6 +263,8 @@ class _Batches:
 
     def add(self, batch: dict[str, Any]) -> None:
         """Add a batch; when this returns, it is on disk."""
+        if not self._count:
+            write_whole(self._folder / _RUN, json.dumps({"run": self._run}).encode())
         write_whole(self._file, json.dumps(batch).encode())
         self._take(batch)
 
@@ -279,39 +280,10 @@ class _Batches:
         self._count += 1
 
 
-def _read(file: Path) -> dict[str, Any] | None:
-    """The content of a file of JSON, which is written whole; None where there is none."""
+def _read(file: Path, keys: set[str]) -> dict[str, Any] | None:
+    """The content of a file of JSON, which is written whole; None where there is none with these keys."""
     try:
         content = json.loads(file.read_bytes())
     except (FileNotFoundError, ValueError):
         return None
-    return content if isinstance(content, dict) else None
-
-
-@contextmanager
-def _batches_beside(out: Path, run: str) -> Iterator[_Batches]:
-    """The batches in a folder beside the output, which stays after an error if there are any.
-
-    Raises:
-        ArgumentError: another process writes them.
-        StorageError: they cannot be read or written.
-    """
-    folder = out.with_name(f".{out.name}.headwise-partial")
-    with clearly("output", out):
-        try:
-            lock = lock_folder(folder)
-        except BlockingIOError as error:
-            raise ArgumentError("output", str(out), str(error.strerror)) from None
-    try:
-        with clearly("output", out):
-            batches = _Batches(folder, run)
-            yield batches
-    except BaseException as error:
-        if not any(folder.glob("batch-*")):
-            remove_locked(folder, lock)
-            raise
-        unlock(lock)
-        if isinstance(error, KeyboardInterrupt):
-            error.add_note(f"what was written is kept in {folder}, and the same command goes on from there")
-        raise
-    remove_locked(folder, lock)
+    return content if isinstance(content, dict) and content.keys() == keys else None
