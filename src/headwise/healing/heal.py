@@ -76,9 +76,8 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
     For example ``heal("./half", "./healed", teacher="smollm2-135m", text="text.txt", tokens=200_000)``.
 
     The result has the converted folder's format, sizes and codes; only values of its tensors differ, unless
-    ``rank_curriculum`` makes its latents narrower. A cache in codes
-    is rounded while the model is trained. A killed run is continued by the same call, and computes what an
-    uninterrupted one would have.
+    ``rank_curriculum`` makes its latents narrower. A cache in codes is rounded while the model is trained. A killed
+    run is continued by the same call, and computes what an uninterrupted one would have.
 
     Args:
         model: a converted folder, or any model folder with the teacher's vocabulary.

@@ -88,8 +88,8 @@ class StepOptions(Options):
     )
     batch: int = option("windows in each step, over all processes", default=1, rule=at_least(1))
     micro_batch: int | None = option(
-        "windows that a process computes at once; more take more memory. When left out, all of its share of a step "
-        "on a GPU, and one on each of two threads on a CPU",
+        "windows in one computation; more take more memory. When left out, all of a process's share of a step on a "
+        "GPU, and one on a CPU, where two threads compute side by side",
         default=None,
         rule=at_least(1),
         identity=False,
