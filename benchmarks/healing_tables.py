@@ -54,6 +54,19 @@ def healed(document: Document) -> list[list[str]]:
     ]
 
 
+def migration(document: Document) -> list[list[str]]:
+    """Head and rows: every size that was tried for each allowed loss, and what it lost."""
+    rows = [["allowed", "size", "healed", "cache, bytes a token", "of the source's", "loss", "KL"]]
+    for name, row in document["rows"].items():
+        for step in row["migration"]["steps"]:
+            held = step["cache_bytes_per_token"]
+            part = held / row["migration"]["cache_bytes_per_token"]
+            healed = "yes" if step["healed"] else "no"
+            losses = f"{step['loss']:.1%}", f"{step['kl']:.3f}"
+            rows.append([f"{float(name):.0%}", f"`{step['target']}`", healed, f"{held:,.0f}", f"{part:.1%}", *losses])
+    return rows
+
+
 def uptraining(document: Document) -> list[list[str]]:
     """Head and rows: how heads were merged, and the ratio of perplexities before and after with each seed."""
     rows = [["heads", "merged by", "cache, bytes a token", "before", "after, median", "after, lowest to highest"]]

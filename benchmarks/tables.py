@@ -469,6 +469,12 @@ def uptraining(document: Document) -> str:
     return table(head, rows, left=2)
 
 
+def migration(document: Document) -> str:
+    """The table of the sizes that a migration tried."""
+    head, *rows = healing_tables.migration(document)
+    return table(head, rows, left=3)
+
+
 def healed(document: Document) -> str:
     """The table of half of the values before and after training, for README."""
     head, *rows = healing_tables.healed(document)
@@ -541,8 +547,10 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "healing-65536-cuda": ("healing-65536-cuda.json", healing),
     "healing-65536": ("healing-65536.json", healing),
     "healing-131072": ("healing-131072.json", healing),
+    "healing-65536-own": ("healing-65536-own.json", healing),
     "healing-65536-wikitext": ("healing-65536-wikitext.json", healing),
     "uptraining": ("uptraining.json", uptraining),
+    "migration": ("migration.json", migration),
     "healed": ("healing-65536-cuda.json", healed),
     "healing-tasks": ("healing-65536-cuda.json", healing_tasks),
     "healing-tuning": ("healing-tuning-cuda.json", healing_tuning),
