@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,27 @@ def test_the_model_gets_nearer_to_its_teacher(converted: Path, keywords: dict[st
     assert len(report.losses) == report.steps == 60
     assert report.tokens == 60 * 16
     assert report.best_step == min(report.held_out, key=lambda pair: pair[1])[0]
+
+
+def test_the_learning_rate_follows_from_what_was_lost(
+    converted: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    del keywords["learning_rate"]
+    report = headwise.heal(converted, tmp_path / "out", **keywords)
+    assert report.learning_rate == 1.8e-4 * math.sqrt(report.held_out[0][1])
+    assert report.to_dict()["learning_rate"] == report.learning_rate
+    named = headwise.heal(converted, tmp_path / "named", **keywords, learning_rate=report.learning_rate)
+    assert named.losses == report.losses
+    for other in ({"objective": "cross-entropy"}, {"hidden": 0.5}, {"rank_curriculum": 0.5}):
+        assert headwise.heal(converted, tmp_path / "other", **keywords, **other, overwrite=True).learning_rate == 1e-4
+
+
+def test_a_model_that_lost_nothing_is_not_moved(source: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    del keywords["learning_rate"]
+    report = headwise.heal(source, tmp_path / "out", **keywords)
+    assert report.held_out[0][1] == pytest.approx(0, abs=1e-6)
+    assert report.learning_rate == pytest.approx(0, abs=1e-6)
+    assert report.held_out[-1][1] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("more", [{}, {"teacher_top": 8}, {"objective": "cross-entropy"}])

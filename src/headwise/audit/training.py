@@ -239,7 +239,7 @@ def train_one(decoder: Decoder, windows: torch.Tensor, *, tokens: int, seed: int
         measurements=1,
     )
     parameters = dict(decoder.named_parameters())
-    optimizer = optimizer_of(decoder, parameters, options.optimizer, rate=RATE, dtype=torch.float32)
+    optimizer = optimizer_of(decoder, parameters, options.optimizer, dtype=torch.float32)
     loop = Loop(decoder, None, parameters, read, options, torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         done = loop.run(TrainingState(Path(folder), parameters, optimizer), optimizer, silent)

@@ -79,7 +79,7 @@ def _making(folder: Path, report: Healing) -> Iterator[str]:
     yield f"- {report.objective} on {report.tokens:,} tokens of {', '.join(map(_named, report.texts))}"
     yield f"- {report.steps:,} of {report.planned_steps:,} steps of {report.batch} × {report.window} tokens"
     yield f"- trained: {report.trained}, {report.trained_parameters:,} parameters"
-    yield f"- by {_OPTIMIZERS[report.optimizer]}, at a learning rate of {report.learning_rate:g}"
+    yield f"- by {_OPTIMIZERS[report.optimizer]}, at a learning rate of {report.learning_rate:.3g}"
     if report.rank_curriculum is not None:
         yield (
             f"- latents fell to {report.rank_curriculum:g} of their channels in the first half of the steps: what "

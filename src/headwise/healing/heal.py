@@ -29,7 +29,7 @@ from headwise.errors import ArgumentError
 from headwise.evaluation import Evaluation
 from headwise.healing.card import CONVERSION, healed_card
 from headwise.healing.curriculum import WINDOWS, FadingChannels, RankCurriculum, order_channels
-from headwise.healing.loop import Loop, run_model
+from headwise.healing.loop import Loop, learning_rate, run_model
 from headwise.healing.optimizer import optimizer_of
 from headwise.healing.report import Healing
 from headwise.healing.sharded import shard, whole
@@ -48,7 +48,7 @@ from headwise.quantization.files import FILE as CODES
 from headwise.texts import CalibrationTexts, named_texts, refuse_texts_within, text_identity
 from headwise.type_checks import typed
 
-TRAINING = 3
+TRAINING = 4
 """The number of the way of training, which rises when equal options come to train otherwise."""
 
 NOTHING_GAINED = (
@@ -246,7 +246,7 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
     refuse_unwritten(model, prepared.checkpoint)
     shard(model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer = optimizer_of(model, parameters, options.optimizer, rate=options.learning_rate, dtype=prepared.dtype)
+    optimizer = optimizer_of(model, parameters, options.optimizer, dtype=prepared.dtype)
     if prepared.device.type == "cpu":
         built()  # here, where Ctrl-C ends a compiler; windows are worked on in other threads
     loop = Loop(model, teacher, parameters, prepared.windows, options, prepared.dtype, fading)
@@ -334,7 +334,7 @@ def _report(
         trained=options.train,
         trained_parameters=count,
         optimizer=options.optimizer,
-        learning_rate=options.learning_rate,
+        learning_rate=learning_rate(options, done.held_out[0][1]),
         rank_curriculum=options.rank_curriculum,
         steps=done.step,
         planned_steps=windows.steps,

@@ -31,6 +31,12 @@ HEALING = "healing"
 
 CLIP = 1.0
 """The norm that gradients are cut to."""
+RATE = 1e-4
+"""The learning rate where it cannot follow from the loss."""
+
+RATE_OF_LOSS = 1.8e-4
+"""The learning rate of a divergence of 1 nat. A divergence is quadratic in how far weights are from the best ones."""
+
 SHOWN = 10
 """Steps whose mean loss is shown beside the progress."""
 ROLLBACKS = 3
@@ -132,7 +138,7 @@ class Loop:
     def _step(self, optimizer: torch.optim.Optimizer, done: Progressed) -> float:
         """One step, and its loss over all processes; the parameters stay as they are where the loss is not finite."""
         for group in optimizer.param_groups:
-            group["lr"] = self.options.learning_rate * done.rate * self._schedule(done.step)
+            group["lr"] = learning_rate(self.options, done.held_out[0][1]) * done.rate * self._schedule(done.step)
         optimizer.zero_grad(set_to_none=True)
         batch = self.windows.step(done.step)
         mine = my_windows(len(batch))
@@ -233,6 +239,20 @@ class Loop:
         assert saved is not None  # the first save is before the first step
         saved.rate, saved.rollbacks = done.rate / 2, done.rollbacks + 1
         return saved
+
+
+def learning_rate(options: HealOptions, before: float) -> float:
+    """The learning rate after warm-up: the user's, or so much that the steps reach about as far as the loss is away.
+
+    Args:
+        options: of the run.
+        before: the loss on held-out windows before training, in nats a token.
+    """
+    if options.learning_rate is not None:
+        return options.learning_rate
+    if options.objective != "distill" or options.hidden > 0 or options.rank_curriculum is not None:
+        return RATE
+    return RATE_OF_LOSS * math.sqrt(max(before, 0.0))
 
 
 def run_model(model: Any, window: CalibrationWindows, dtype: torch.dtype, *, with_states: bool = False) -> Any:

@@ -28,7 +28,12 @@ _SIZE = 0.2
 
 
 def optimizer_of(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], kind: Optimizer, *, rate: float, dtype: torch.dtype
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    kind: Optimizer,
+    *,
+    rate: float = 0.0,
+    dtype: torch.dtype,
 ) -> torch.optim.AdamW:
     """The optimizer of a run.
 
@@ -36,7 +41,7 @@ def optimizer_of(
         model: whose embeddings and output head are told from its other matrices.
         parameters: that are trained, by name.
         kind: ``muon``, or ``adamw`` for all parameters.
-        rate: the learning rate.
+        rate: the learning rate; a `Loop` sets it anew before each step.
         dtype: of Muon's matrix products.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}

@@ -99,9 +99,11 @@ class StepOptions(Options):
         "adamw for all",
         default="muon",
     )
-    learning_rate: float = option(
-        "the learning rate after warm-up; steps of more windows take more, such as 3e-4 with a batch of 16",
-        default=1e-4,
+    learning_rate: float | None = option(
+        "the learning rate after warm-up; steps of more windows take more, such as 3e-4 with a batch of 16. When "
+        "left out, 1.8e-4 times the square root of the held-out loss before training; and 1e-4 where that is no "
+        "divergence of the model that results (cross-entropy, hidden, rank-curriculum)",
+        default=None,
         rule=_POSITIVE,
     )
     warmup: float = option(
