@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,19 @@ def test_a_working_folder_goes_with_its_block_and_stays_after_an_error_that_leav
     assert full.value.rule == f"could not be written: No space left on device; {kept}"
     with working_folder(work, out):
         assert (work / "done").read_text() == "kept"
+
+
+def test_a_working_folder_that_somebody_removes_hides_no_error(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    with pytest.raises(ZeroDivisionError), working_folder(work, tmp_path / "out"):
+        _remove_and_raise(work, ZeroDivisionError())
+    with working_folder(work, tmp_path / "out"):
+        shutil.rmtree(work)
+
+
+def _remove_and_raise(folder: Path, error: BaseException) -> None:
+    shutil.rmtree(folder)
+    raise error
 
 
 def _write_and_raise(folder: Path, error: BaseException) -> None:

@@ -178,7 +178,7 @@ def working_folder(folder: Path, output: Path) -> Iterator[Path]:
         with clearly("output", output):
             yield folder
     except BaseException as error:
-        if all(path.name == _LOCK for path in folder.iterdir()):
+        if not _holds_anything(folder):
             _remove_with_parents(folder, lock, new_parents)
             raise
         unlock(lock)
@@ -189,11 +189,20 @@ def working_folder(folder: Path, output: Path) -> Iterator[Path]:
         if isinstance(error, KeyboardInterrupt):
             error.__notes__ = [kept]
         raise
-    remove_locked(folder, lock)
+    with suppress(OSError):  # all is done
+        remove_locked(folder, lock)
+
+
+def _holds_anything(folder: Path) -> bool:
+    """Whether a locked folder has more than its lock; not if somebody has removed it."""
+    with suppress(OSError):
+        return any(path.name != _LOCK for path in folder.iterdir())
+    return False
 
 
 def _remove_with_parents(folder: Path, lock: int, new_parents: list[Path]) -> None:
-    remove_locked(folder, lock)
+    with suppress(OSError):
+        remove_locked(folder, lock)
     for parent in new_parents:  # innermost first; one that holds something stays
         with suppress(OSError):
             parent.rmdir()
