@@ -93,9 +93,7 @@ def measure(options: argparse.Namespace, row: str) -> dict[str, Any]:
     model = converted(options, name, method)
     result: dict[str, Any] = {}
     if int(tokens):
-        texts = [data.wikitext("train", options.cache)]
-        if options.text != "wikitext":
-            texts += [data.moby_dick(options.cache), data.xsum(options.cache)]
+        texts = [data.wikitext("train", options.cache)] if options.text == "wikitext" else mixture(options.cache)
         if options.text == "mixture-own":
             texts.append(own_text(options))
         healed = options.work / f"healed-{row.replace(' ', '-').replace(':', '-')}"
@@ -151,6 +149,11 @@ def converted(options: argparse.Namespace, name: str, method: str | None) -> Pat
             evaluate=False,
         )
     return folder
+
+
+def mixture(cache: Path) -> list[Path]:
+    """The texts of the mixture."""
+    return [data.wikitext("train", cache), data.moby_dick(cache), data.xsum(cache)]
 
 
 def own_text(options: argparse.Namespace) -> Path:

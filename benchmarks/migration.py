@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.healing import EXAMS
+from benchmarks.healing import EXAMS, mixture
 from benchmarks.kept import Kept, say
 
 import headwise
@@ -54,7 +54,7 @@ def measure(options: argparse.Namespace, loss: float) -> dict[str, Any]:
         max_quality_loss=loss,
         targets=options.targets,
         heal_tokens=options.heal_tokens,
-        calibrate=[data.wikitext("train", options.cache), data.moby_dick(options.cache), data.xsum(options.cache)],
+        calibrate=mixture(options.cache),
         evaluate=[text(options.cache) for text in EXAMS["test"]],
         evaluation_windows=options.windows,
         device=options.device,
