@@ -96,6 +96,7 @@ HEAL: dict[str, tuple[dict[str, Any], Any]] = {
     "objective": (HEALED, "cross-entropy"),
     "temperature": (HEALED, 2.0),
     "hidden": (HEALED, 0.5),
+    "text_weight": (HEALED, 0.5),
     "teacher_top": (HEALED, 8),
     "recall": (HEALED, False),
     "tokens": ({**HEALED, "steps": None, "tokens": 96}, 128),

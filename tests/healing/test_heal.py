@@ -326,6 +326,18 @@ def test_hidden_states_are_learnt_too(converted: Path, keywords: dict[str, Any],
     assert report.held_out[-1][1] < report.held_out[0][1]
 
 
+def test_the_texts_own_tokens_are_learnt_too(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    keywords = {**keywords, "steps": 4, "recall": False, "learning_rate": 1e-4}
+    plain = headwise.heal(converted, tmp_path / "plain", **keywords)
+    text = headwise.heal(converted, tmp_path / "text", **keywords, objective="cross-entropy")
+    both = headwise.heal(converted, tmp_path / "both", **keywords, text_weight=0.5)
+    assert both.losses[0] == pytest.approx(plain.losses[0] + 0.5 * text.losses[0], rel=1e-5)
+    assert both.held_out[0] == plain.held_out[0]  # the divergence alone
+    assert both.losses[1] != pytest.approx(plain.losses[1] + 0.5 * text.losses[1], rel=1e-5)  # it moves the weights
+    with pytest.raises(HeadwiseError, match=r"text_weight = 0.5: must be 0 with objective cross-entropy"):
+        headwise.heal(converted, tmp_path / "out", **keywords, objective="cross-entropy", text_weight=0.5)
+
+
 def test_a_healed_stock_folder_stays_stock_and_is_exported(keywords: dict[str, Any], tmp_path: Path) -> None:
     """Transformers alone loads it, and a GGUF file of it computes the same."""
     source = save_tiny(tmp_path / "source", vocab_size=320)

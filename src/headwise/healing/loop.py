@@ -156,7 +156,7 @@ class Loop:
         parts = [windows[start : start + together] for start in range(0, len(windows), together)]
 
         def loss_of(part: CalibrationWindows) -> Tensor:
-            return self._loss(part) * (len(part) / len(windows))
+            return self._loss(part, self.options.text_weight) * (len(part) / len(windows))
 
         return add_gradients(loss_of, parts, [*self.parameters.values()], apart=self._is_apart)
 
@@ -179,9 +179,14 @@ class Loop:
             return self.options.micro_batch
         return 1 if self.model.device.type == "cpu" else count
 
-    def _loss(self, windows: CalibrationWindows) -> Tensor:
-        """The objective on some windows ``[B, W]``."""
+    def _loss(self, windows: CalibrationWindows, text_weight: float = 0.0) -> Tensor:
+        """The objective on some windows ``[B, W]``, with the cost of their own tokens by its weight."""
         own = self._forward(self.model, windows)
+        loss = self._distance(own, windows)
+        return loss + text_weight * _text_cost(own.logits, windows) if text_weight else loss
+
+    def _distance(self, own: Any, windows: CalibrationWindows) -> Tensor:
+        """The objective on some windows ``[B, W]``, of what the model returned for them."""
         logits, device = own.logits, own.logits.device
         if isinstance(self.teacher, StoredTeacher):
             known = (tensor.to(device) for tensor in self.teacher.top(windows))
@@ -193,7 +198,7 @@ class Loop:
         if self.options.objective == "distill" and other is not None:
             loss = divergence(logits.flatten(0, 1), other.logits.flatten(0, 1), self.options.temperature)
         else:
-            loss = cross_entropy(logits[:, :-1].flatten(0, 1), windows.ids[:, 1:].flatten().to(device))
+            loss = _text_cost(logits, windows)
         if self.options.hidden and other is not None:
             loss = loss + self.options.hidden * hidden_error(own.hidden_states[1:], other.hidden_states[1:])
         return loss
@@ -203,7 +208,7 @@ class Loop:
 
     @torch.no_grad()
     def measure(self) -> float:
-        """The mean loss on held-out windows: the divergence from the teacher, or the cost of the text without one."""
+        """The mean loss on held-out windows, without ``text_weight``: with it a run is as good as its divergence."""
         each = side_by_side if self._is_apart else map
         windows = (plain_windows(row[None]) for row in self.windows.held_out)
         costs = [float(cost) for cost in each(self._loss, windows)]
@@ -239,6 +244,11 @@ class Loop:
         assert saved is not None  # the first save is before the first step
         saved.rate, saved.rollbacks = done.rate / 2, done.rollbacks + 1
         return saved
+
+
+def _text_cost(logits: Tensor, windows: CalibrationWindows) -> Tensor:
+    """The mean cost of the windows' own tokens."""
+    return cross_entropy(logits[:, :-1].flatten(0, 1), windows.ids[:, 1:].flatten().to(logits.device))
 
 
 def learning_rate(options: HealOptions, before: float) -> float:

@@ -40,6 +40,12 @@ class ObjectiveOptions(Options):
         default=0.0,
         rule=at_least(0),
     )
+    text_weight: float = option(
+        "distill: the weight of a further term: the cost of the text's own tokens, so that the model also learns what "
+        "is written; 0 leaves it out",
+        default=0.0,
+        rule=at_least(0),
+    )
     teacher_top: int | None = option(
         "distill: run the teacher first, and keep only so many of its likeliest tokens for each token, on disk, so "
         "that it need not stay in memory; 64 take 388 bytes a token",
@@ -53,6 +59,8 @@ class ObjectiveOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.text_weight and self.objective != "distill":
+            raise ArgumentError("text_weight", self.text_weight, f"must be 0 with objective {self.objective}")
         if self.teacher_top is None:
             return
         for name, value, needed in (
