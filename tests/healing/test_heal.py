@@ -333,9 +333,21 @@ def test_the_texts_own_tokens_are_learnt_too(converted: Path, keywords: dict[str
     both = headwise.heal(converted, tmp_path / "both", **keywords, text_weight=0.5)
     assert both.losses[0] == pytest.approx(plain.losses[0] + 0.5 * text.losses[0], rel=1e-5)
     assert both.held_out[0] == plain.held_out[0]  # the divergence alone
+    assert both.objective_settings == {"text_weight": 0.5}
+    assert f"- distill, text_weight 0.5, on {both.tokens} tokens" in (tmp_path / "both" / "README.md").read_text()
     assert both.losses[1] != pytest.approx(plain.losses[1] + 0.5 * text.losses[1], rel=1e-5)  # it moves the weights
     with pytest.raises(HeadwiseError, match=r"text_weight = 0.5: must be 0 with objective cross-entropy"):
         headwise.heal(converted, tmp_path / "out", **keywords, objective="cross-entropy", text_weight=0.5)
+
+
+def test_windows_that_repeat_passages_are_no_text(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    keywords = {**keywords, "window": 32, "recall": True, "learning_rate": 1e-12}  # the weights stay
+    plain = headwise.heal(converted, tmp_path / "plain", **keywords)
+    both = headwise.heal(converted, tmp_path / "both", **keywords, text_weight=0.5)
+    added = [loss - other for loss, other in zip(both.losses, plain.losses, strict=True)]
+    repeats = [abs(more) < 1e-4 for more in added]
+    assert 0 < sum(repeats) < len(repeats)
+    assert all(repeat or more > 0.5 for repeat, more in zip(repeats, added, strict=True))
 
 
 def test_a_healed_stock_folder_stays_stock_and_is_exported(keywords: dict[str, Any], tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def _caching(evaluation: Evaluation) -> str:
 
 
 def _making(folder: Path, report: Healing) -> Iterator[str]:
-    yield f"- {report.objective} on {report.tokens:,} tokens of {', '.join(map(_named, report.texts))}"
+    settings = "".join(f", {name} {value:g}" for name, value in report.objective_settings.items())
+    yield f"- {report.objective}{settings}, on {report.tokens:,} tokens of {', '.join(map(_named, report.texts))}"
     yield f"- {report.steps:,} of {report.planned_steps:,} steps of {report.batch} × {report.window} tokens"
     yield f"- trained: {report.trained}, {report.trained_parameters:,} parameters"
     yield f"- by {_OPTIMIZERS[report.optimizer]}, at a learning rate of {report.learning_rate:.3g}"

@@ -330,6 +330,7 @@ def _report(
         output=str(prepared.output),
         teacher=str(options.teacher),
         objective=options.objective,
+        objective_settings=options.objective_settings,
         texts=tuple(map(str, named_texts(options.text))),
         trained=options.train,
         trained_parameters=count,

@@ -180,10 +180,13 @@ class Loop:
         return 1 if self.model.device.type == "cpu" else count
 
     def _loss(self, windows: CalibrationWindows, text_weight: float = 0.0) -> Tensor:
-        """The objective on some windows ``[B, W]``, with the cost of their own tokens by its weight."""
+        """The objective on some windows ``[B, W]``, with the cost of the text's own tokens by its weight."""
         own = self._forward(self.model, windows)
-        loss = self._distance(own, windows)
-        return loss + text_weight * _text_cost(own.logits, windows) if text_weight else loss
+        loss, is_text = self._distance(own, windows), ~windows.repeats
+        if text_weight and is_text.any():  # windows that repeat passages have tokens that nobody wrote
+            part = text_weight * float(is_text.float().mean())
+            loss = loss + part * _text_cost(own.logits[is_text.to(own.logits.device)], windows[is_text])
+        return loss
 
     def _distance(self, own: Any, windows: CalibrationWindows) -> Tensor:
         """The objective on some windows ``[B, W]``, of what the model returned for them."""

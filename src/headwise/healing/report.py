@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from headwise.documents import as_document
@@ -18,6 +19,7 @@ class Healing:
         output: the folder of the result.
         teacher: the model it learnt from, as the user named it.
         objective: ``distill`` or ``cross-entropy``.
+        objective_settings: ``temperature``, ``hidden`` and ``text_weight``, as far as they are not the defaults.
         texts: that it was trained on.
         trained: what was trained: ``all``, ``attention``, ``new`` or ``lora``.
         trained_parameters: the number of trained parameters.
@@ -29,7 +31,7 @@ class Healing:
         tokens: the number of tokens that were trained on, passages that a text was read again for included.
         window: tokens in each window.
         batch: windows in each step.
-        losses: the loss of each step, by the objective: in nats a token, without ``hidden`` and a temperature.
+        losses: the loss of each step, by the objective, with all its terms: in nats a token, without settings of it.
         held_out: step and loss of each measurement on held-out windows; the first is before any step.
         best_step: the step whose weights the result has, the one of the lowest held-out loss that counts.
         counted_from: the first step whose held-out loss counts: those before are of a larger cache, with
@@ -67,6 +69,7 @@ class Healing:
     before: Evaluation | None = None
     after: Evaluation | None = None
     notes: tuple[str, ...] = ()
+    objective_settings: Mapping[str, float] = field(default_factory=dict)
     rank_curriculum: float | None = None
     counted_from: int = 0
 

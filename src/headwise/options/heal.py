@@ -41,8 +41,8 @@ class ObjectiveOptions(Options):
         rule=at_least(0),
     )
     text_weight: float = option(
-        "distill: the weight of a further term: the cost of the text's own tokens, so that the model also learns what "
-        "is written; 0 leaves it out",
+        "distill: the weight of a further term: the cost of the text's own tokens, so that the model also learns "
+        "what is written; 0 leaves it out",
         default=0.0,
         rule=at_least(0),
     )
@@ -70,6 +70,12 @@ class ObjectiveOptions(Options):
         ):
             if value != needed:
                 raise ArgumentError(name, value, f"must be {needed} with teacher_top")
+
+    @property
+    def objective_settings(self) -> dict[str, float]:
+        """What the objective has beside its name: the options of it that are not the defaults."""
+        values = {"temperature": self.temperature, "hidden": self.hidden, "text_weight": self.text_weight}
+        return {name: value for name, value in values.items() if value != getattr(type(self), name)}
 
 
 class StepOptions(Options):
