@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import headwise
@@ -455,3 +456,37 @@ def test_a_teacher_of_another_vocabulary_is_refused(
     other = save_tiny(tmp_path / "other", vocab_size=80)
     with pytest.raises(HeadwiseError, match="has a vocabulary of 80"):
         headwise.heal(converted, tmp_path / "out", **{**keywords, "teacher": other})
+
+
+def test_a_teacher_that_numbers_tokens_otherwise_is_refused(
+    converted: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    other = save_tiny(tmp_path / "other")
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    tokens = vocabulary["model"]["vocab"]
+    tokens["a"], tokens["b"] = tokens["b"], tokens["a"]
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    with pytest.raises(HeadwiseError, match="as the token 'a', which is"):
+        headwise.heal(converted, tmp_path / "out", **{**keywords, "teacher": other})
+
+
+def test_a_larger_teacher_of_the_same_vocabulary_is_learnt_from(
+    converted: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    larger = save_tiny(tmp_path / "larger", hidden_size=96, num_hidden_layers=4, max_position_embeddings=4096)
+    report = headwise.heal(converted, tmp_path / "out", **{**keywords, "teacher": larger, "steps": 60})
+    assert report.held_out[-1][1] < 0.8 * report.held_out[0][1]
+
+
+@pytest.mark.parametrize("broken", ["model", "teacher"])
+def test_a_model_whose_logits_overflow_is_refused(
+    broken: str, converted: Path, source: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(converted if broken == "model" else source, tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].fill_(1e38)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model = folder if broken == "model" else converted
+    with pytest.raises(CheckpointError, match="loss = 'nan': must be finite before any step; check both models"):
+        headwise.heal(model, tmp_path / "out", **{**keywords, "teacher": folder if broken == "teacher" else source})
+    assert not (tmp_path / "out").exists()

@@ -64,6 +64,16 @@ def test_far_passages_are_as_far_as_the_teachers_rope_reaches(text: Path, tiny_l
         assert bool((windows.train.positions.diff(dim=1) > 1).any()) is has_gaps
 
 
+def test_positions_are_those_that_both_models_have(text: Path, tmp_path: Path) -> None:
+    few, many = (save_tiny(tmp_path / f"{count}", max_position_embeddings=count) for count in (256, 4096))
+    for model, teacher in ((few, many), (many, few)):
+        source = open_checkpoint(teacher).spec
+        windows = module.open_windows(open_checkpoint(model), options(text, window=64), source).train
+        assert 64 <= windows.positions.max() < 256
+        with pytest.raises(ArgumentError, match=f"at most 256, the {'model' if model == few else 'teacher'}'s"):
+            module.open_windows(open_checkpoint(model), options(text, window=257), source)
+
+
 @pytest.mark.parametrize("objective", ["distill", "cross-entropy"])
 def test_passages_begin_alike_where_the_teacher_says_what_follows(objective: str, text: Path, tmp_path: Path) -> None:
     text.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=8_000)))
@@ -109,6 +119,9 @@ def test_steps(chosen: dict[str, object], steps: int, text: Path) -> None:
         ({"learning_rate": 0.0}, "learning_rate: must be above 0"),
         ({"warmup": 1.0}, "warmup: must be at least 0 and below 1"),
         ({"batch": 0}, "batch: must be at least 1"),
+        ({"seed": 2**32}, "seed: must be at least 0 and below"),
+        ({"text_weight": float("inf")}, "text_weight: must be finite"),
+        ({"tokens": None, "alpha": float("inf"), "pretraining_tokens": 5}, "alpha: must be finite"),
     ],
 )
 def test_what_is_refused(chosen: dict[str, object], message: str, text: Path, tiny_llama_folder: Path) -> None:

@@ -44,19 +44,22 @@ def keywords(source: Path) -> dict[str, Any]:
     return {**texts, "targets": SIZES, "calibration_tokens": 512}
 
 
-def test_the_last_size_within_the_loss_is_chosen(source: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
-    tried = headwise.migrate(source, tmp_path / "all", max_quality_loss=1e9, **keywords).steps
+def test_the_smallest_size_within_the_loss_is_chosen(source: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    every = headwise.migrate(source, tmp_path / "all", max_quality_loss=1e9, **{**keywords, "targets": SIZES[::-1]})
+    assert every.chosen == every.steps[1]  # the smallest, though it was not the last
+    tried = every.steps
     # A random model's perplexity also falls by chance, so sizes are ordered by what they lose.
     ordered = sorted(tried[1:], key=lambda step: step.loss)
     allowed = (ordered[1].loss + ordered[2].loss) / 2
     sizes = [step.target for step in ordered]
+    smallest = min(ordered[:2], key=lambda step: step.cache_bytes_per_token).target
     report = headwise.migrate(source, tmp_path / "out", max_quality_loss=allowed, **{**keywords, "targets": sizes})
     assert report.chosen is not None
-    assert report.chosen.target == sizes[1]
+    assert report.chosen.target == smallest
     assert [step.target for step in report.steps] == ["mla:1", *sizes]
     assert [step.is_allowed for step in report.steps] == [True, True, True, False]
     document = json.loads((tmp_path / "out" / MIGRATION).read_text())
-    assert document["chosen"]["target"] == sizes[1]
+    assert document["chosen"]["target"] == smallest
     again = headwise.evaluate(tmp_path / "out", against=source, text=keywords["evaluate"], windows=2)
     assert again.perplexity_ratio == pytest.approx(1 + report.chosen.loss, rel=1e-6)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "out"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from headwise.checkpoints import (
     TensorInfo,
     check_output,
     dtype_name,
+    load_tokenizer,
     model_identity,
     run_identity,
 )
@@ -25,7 +27,7 @@ from headwise.conversion.closing_evaluation import Exam, choose_exam, prove
 from headwise.conversion.solvers.device import is_quick, own_device
 from headwise.disk import refuse_input_within
 from headwise.documents import MEASURED, MIGRATION, finite
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation import Evaluation
 from headwise.healing.card import CONVERSION, healed_card
 from headwise.healing.curriculum import WINDOWS, FadingChannels, RankCurriculum, order_channels
@@ -34,7 +36,7 @@ from headwise.healing.optimizer import optimizer_of
 from headwise.healing.report import Healing
 from headwise.healing.sharded import shard, whole
 from headwise.healing.state import Progressed, TrainingState
-from headwise.healing.teacher import StoredTeacher
+from headwise.healing.teacher import StoredTeacher, bytes_per_token
 from headwise.healing.trained import refuse_unwritten, select, trained_numbers, trained_tensors
 from headwise.healing.windows import HealingWindows, open_windows
 from headwise.hf import as_dtype, load, open_decoder
@@ -97,9 +99,7 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
         prepared.tensors,
         run=prepared.run,
         overwrite=options.overwrite,
-        # Float32 parameters and at most two moments each, in two saves and one that is being written; the best ones.
-        work_bytes=(3 * 3 + 2) * 4 * trained_numbers(checkpoint, prepared.teacher, options)
-        + (0 if prepared.curriculum is None else prepared.curriculum.work_bytes),
+        work_bytes=_work_bytes(prepared),
     )
     with first_enters(writer):
         before = _evaluate(checkpoint.path, prepared, progress)
@@ -191,6 +191,7 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
     part = options.rank_curriculum
     curriculum = None if part is None else RankCurriculum(checkpoint, part)
     windows = open_windows(checkpoint, options, teacher.spec)
+    _refuse_other_tokens(checkpoint, teacher)
     exam: Exam = []
     if options.evaluate is not False:
         trained_on = CalibrationTexts(tuple(texts), tokens=windows.read_tokens, window=windows.width)
@@ -210,6 +211,27 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
         dtype=dtype,
         curriculum=curriculum,
     )
+
+
+def _work_bytes(prepared: _Prepared) -> int:
+    """The bytes that a run keeps on disk while it works."""
+    options, windows = prepared.options, prepared.windows
+    # Float32 parameters and at most two moments each, in two saves and one that is being written; the best ones.
+    saved = (3 * 3 + 2) * 4 * trained_numbers(prepared.checkpoint, prepared.teacher, options)
+    read = min(windows.steps * windows.batch, len(windows.train)) + len(windows.held_out)
+    stored = read * windows.width * bytes_per_token(options.teacher_top) if options.teacher_top else 0
+    return saved + stored + (0 if prepared.curriculum is None else prepared.curriculum.work_bytes)
+
+
+def _refuse_other_tokens(checkpoint: Checkpoint, teacher: Checkpoint) -> None:
+    """Refuse a teacher that numbers tokens otherwise; one without a tokenizer has the model's."""
+    with suppress(CheckpointError):
+        own, other = (load_tokenizer(one.path).get_vocab() for one in (checkpoint, teacher))
+        differing = [token for token, number in own.items() if other.get(token, number) != number]
+        if differing:
+            token = min(differing, key=own.__getitem__)
+            rule = f"has {other[token]} as the token {token!r}, which is {own[token]} in the model"
+            raise ArgumentError("teacher", str(teacher.path), rule)
 
 
 def _refuse_other_shape(checkpoint: Checkpoint, teacher: Checkpoint) -> None:
@@ -233,9 +255,9 @@ def _evaluate(folder: Path, prepared: _Prepared, progress: Progress) -> Evaluati
 def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, Progressed, int]:
     """Train the model; its parameters, what was done and how many parameters were trained."""
     options = prepared.options
-    model = load(prepared.checkpoint.path, dtype=torch.float32, device=str(prepared.device))
     needs_teacher = options.objective == "distill" or options.hidden > 0
-    teacher = _teacher(prepared, folder, progress) if needs_teacher else None
+    teacher = _teacher(prepared, folder, progress) if needs_teacher else None  # first: one that is stored leaves
+    model = load(prepared.checkpoint.path, dtype=torch.float32, device=str(prepared.device))
     if options.checkpointing:
         _compute_layers_twice(model)
     fading = None

@@ -81,7 +81,10 @@ class Loop:
         if done is None:
             done = Progressed(counted_from=0 if self.fading is None else math.ceil(FADED * self.windows.steps))
             self._fade(0)
-            done.held_out.append((0, self.measure()))
+            untrained = self.measure()
+            if not math.isfinite(untrained):
+                raise CheckpointError("loss", f"{untrained}", "must be finite before any step; check both models")
+            done.held_out.append((0, untrained))
             state.save(done)
         first, seconds, begun = done.step, done.seconds, time.perf_counter()
         every = -(-self.windows.steps // self.options.measurements)

@@ -25,6 +25,11 @@ STORING = "storing the teacher"
 _ROWS = 256
 
 
+def bytes_per_token(count: int) -> int:
+    """The bytes that so many tokens take for each token of a text: numbers, logarithms, and one of all others."""
+    return count * (4 + 2) + 4
+
+
 class StoredTeacher:
     """The likeliest tokens of a teacher after each token of some windows, one file for each window.
 

@@ -90,12 +90,15 @@ def open_windows(checkpoint: Checkpoint, options: HealOptions, source: ModelSpec
 
     Raises:
         ArgumentError: a text cannot be read, is named twice or too short, or has tokens outside the vocabulary; or
-            the window is longer than the model's positions.
+            the window is longer than the model's or the teacher's positions.
     """
-    sources, positions = named_texts(options.text), checkpoint.spec.max_position_embeddings
+    sources = named_texts(options.text)
     refuse_twice(sources, name="text")
+    known = [spec.max_position_embeddings for spec in (checkpoint.spec, source)]
+    positions = min((count for count in known if count is not None), default=None)
     if options.window is not None and positions is not None and options.window > positions:
-        raise ArgumentError("window", options.window, f"must be at most {positions}, the model's positions")
+        whose = "model" if positions == known[0] else "teacher"
+        raise ArgumentError("window", options.window, f"must be at most {positions}, the {whose}'s positions")
     width = usual_window(positions, options.window or WINDOW)
     wanted = step_count(options, width) * options.batch
     tokenizer = load_tokenizer(checkpoint.path)
@@ -108,7 +111,8 @@ def open_windows(checkpoint: Checkpoint, options: HealOptions, source: ModelSpec
     width = ids.shape[1]
     plain = windows = plain_windows(train)
     if options.recall:  # a text's own tokens are no target where passages were made alike
-        windows = recall_windows(train, 0, source, alike=options.objective == "distill")
+        reached = replace(source, max_position_embeddings=positions)
+        windows = recall_windows(train, 0, reached, alike=options.objective == "distill")
     if (checkpoint.path / CODES).is_file():  # keys in codes are rotated by their slots, which know no gaps
         windows = replace(windows, positions=plain.positions)
     return HealingWindows(windows, held_out[:HELD], options.batch, step_count(options, width), options.seed, read)

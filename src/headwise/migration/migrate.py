@@ -98,9 +98,9 @@ def migrate(
     For example ``migrate("smollm2-135m", "./small", max_quality_loss=0.05, calibrate="a.txt", evaluate="b.txt")``.
 
     First a conversion to MLA without a smaller cache shows that nothing but the size costs quality. Then sizes are
-    tried from the largest to the smallest, each converted from the source, and trained where it loses too much and
-    ``heal_tokens`` is set, until one loses more than is allowed. What was measured of each is in ``migration.json``.
-    A killed run is continued by the same call.
+    tried, each converted from the source, and trained where it loses too much and ``heal_tokens`` is set, until one
+    loses more than is allowed. The result is the smallest that did not. What was measured of each is in
+    ``migration.json``. A killed run is continued by the same call.
 
     Args:
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``; a decoder.
@@ -195,12 +195,12 @@ class _Run:
                 tried.append(step)
             if not step.is_allowed:
                 break
-            for earlier in tried[:-1]:
-                if (earlier.target, earlier.healed) != (step.target, step.healed):
-                    shutil.rmtree(
-                        self._folder(earlier.target, healed=earlier.healed), ignore_errors=True
-                    )  # an earlier run may have
-            chosen = step
+            if chosen is None or step.cache_bytes_per_token < chosen.cache_bytes_per_token:
+                chosen = step
+            keep = self._folder(chosen.target, healed=chosen.healed)
+            for one in tried:
+                if (folder := self._folder(one.target, healed=one.healed)) != keep:
+                    shutil.rmtree(folder, ignore_errors=True)  # an earlier run may have
         self.progress(MIGRATING, len(targets), len(targets))
         report = Migration(
             source=self.source,

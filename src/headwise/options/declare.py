@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import MISSING, dataclass, field, fields
 from inspect import cleandoc
+from math import isfinite
 from numbers import Integral, Number
 from textwrap import wrap
 from typing import Any, Self, dataclass_transform, get_type_hints
@@ -140,6 +141,8 @@ class Options:
         for name, value in values.items():
             if (rule := by_name[name].rule) is not None:
                 rule.check(name, value)
+            if isinstance(value, float) and not isfinite(value):
+                raise ArgumentError(name, value, "must be finite")
             # NumPy's numbers, for which JSON has no form.
             if isinstance(value, Number) and not isinstance(value, bool | int | float):
                 object.__setattr__(self, name, int(value) if isinstance(value, Integral) else float(value))  # type: ignore[arg-type]

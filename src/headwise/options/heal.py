@@ -189,5 +189,9 @@ class HealOptions(StepOptions, ObjectiveOptions, ProofOptions):
     checkpointing: bool = option(
         "compute each layer a second time in the backward pass, in place of keeping what it needs", default=False
     )
-    seed: int = option("seed of the order of the windows", default=0)
+    seed: int = option(
+        "seed of the order of the windows",
+        default=0,
+        rule=Rule("must be at least 0 and below 2**32", lambda seed: bool(0 <= seed < 2**32)),
+    )
     overwrite: bool = option("replace a model folder at the output", default=False, identity=False)
