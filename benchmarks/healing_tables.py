@@ -102,13 +102,16 @@ def _named(name: str, row: Document) -> list[str]:
 
 
 def _slope(row: Document) -> str:
-    """How the loss changes over 100,000 tokens in the last quarter of the steps, by least squares."""
+    """How the held-out loss changed in the last quarter of the steps, for 100,000 tokens; as `Healing.slope` says."""
     if "healing" not in row:
         return ""
-    losses, healing = row["healing"]["losses"], row["healing"]
-    last = losses[-max(len(losses) // 4, 2) :]
-    rise = statistics.linear_regression(range(len(last)), last).slope
-    return f"{rise * len(losses) / healing['tokens'] * 100_000:+.4f}"
+    healing = row["healing"]
+    curve = healing["held_out"]
+    earlier = [one for one in curve if one[0] <= 0.75 * healing["steps"]]
+    if len(curve) < 3 or not earlier:
+        return ""
+    (first, before), (last, after) = earlier[-1], curve[-1]
+    return f"{(after - before) / ((last - first) * healing['batch'] * healing['window']) * 100_000:+.4f}"
 
 
 def _ratio(value: float) -> str:

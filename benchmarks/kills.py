@@ -1,11 +1,14 @@
-"""Kill a conversion at random moments, repeatedly, and compare its output with that of an undisturbed one.
+"""Kill a conversion or a healing at random moments, repeatedly, and compare its output with an undisturbed one's.
 
     python -m benchmarks.kills --folder FOLDER --calibrate TEXT --json benchmarks/results/kills.json
     python -m benchmarks.kills --folder FOLDER --calibrate TEXT --source SMALL --kills 3 --tokens 512
+    python -m benchmarks.kills --folder FOLDER --calibrate TEXT --heal CONVERTED --kills 5 --tokens 16384 \
+        --json benchmarks/results/kills-heal.json
 
-One conversion is timed and kept. Others are killed (SIGKILL) after a random time within that duration, up to `EACH`
-times, and each time continued by the same command, until they are done. Every output must equal the first one byte
-for byte. A continued run has less to do, so its time is drawn from the rest of the duration.
+One run is timed and kept. Others are killed (SIGKILL) after a random time within that duration, up to `EACH` times,
+and each time continued by the same command, until they are done. Every output must equal the first one byte for byte;
+of a healing, whose report says how long it took, the weights. A continued run has less to do, so its time is drawn
+from the rest of the duration. With ``--heal`` a converted folder is trained on the text, with the source as its teacher.
 """
 
 from __future__ import annotations
@@ -26,32 +29,27 @@ from typing import Any
 from benchmarks.kept import run
 
 EACH = 4
-"""The most kills of one conversion, so that there are several outputs, and not all kills come near the end of one."""
+"""The most kills of one run, so that there are several outputs, and not all kills come near the end of one."""
 
 
 def command(options: argparse.Namespace, out: Path) -> list[str]:
-    arguments = ["--to", "mla", "--kv-budget", options.kv_budget, "--spread", "--calibrate", options.calibrate]
-    arguments += ["--calibration-tokens", options.tokens]
-    return [
-        sys.executable,
-        "-m",
-        "headwise",
-        "convert",
-        options.source,
-        str(out),
-        *map(str, arguments),
-        "--no-evaluate",
-        "--json",
-    ]
+    arguments = ["convert", options.source, out, "--to", "mla", "--kv-budget", options.kv_budget, "--spread"]
+    arguments += ["--calibrate", options.calibrate, "--calibration-tokens", options.tokens]
+    if options.heal is not None:
+        arguments = ["heal", options.heal, out, "--teacher", options.source]
+        arguments += ["--text", options.calibrate, "--tokens", options.tokens]
+    return [sys.executable, "-m", "headwise", *map(str, arguments), "--no-evaluate", "--json"]
 
 
 def phase(out: Path) -> str:
-    """The phase in which a conversion was killed, from the files that it left."""
+    """The phase in which a run was killed, from the files that it left."""
     work = out.with_name(f".{out.name}.headwise-partial") / "work"
     if out.exists():
         return "done"
     if not work.exists() or not any(work.iterdir()):
         return "starting"
+    if (work / "layer-00000.safetensors").exists():  # a save of a healing
+        return "writing" if any((work.parent / "model").glob("*.safetensors")) else "training"
     state = work / "activations.json"
     if not state.exists():
         return "weighing"
@@ -72,12 +70,12 @@ def attempt(options: argparse.Namespace, out: Path, delay: float | None) -> bool
         process.communicate()
         return False
     if process.returncode:
-        raise SystemExit(f"the conversion failed: {errors}")
+        raise SystemExit(f"the run failed: {errors}")
     return True
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+def content(folder: Path, pattern: str) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob(pattern) if file.is_file()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -85,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--calibrate", required=True)
     parser.add_argument("--source", default="smollm2-135m")
+    parser.add_argument("--heal", metavar="CONVERTED", help="train this folder, in place of converting the source")
     parser.add_argument("--kv-budget", default="0.5")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--kills", type=int, default=20)
@@ -100,7 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         start = time.perf_counter()
         attempt(options, work / "whole", None)
         seconds = time.perf_counter() - start
-        expected = content(work / "whole")
+        pattern = "*" if options.heal is None else "*.safetensors"
+        expected = content(work / "whole", pattern)
         print(f"{seconds:.0f} s undisturbed", flush=True)
         while len(kills) < options.kills:
             out, left = work / "out", seconds
@@ -115,14 +115,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 left = max(left - delay, 0.1 * seconds)
             if not out.exists():
                 attempt(options, out, None)
-            assert content(out) == expected, "the output differs"
+            assert content(out, pattern) == expected, "the output differs"
             shutil.rmtree(out)
             outputs += 1
     finally:
         shutil.rmtree(work)
     result = {
         "source": options.source,
-        "calibration_tokens": options.tokens,
+        "is_healed": options.heal is not None,
+        "tokens": options.tokens,
         "kv_budget": float(options.kv_budget),
         "seconds": seconds,
         "kills": kills,

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from benchmarks.kills import main, phase
 
+import headwise
 from tests.real_models import save_tiny
 
 
-def test_every_output_is_the_undisturbed_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_healed", [False, True])
+def test_every_output_is_the_undisturbed_one(is_healed: bool, tmp_path: Path) -> None:
     results, text = tmp_path / "kills.json", tmp_path / "text.txt"
     text.write_text("".join(f"{index} bottles stand on the wall, and {index * 7} more. " for index in range(60)))
     options = ["--source", save_tiny(tmp_path / "source"), "--calibrate", text, "--tokens", "512", "--kills", "2"]
+    if is_healed:
+        headwise.convert(tmp_path / "source", tmp_path / "half", to="mla", kv_budget=0.5, evaluate=False)
+        options += ["--heal", tmp_path / "half"]
     main([*map(str, options), "--folder", str(tmp_path), "--json", str(results)])
     report = json.loads(results.read_text())
     assert len(report["kills"]) == sum(report["phases"].values()) == 2
@@ -36,3 +42,11 @@ def test_what_a_killed_run_was_doing(tmp_path: Path) -> None:
         assert phase(out) == said
     out.mkdir()
     assert phase(out) == "done"
+
+
+def test_what_a_killed_healing_was_doing(tmp_path: Path) -> None:
+    out, partial = tmp_path / "out", tmp_path / ".out.headwise-partial"
+    for said, file in (("training", "work/layer-00000.safetensors"), ("writing", "model/model.safetensors")):
+        (partial / file).parent.mkdir(parents=True)
+        (partial / file).write_text("")
+        assert phase(out) == said

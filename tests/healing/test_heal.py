@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from headwise.healing import loop
 from headwise.healing.card import CONVERSION
 from headwise.healing.state import TrainingState
 from headwise.healing.teacher import StoredTeacher
+from headwise.options import HealOptions
 from tests.byte_level import save_byte_level
 from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.real_models import save_tiny
@@ -80,6 +82,24 @@ def test_the_learning_rate_follows_from_what_was_lost(
     assert named.losses == report.losses
     for other in ({"objective": "cross-entropy"}, {"hidden": 0.5}, {"rank_curriculum": 0.5}):
         assert headwise.heal(converted, tmp_path / "other", **keywords, **other, overwrite=True).learning_rate == 1e-4
+
+
+def test_the_rate_rises_to_it_and_falls_by_a_cosine(keywords: dict[str, Any]) -> None:
+    options = HealOptions(**{**keywords, "warmup": 0.1, "steps": 100})
+    windows = SimpleNamespace(steps=100)
+    rates = [loop.Loop(None, None, {}, windows, options, torch.float32)._schedule(step) for step in range(100)]
+    assert rates[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
+    assert rates[10:] == pytest.approx([(1 + math.cos(math.pi * step / 90)) / 2 for step in range(90)])
+
+
+def test_products_in_bfloat16_move_float32_weights(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    whole, half = (
+        headwise.heal(converted, tmp_path / dtype, **{**keywords, "steps": 60, "dtype": dtype})
+        for dtype in ("float32", "bfloat16")
+    )
+    assert half.losses != whole.losses
+    assert half.held_out[0][1] == pytest.approx(whole.held_out[0][1], rel=0.05)
+    assert half.held_out[-1][1] < 0.8 * half.held_out[0][1]
 
 
 def test_a_model_that_lost_nothing_is_not_moved(source: Path, keywords: dict[str, Any], tmp_path: Path) -> None:

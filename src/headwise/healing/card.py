@@ -89,7 +89,7 @@ def _making(folder: Path, report: Healing) -> Iterator[str]:
     curve = ", ".join(f"{step}: {loss:.4f}" for step, loss in report.held_out)
     yield f"- loss on held-out windows, by step: {curve}"
     if report.slope is not None:
-        yield f"- in the last quarter of the steps it fell by {report.slope:.4f} nats"
+        yield f"- in the last quarter of the steps it changed by {report.slope:+.4f} nats for 100,000 tokens"
     if (folder / "README.md").is_file():
         yield f"- its conversion: {as_code(CONVERSION)}"
     if report.rollbacks:

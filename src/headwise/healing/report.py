@@ -85,9 +85,15 @@ class Healing:
 
     @property
     def slope(self) -> float | None:
-        """By how much the held-out loss fell in the last quarter of the run, in nats; None for a shorter curve."""
-        earlier = [loss for step, loss in self.held_out if self.counted_from <= step <= 0.75 * self.steps]
-        return earlier[-1] - self.held_out[-1][1] if len(self.held_out) > 2 and earlier else None
+        """How the held-out loss changed in the last quarter of the steps, in nats for 100,000 tokens.
+
+        Below 0 where it still fell; None for a curve of fewer than three measurements.
+        """
+        earlier = [one for one in self.held_out if self.counted_from <= one[0] <= 0.75 * self.steps]
+        if len(self.held_out) < 3 or not earlier:
+            return None
+        (first, before), (last, after) = earlier[-1], self.held_out[-1]
+        return (after - before) / ((last - first) * self.batch * self.window) * 100_000
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-able values."""

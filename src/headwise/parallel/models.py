@@ -40,9 +40,12 @@ def share_model(model: Any, group: Group = None) -> Any:
     plan = _plan(model, tuple(f"{name}." for name in own))
     for layer in own.values():
         rank_spec(layer.spec, ranks)
-    kv_heads = getattr(model.config, "num_key_value_heads", None)
-    if any(name.rpartition(".")[2] in _KEYS for name in plan) and kv_heads is not None and kv_heads % ranks:
-        rule = f"must divide num_key_value_heads = {kv_heads}, as transformers shares its own attention"
+    field = "num_key_value_heads"
+    if getattr(model.config, field, None) is None:  # a family without groups of heads
+        field = "num_attention_heads"
+    heads = getattr(model.config, field, None)
+    if any(name.rpartition(".")[2] in _KEYS for name in plan) and heads is not None and heads % ranks:
+        rule = f"must divide {field} = {heads}, as transformers shares its own attention"
         raise ArgumentError("ranks", ranks, rule)
     if ranks == 1:
         return model
