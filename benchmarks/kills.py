@@ -8,7 +8,8 @@
 One run is timed and kept. Others are killed (SIGKILL) after a random time within that duration, up to `EACH` times,
 and each time continued by the same command, until they are done. Every output must equal the first one byte for byte;
 of a healing, whose report says how long it took, the weights. A continued run has less to do, so its time is drawn
-from the rest of the duration. With ``--heal`` a converted folder is trained on the text, with the source as its teacher.
+from the rest of the duration. With ``--heal`` a converted folder is trained on the text, with the source as its
+teacher.
 """
 
 from __future__ import annotations
