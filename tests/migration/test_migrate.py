@@ -48,6 +48,9 @@ def test_the_smallest_size_within_the_loss_is_chosen(source: Path, keywords: dic
     every = headwise.migrate(source, tmp_path / "all", max_quality_loss=1e9, **{**keywords, "targets": SIZES[::-1]})
     assert every.chosen == every.steps[1]  # the smallest, though it was not the last
     tried = every.steps
+    numbers = 2 * 2 * 3 * 8  # two layers, keys and values of three heads
+    assert every.cache_bytes_per_token == tried[0].cache_bytes_per_token == 2 * numbers  # as bfloat16
+    assert every.chosen.cache_bytes_per_token == numbers / 2
     # A random model's perplexity also falls by chance, so sizes are ordered by what they lose.
     ordered = sorted(tried[1:], key=lambda step: step.loss)
     allowed = (ordered[1].loss + ordered[2].loss) / 2

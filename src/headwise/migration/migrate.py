@@ -18,11 +18,13 @@ from headwise.disk import refuse_input_within, working_folder, write_whole
 from headwise.documents import MIGRATION, as_document, finite
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation import Evaluation
+from headwise.evaluation.plain_cache import bfloat16_bytes
 from headwise.frontiers.candidate import Candidate, read_target
 from headwise.healing import TRAINING, heal
 from headwise.options import takes_options
 from headwise.options.migrate import MigrateOptions
 from headwise.progress import Progress, silent
+from headwise.quantization.files import FILE as CODES
 from headwise.texts import check_texts, named_texts, read_source, refuse_texts_within, text_identity
 from headwise.type_checks import typed
 
@@ -43,7 +45,7 @@ class Step:
     Attributes:
         target: as a frontier spells it.
         healed: whether it was trained after its conversion.
-        cache_bytes_per_token: of its cache.
+        cache_bytes_per_token: of its cache, where numbers that are not in codes are bfloat16.
         loss: by which fraction the perplexity of the evaluation text rose.
         kl: in nats a token.
         is_allowed: whether the loss is within what is allowed.
@@ -65,7 +67,7 @@ class Migration:
         source: the source, as the user named it.
         output: the folder of the result.
         max_quality_loss: what is allowed.
-        cache_bytes_per_token: of the source's cache.
+        cache_bytes_per_token: of the source's cache, in bfloat16.
         steps: every size that was tried, in order.
         chosen: the step whose folder is the output; None where no size lost as little as is allowed, and there is no
             output.
@@ -282,13 +284,15 @@ class _Run:
             evaluation = make()
             assert evaluation.perplexity_ratio is not None
             assert evaluation.kl is not None
-            assert evaluation.reference is not None
             known = {
                 "run": self.run,
                 "loss": evaluation.perplexity_ratio - 1,
                 "kl": evaluation.kl,
-                "bytes": evaluation.cache_bytes_per_token,
-                "reference": evaluation.reference.cache_bytes_per_token,
+                # Evaluations compute in float32; a cache that is not in codes is counted as it is served.
+                "bytes": evaluation.cache_bytes_per_token
+                if (folder / CODES).is_file()
+                else bfloat16_bytes(open_checkpoint(folder), evaluation.window),
+                "reference": bfloat16_bytes(open_checkpoint(self.source), evaluation.window),
             }
             write_whole(kept, json.dumps(known).encode())
         step = Step(
