@@ -18,9 +18,17 @@ from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.healing.test_heal import TEXT
 from tests.real_models import save_tiny
 
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node"],
+    "accelerate": [
+        *("accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"),
+        *("--dynamo_backend", "no", "--num_processes"),
+    ],
+}
 
-def run(processes: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+
+def run(processes: int, *arguments: object, launcher: str = "torchrun") -> subprocess.CompletedProcess[str]:
+    launch = ["-m", *LAUNCHERS[launcher], str(processes)]
     command = [sys.executable, *(launch if processes > 1 else []), "-m", "headwise", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -72,11 +80,12 @@ def test_a_killed_run_goes_on_with_more_processes(tmp_path: Path, monkeypatch: p
     assert losses == pytest.approx(whole.losses, rel=1e-4)
 
 
-def test_windows_that_processes_cannot_share_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [*LAUNCHERS])
+def test_windows_that_processes_cannot_share_are_refused(launcher: str, tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "source")
     (tmp_path / "text.txt").write_text(TEXT)
     arguments = ("--teacher", source, "--text", tmp_path / "text.txt", "--steps", 2, "--window", 16, "--batch", 3)
-    done = run(2, "heal", source, tmp_path / "out", *arguments)
+    done = run(2, "heal", source, tmp_path / "out", *arguments, launcher=launcher)
     assert done.returncode != 0
     assert "batch = 3: must be a multiple of 2, the processes" in done.stderr
     assert not (tmp_path / "out").exists()
