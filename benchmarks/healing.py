@@ -8,7 +8,7 @@ A row is ``TARGET of TOKENS``: a target as ``headwise frontier`` spells it (``ow
 are trained on, 0 for the conversion itself. Then comes what differs from the default: ``by METHOD`` (a baseline's
 conversion), ``KEY=VALUE`` (an option of ``headwise.heal``). ``--text wikitext`` trains on WikiText-2 train alone,
 ``mixture`` on equal parts of it, of Moby Dick and of XSum, ``mixture-own`` on equal parts of these and of text that
-the source wrote.
+the source wrote, ``broad`` on equal parts of these three and of plots, biographies, abstracts of papers and captions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXAMS = {
 }
 """Texts to evaluate on. No choice may be made by those of ``test``."""
 
-TEXTS = ("wikitext", "mixture", "mixture-own")
+TEXTS = ("wikitext", "mixture", "mixture-own", "broad")
 """What is trained on."""
 
 OWN_TOKENS = 300_000
@@ -93,15 +93,12 @@ def measure(options: argparse.Namespace, row: str) -> dict[str, Any]:
     model = converted(options, name, method)
     result: dict[str, Any] = {}
     if int(tokens):
-        texts = [data.wikitext("train", options.cache)] if options.text == "wikitext" else mixture(options.cache)
-        if options.text == "mixture-own":
-            texts.append(own_text(options))
         healed = options.work / f"healed-{row.replace(' ', '-').replace(':', '-')}"
         report = headwise.heal(
             model,
             healed,
             teacher=options.source,
-            text=texts,
+            text=texts(options),
             tokens=int(tokens),
             device=options.device,
             evaluate=False,
@@ -149,6 +146,21 @@ def converted(options: argparse.Namespace, name: str, method: str | None) -> Pat
             evaluate=False,
         )
     return folder
+
+
+def texts(options: argparse.Namespace) -> list[Path]:
+    """The texts to train on."""
+    cache = options.cache
+    if options.text == "wikitext":
+        return [data.wikitext("train", cache)]
+    if options.text == "mixture-own":
+        return [*mixture(cache), own_text(options)]
+    if options.text == "broad":
+        return [
+            *mixture(cache),
+            *(text(cache) for text in (data.plots, data.biographies, data.abstracts, data.captions)),
+        ]
+    return mixture(cache)
 
 
 def mixture(cache: Path) -> list[Path]:
