@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from headwise.healing.report import late_slope
+
 Document = dict[str, Any]
 
 
@@ -102,16 +104,13 @@ def _named(name: str, row: Document) -> list[str]:
 
 
 def _slope(row: Document) -> str:
-    """How the held-out loss changed in the last quarter of the steps, for 100,000 tokens; as `Healing.slope` says."""
+    """The slope at the end, which rows of earlier versions keep in another unit."""
     if "healing" not in row:
         return ""
     healing = row["healing"]
-    curve = healing["held_out"]
-    earlier = [one for one in curve if one[0] <= 0.75 * healing["steps"]]
-    if len(curve) < 3 or not earlier:
-        return ""
-    (first, before), (last, after) = earlier[-1], curve[-1]
-    return f"{(after - before) / ((last - first) * healing['batch'] * healing['window']) * 100_000:+.4f}"
+    tokens = healing["batch"] * healing["window"]
+    slope = late_slope(healing["held_out"], healing["steps"], tokens, healing.get("counted_from", 0))
+    return "" if slope is None else f"{slope:+.4f}"
 
 
 def _ratio(value: float) -> str:

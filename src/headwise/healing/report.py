@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,12 +89,26 @@ class Healing:
 
         Below 0 where it still fell; None for a curve of fewer than three measurements.
         """
-        earlier = [one for one in self.held_out if self.counted_from <= one[0] <= 0.75 * self.steps]
-        if len(self.held_out) < 3 or not earlier:
-            return None
-        (first, before), (last, after) = earlier[-1], self.held_out[-1]
-        return (after - before) / ((last - first) * self.batch * self.window) * 100_000
+        return late_slope(self.held_out, self.steps, self.batch * self.window, self.counted_from)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-able values."""
         return as_document(self) | {"tokens_per_second": self.tokens_per_second, "slope": self.slope}
+
+
+def late_slope(
+    curve: Sequence[tuple[int, float]], steps: int, tokens_per_step: int, counted_from: int = 0
+) -> float | None:
+    """See `Healing.slope`.
+
+    Args:
+        curve: step and held-out loss of each measurement.
+        steps: that were done.
+        tokens_per_step: trained on.
+        counted_from: the first step whose loss counts.
+    """
+    earlier = [one for one in curve if counted_from <= one[0] <= 0.75 * steps]
+    if len(curve) < 3 or not earlier:
+        return None
+    (first, before), (last, after) = earlier[-1], curve[-1]
+    return (after - before) / ((last - first) * tokens_per_step) * 100_000
