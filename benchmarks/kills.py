@@ -34,11 +34,12 @@ EACH = 4
 
 
 def command(options: argparse.Namespace, out: Path) -> list[str]:
-    arguments = ["convert", options.source, out, "--to", "mla", "--kv-budget", options.kv_budget, "--spread"]
-    arguments += ["--calibrate", options.calibrate, "--calibration-tokens", options.tokens]
+    text, tokens = options.calibrate, options.tokens
     if options.heal is not None:
-        arguments = ["heal", options.heal, out, "--teacher", options.source]
-        arguments += ["--text", options.calibrate, "--tokens", options.tokens]
+        arguments = ["heal", options.heal, out, "--teacher", options.source, "--text", text, "--tokens", tokens]
+    else:
+        arguments = ["convert", options.source, out, "--to", "mla", "--kv-budget", options.kv_budget, "--spread"]
+        arguments += ["--calibrate", text, "--calibration-tokens", tokens]
     return [sys.executable, "-m", "headwise", *map(str, arguments), "--no-evaluate", "--json"]
 
 

@@ -349,14 +349,8 @@ def _prove(prepared: _Prepared, report: Conversion, writer: FolderWriter, progre
     if isinstance(evaluation, str):
         return replace(report, notes=(*report.notes, evaluation))
     report = replace(report, evaluation=replace(evaluation, model=report.output))
-    plain = compare_plain(
-        prepared.plan.checkpoint,
-        writer.folder,
-        prepared.exam,
-        evaluation,
-        is_coded=prepared.plan.token_bytes is not None,
-        progress=progress,
-    )
+    source, exam = prepared.plan.checkpoint, prepared.exam
+    plain = compare_plain(source, writer.folder, exam, evaluation, progress=progress)
     if isinstance(plain, str):
         return replace(report, notes=(*report.notes, plain))
     return replace(report, plain=plain)

@@ -12,7 +12,7 @@ from headwise.conversion.closing_evaluation import EVALUATING, Exam, prove
 from headwise.documents import as_document
 from headwise.errors import HeadwiseError
 from headwise.evaluation import Evaluation
-from headwise.evaluation.plain_cache import SAME_BYTES, bfloat16_bytes, margin, nearest_format
+from headwise.evaluation.plain_cache import SAME_BYTES, bfloat16_bytes, margin, nearest_format, served_bytes
 from headwise.progress import Progress, silent
 
 COMPARING = "comparing with plain quantisation"
@@ -56,7 +56,6 @@ def compare_plain(
     exam: Exam,
     evaluation: Evaluation,
     *,
-    is_coded: bool,
     progress: Progress = silent,
 ) -> PlainComparison | str | None:
     """Evaluate the source with its cache in the format that is nearest to a conversion's bytes.
@@ -66,7 +65,6 @@ def compare_plain(
         folder: the converted model.
         exam: the windows that the conversion was evaluated on.
         evaluation: of the conversion beside the source on them.
-        is_coded: whether the conversion's cache is stored in codes.
         progress: told of each window.
 
     Returns:
@@ -76,7 +74,7 @@ def compare_plain(
     tokens = evaluation.window
     try:
         own = bfloat16_bytes(source, tokens)
-        converted = evaluation.cache_bytes_per_token if is_coded else bfloat16_bytes(open_checkpoint(folder), tokens)
+        converted = served_bytes(open_checkpoint(folder), evaluation)
         spelling = nearest_format(source, tokens, converted) if converted < own else None
     except HeadwiseError:  # a source whose layers cache something else
         return None

@@ -15,7 +15,9 @@ import torch
 from headwise.checkpoints import Checkpoint
 from headwise.cost.default_targets import PLAIN_FORMATS
 from headwise.errors import HeadwiseError, SpecError
+from headwise.evaluation.evaluate import Evaluation
 from headwise.hf import HeadwiseCache, stock_config
+from headwise.quantization.files import FILE as CODES
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec
 
 SAME_BYTES = 1.01
@@ -51,6 +53,20 @@ def bfloat16_bytes(checkpoint: Checkpoint, tokens: int, quantize: str | None = N
             sizes[kind] = cache.nbytes - before
         total += sizes[kind]
     return total / tokens
+
+
+def served_bytes(checkpoint: Checkpoint, evaluation: Evaluation) -> float:
+    """Bytes a token of an evaluated model's cache as a server would store it.
+
+    Evaluations compute in float32, so only a cache in codes of the model's own has the bytes that they measured.
+
+    Args:
+        checkpoint: the model.
+        evaluation: of it.
+    """
+    if (checkpoint.path / CODES).is_file():
+        return evaluation.cache_bytes_per_token
+    return bfloat16_bytes(checkpoint, evaluation.window, evaluation.cache)
 
 
 def nearest_format(checkpoint: Checkpoint, tokens: int, most: float) -> str | None:

@@ -17,9 +17,8 @@ from headwise.conversion import convert
 from headwise.conversion.closing_evaluation import Exam
 from headwise.disk import clearly, write_whole
 from headwise.evaluation import Pair, evaluate_windows, open_pair, score_window
-from headwise.evaluation.plain_cache import bfloat16_bytes
+from headwise.evaluation.plain_cache import bfloat16_bytes, served_bytes
 from headwise.frontiers.candidate import Candidate
-from headwise.hf import has_codes
 from headwise.options import FrontierOptions
 from headwise.processes import barrier, process_index
 from headwise.progress import Progress, untimed
@@ -96,17 +95,13 @@ def _document(
         progress=setting.progress,
     )
     scored = evaluate_windows(pair, setting.exam, cache=candidate.cache, progress=setting.progress, shared=True)
-    evaluation = scored.to_dict()
-    tokens = evaluation["window"]
-    is_coded = has_codes(pair.models["model"])  # and as large in every dtype
-    taken = None if is_coded else bfloat16_bytes(pair.checkpoints["model"], tokens, candidate.cache)
     document: dict[str, Any] = {
         "conversion": conversion,
         # The path of a model that is removed is no part of the result.
-        "evaluation": {**evaluation, "model": candidate.slug},
+        "evaluation": {**scored.to_dict(), "model": candidate.slug},
         "cache": {
-            "bytes_per_token": evaluation["cache_bytes_per_token"] if taken is None else taken,
-            "source_bytes_per_token": bfloat16_bytes(setting.checkpoint, tokens),
+            "bytes_per_token": served_bytes(pair.checkpoints["model"], scored),
+            "source_bytes_per_token": bfloat16_bytes(setting.checkpoint, scored.window),
         },
     }
     if candidate.is_variant:

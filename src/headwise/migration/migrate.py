@@ -18,13 +18,12 @@ from headwise.disk import refuse_input_within, working_folder, write_whole
 from headwise.documents import MIGRATION, as_document, finite
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation import Evaluation
-from headwise.evaluation.plain_cache import bfloat16_bytes
+from headwise.evaluation.plain_cache import bfloat16_bytes, served_bytes
 from headwise.frontiers.candidate import Candidate, read_target
 from headwise.healing import TRAINING, heal
 from headwise.options import takes_options
 from headwise.options.migrate import MigrateOptions
 from headwise.progress import Progress, silent
-from headwise.quantization.files import FILE as CODES
 from headwise.texts import check_texts, named_texts, read_source, refuse_texts_within, text_identity
 from headwise.type_checks import typed
 
@@ -288,10 +287,7 @@ class _Run:
                 "run": self.run,
                 "loss": evaluation.perplexity_ratio - 1,
                 "kl": evaluation.kl,
-                # Evaluations compute in float32; a cache that is not in codes is counted as it is served.
-                "bytes": evaluation.cache_bytes_per_token
-                if (folder / CODES).is_file()
-                else bfloat16_bytes(open_checkpoint(folder), evaluation.window),
+                "bytes": served_bytes(open_checkpoint(folder), evaluation),
                 "reference": bfloat16_bytes(open_checkpoint(self.source), evaluation.window),
             }
             write_whole(kept, json.dumps(known).encode())
