@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -153,15 +153,16 @@ def write_among_others(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def working_folder(folder: Path, output: Path) -> Iterator[Path]:
+def working_folder(folder: Path, output: Path, *, keep: Callable[[], bool] = lambda: False) -> Iterator[Path]:
     """Make and lock a folder for results that a later run of the same command can use.
 
-    The folder is removed with the block; after an error it stays if it holds anything, and the error says so where
-    the same command can succeed: after Ctrl-C and a full disk.
+    The folder is removed with the block, unless it is to be kept. After an error it stays if it holds anything, and
+    the error says so where the same command can succeed: after Ctrl-C and a full disk.
 
     Args:
         folder: to make, with the parents that it needs.
         output: what the user asked for, which errors name.
+        keep: asked at the end of the block, whether the folder stays.
 
     Raises:
         ArgumentError: another process has locked the folder.
@@ -189,6 +190,9 @@ def working_folder(folder: Path, output: Path) -> Iterator[Path]:
         if isinstance(error, KeyboardInterrupt):
             error.__notes__ = [kept]
         raise
+    if keep():
+        unlock(lock)
+        return
     with suppress(OSError):  # all is done
         remove_locked(folder, lock)
 

@@ -19,8 +19,8 @@ from tests.real_models import save_tiny
 module = importlib.import_module("headwise.migration.migrate")
 
 STUDY = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
-EXAM = "a lazy dog was jumped over by some fox which then ran back into its den, happy. " * 12
-SIZES = ("mla:0.8", "mla:0.5", "mla:0.25")
+EXAM = "then it does so again. the quick brown fox jumps over the lazy dog, and " * 12
+SIZES = ("mla:0.75", "mla:0.25", "mla:0.125")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     (folder / "study.txt").write_text(STUDY)
     (folder / "exam.txt").write_text(EXAM)
-    # A model that has learnt the text: a random one's perplexity may fall by chance.
+    # A model that has learnt both texts: the perplexity of what a model does not know may fall by chance.
     random, taught = save_tiny(folder / "random"), folder / "model"
     options = {"objective": "cross-entropy", "learning_rate": 3e-3, "dtype": "float32", "recall": False}
     headwise.heal(
@@ -45,33 +45,58 @@ def keywords(source: Path) -> dict[str, Any]:
 
 
 def test_the_smallest_size_within_the_loss_is_chosen(source: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
-    every = headwise.migrate(source, tmp_path / "all", max_quality_loss=1e9, **{**keywords, "targets": SIZES[::-1]})
-    assert every.chosen == every.steps[1]  # the smallest, though it was not the last
+    keywords["targets"] = SIZES[::-1]  # in whatever order
+    every = headwise.migrate(source, tmp_path / "all", max_quality_loss=1e9, **keywords)
     tried = every.steps
+    assert every.chosen == tried[-1]
     numbers = 2 * 2 * 3 * 8  # two layers, keys and values of three heads
     assert every.cache_bytes_per_token == tried[0].cache_bytes_per_token == 2 * numbers  # as bfloat16
-    assert every.chosen.cache_bytes_per_token == numbers / 2
-    # A random model's perplexity also falls by chance, so sizes are ordered by what they lose.
-    ordered = sorted(tried[1:], key=lambda step: step.loss)
-    allowed = (ordered[1].loss + ordered[2].loss) / 2
-    sizes = [step.target for step in ordered]
-    smallest = min(ordered[:2], key=lambda step: step.cache_bytes_per_token).target
-    report = headwise.migrate(source, tmp_path / "out", max_quality_loss=allowed, **{**keywords, "targets": sizes})
+    assert every.chosen.cache_bytes_per_token == numbers / 4
+    larger, smaller = tried[-2:]
+    assert larger.loss < smaller.loss
+    report = headwise.migrate(source, tmp_path / "out", max_quality_loss=(larger.loss + smaller.loss) / 2, **keywords)
     assert report.chosen is not None
-    assert report.chosen.target == smallest
-    assert [step.target for step in report.steps] == ["mla:1", *sizes]
+    assert report.chosen.target == larger.target
+    assert [step.target for step in report.steps] == ["mla:1", *SIZES]
     assert [step.is_allowed for step in report.steps] == [True, True, True, False]
     document = json.loads((tmp_path / "out" / MIGRATION).read_text())
-    assert document["chosen"]["target"] == smallest
+    assert document["chosen"]["target"] == larger.target
     again = headwise.evaluate(tmp_path / "out", against=source, text=keywords["evaluate"], windows=2)
     assert again.perplexity_ratio == pytest.approx(1 + report.chosen.loss, rel=1e-6)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all", "out"]
 
 
-def test_where_no_size_is_allowed_nothing_is_written(source: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
-    report = headwise.migrate(source, tmp_path / "out", max_quality_loss=1e-9, **{**keywords, "targets": ["mqa"]})
+def test_where_no_size_is_allowed_what_was_made_is_kept(
+    source: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keywords["targets"] = ["mqa"]
+    report = headwise.migrate(source, tmp_path / "out", max_quality_loss=1e-9, **keywords)
     assert report.chosen is None
     assert len(report.steps) == 2  # the exact one, and the one that lost too much
+    assert [str(path) for path in tmp_path.iterdir()] == [report.kept]
+    monkeypatch.delattr(module, "convert")  # nothing is made again
+    larger = headwise.migrate(source, tmp_path / "out", max_quality_loss=1e9, **keywords)
+    assert larger.chosen is not None
+    assert larger.kept is None
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_size_that_is_not_allowed_ends_its_kind_alone(
+    source: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    keywords["targets"] = ["mqa", "mla:0.25", "mla:0.125", "same@0.5"]
+    report = headwise.migrate(source, tmp_path / "out", max_quality_loss=0.1, **keywords)
+    assert report.chosen is not None
+    assert report.chosen.target == "same@0.5"
+    assert [step.target for step in report.steps] == ["mla:1", "same@0.5", "mqa", "mla:0.25"]
+
+
+def test_a_conversion_that_should_be_exact_and_is_not(
+    source: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "EXACT", -1.0)
+    with pytest.raises(HeadwiseError, match="measures something else"):
+        headwise.migrate(source, tmp_path / "out", max_quality_loss=1e9, **keywords)
     assert not any(tmp_path.iterdir())
 
 
@@ -95,24 +120,22 @@ def test_a_size_that_is_allowed_once_it_is_trained_is_chosen(
     report = headwise.migrate(source, tmp_path / "out", max_quality_loss=allowed, **keywords)
     assert report.chosen == healed.__class__(**{**asdict(healed), "is_allowed": True})
     assert (tmp_path / "out" / "healing.json").exists()
-    assert {path.name for path in tmp_path.iterdir()} <= {"out", "none"}
+    assert {path.name for path in tmp_path.iterdir()} == {"out", ".none.headwise-migration"}
 
 
 def test_a_smaller_loss_is_asked_for_after_a_run_was_ended(
     source: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder of the size that is now the answer was removed for a smaller one."""
-    tried = headwise.migrate(source, tmp_path / "whole", max_quality_loss=1e9, **keywords).steps
-    ordered = sorted(tried[1:], key=lambda step: step.loss)  # of a model so small a larger cache may lose more
-    keywords["targets"] = [step.target for step in ordered]
+    *_, larger, smaller = headwise.migrate(source, tmp_path / "whole", max_quality_loss=1e9, **keywords).steps
     with monkeypatch.context() as patch:
         stop_at(patch, module, "convert", 4, after=True)
         with pytest.raises(StoppedError):
             headwise.migrate(source, tmp_path / "out", max_quality_loss=1e9, **keywords)
-    allowed = (ordered[0].loss + ordered[1].loss) / 2
+    allowed = (larger.loss + smaller.loss) / 2
     report = headwise.migrate(source, tmp_path / "out", max_quality_loss=allowed, **keywords)
     assert report.chosen is not None
-    assert report.chosen.target == ordered[0].target
+    assert report.chosen.target == larger.target
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 

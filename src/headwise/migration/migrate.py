@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwise.checkpoints import check_output, move_into_place, open_checkpoint, run_identity
+from headwise.checkpoints import Checkpoint, check_output, move_into_place, open_checkpoint, run_identity
 from headwise.conversion import convert
 from headwise.conversion.closing_evaluation import refuse_unexamined
 from headwise.conversion.planning.plan import make_plan
+from headwise.cost.model import cache_bytes_per_token
 from headwise.cost.target import target_options
 from headwise.disk import refuse_input_within, working_folder, write_whole
 from headwise.documents import MIGRATION, as_document, finite
@@ -29,6 +30,9 @@ from headwise.type_checks import typed
 
 LADDER = ("mla:0.75", "mla:0.5", "mla:0.375", "mla:0.25", "mla:0.1875", "mla:0.125")
 """The sizes that are tried where a user names none."""
+
+FULL = "mla:1"
+"""MLA without a smaller cache, which the source is converted to first."""
 
 EXACT, EXACT_IN_HALF = 1e-3, 1e-2
 """The loss up to which a conversion without a smaller cache counts as exact, in float32 and in half precision."""
@@ -70,6 +74,7 @@ class Migration:
         steps: every size that was tried, in order.
         chosen: the step whose folder is the output; None where no size lost as little as is allowed, and there is no
             output.
+        kept: where there is none, the folder from which a call that allows more or names other sizes goes on.
     """
 
     source: str
@@ -78,6 +83,7 @@ class Migration:
     cache_bytes_per_token: float
     steps: tuple[Step, ...]
     chosen: Step | None
+    kept: str | None
 
     @property
     def nearest(self) -> Step:
@@ -98,8 +104,9 @@ def migrate(
 
     For example ``migrate("smollm2-135m", "./small", max_quality_loss=0.05, calibrate="a.txt", evaluate="b.txt")``.
 
-    First a conversion to MLA without a smaller cache shows that nothing but the size costs quality. Then sizes are
-    tried, each converted from the source, and trained where it loses too much and ``heal_tokens`` is set, until one
+    First the source is converted to MLA at its full size, whose perplexity must be the source's. Then sizes are
+    tried, the largest first, each converted from the source, and trained where it loses too much and ``heal_tokens``
+    is set. Of MLA, of fewer key–value heads and of each of them with a cache in codes, none is tried after one that
     loses more than is allowed. The result is the smallest that did not. What was measured of each is in
     ``migration.json``. A killed run is continued by the same call.
 
@@ -116,18 +123,19 @@ def migrate(
             exact.
     """
     out = Path(output)
-    run = _check(source, out, options)
+    sizes, run = _check(source, out, options)
     work = out.with_name(f".{out.name}.headwise-migration")
-    with working_folder(work, out):
-        report, folder = _Run(str(source), out, work, run, options, progress).steps()
+    report: Migration | None = None
+    with working_folder(work, out, keep=lambda: report is not None and report.kept is not None):
+        report, folder = _Run(str(source), out, work, sizes, run, options, progress).steps()
         if folder is not None:
             write_whole(folder / MIGRATION, (json.dumps(finite(report.to_dict()), indent=1) + "\n").encode())
             move_into_place(folder, out, overwrite=options.overwrite)
     return report
 
 
-def _check(source: str | Path, out: Path, options: MigrateOptions) -> str:
-    """Refuse bad input before any work; a digest of all that decides the results."""
+def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tuple[str, ...], str]:
+    """Refuse bad input before any work; the sizes to try, and a digest of all else that decides the results."""
     check_output(out, overwrite=options.overwrite)
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     named = named_texts(options.evaluate)
@@ -141,18 +149,27 @@ def _check(source: str | Path, out: Path, options: MigrateOptions) -> str:
     checkpoint = open_checkpoint(source)
     refuse_input_within(out, checkpoint.path, "the source")
     refuse_unexamined(checkpoint.spec)
-    for target in _targets(options):
-        if Candidate(target).cache is not None:
-            raise ArgumentError("target", target, "must be a conversion, whose result is a model folder")
-        make_plan(checkpoint, Candidate(target).parsed(), calibration="text")  # refuses sizes that cannot be
+    sizes = _sizes(checkpoint, options)
     evaluate = [text_identity(text, name="evaluate") for text in named]
     decides = options.identity() | texts.identity() | {"evaluate": evaluate, "training": TRAINING}
-    return run_identity(checkpoint, **decides)
+    return sizes, run_identity(checkpoint, **decides)
 
 
-def _targets(options: MigrateOptions) -> tuple[str, ...]:
-    """The sizes to try, each once."""
-    return tuple(dict.fromkeys(map(read_target, options.targets))) or LADDER
+def _sizes(checkpoint: Checkpoint, options: MigrateOptions) -> tuple[str, ...]:
+    """The sizes to try, each once, the largest cache first; those that cannot be are refused."""
+    taken: dict[str, int] = {}
+    for target in map(read_target, options.targets or LADDER):
+        if Candidate(target).cache is not None:
+            raise ArgumentError("target", target, "must be a conversion, whose result is a model folder")
+        plan = make_plan(checkpoint, Candidate(target).parsed(), calibration="text")
+        taken[target] = cache_bytes_per_token(plan.after) if plan.code_bytes is None else plan.code_bytes
+    return tuple(sorted(taken, key=taken.__getitem__, reverse=True))
+
+
+def _kind(target: str) -> tuple[str, bool]:
+    """What sizes must have in common for a smaller one to lose more: a small one in codes may lose less."""
+    parsed = Candidate(target).parsed()
+    return ("grouped" if parsed.mechanism in ("mha", "gqa", "mqa") else parsed.mechanism), parsed.is_coded
 
 
 @dataclass(frozen=True)
@@ -163,6 +180,7 @@ class _Run:
         source: the source, as the user named it.
         out: the folder to write.
         work: the folder of the steps.
+        sizes: to try, in this order.
         run: the digest of all that decides their results.
         options: the user's options.
         progress: told of each step.
@@ -171,38 +189,42 @@ class _Run:
     source: str
     out: Path
     work: Path
+    sizes: tuple[str, ...]
     run: str
     options: MigrateOptions
     progress: Progress
 
     def steps(self) -> tuple[Migration, Path | None]:
         """Try the sizes; the report, and the folder of the chosen one."""
-        targets = _targets(self.options)
-        exact, reference = self._converted("mla:1")
+        exact, reference = self._converted(FULL)
         exactly = EXACT if open_checkpoint(self.source).dtype.itemsize >= 4 else EXACT_IN_HALF
         if abs(exact.loss) > exactly:
+            self._remove(exact)
             rule = (
                 f"must be within {exactly:g} where the cache is not smaller: the evaluation measures something else"
             )
             raise CheckpointError("loss", f"{exact.loss:.4g}", rule)
         tried = [exact]
         chosen: Step | None = None
-        for number, target in enumerate(targets):
-            self.progress(MIGRATING, number, len(targets))
+        ended = set()
+        for number, target in enumerate(self.sizes):
+            self.progress(MIGRATING, number, len(self.sizes))
+            if _kind(target) in ended:
+                continue
             step, _ = self._converted(target)
             tried.append(step)
             if not step.is_allowed and self.options.heal_tokens is not None:
                 step, _ = self._healed(target)
                 tried.append(step)
             if not step.is_allowed:
-                break
-            if chosen is None or step.cache_bytes_per_token < chosen.cache_bytes_per_token:
+                ended.add(_kind(target))
+            elif chosen is None or step.cache_bytes_per_token < chosen.cache_bytes_per_token:
                 chosen = step
-            keep = self._folder(chosen.target, healed=chosen.healed)
-            for one in tried:
-                if (folder := self._folder(one.target, healed=one.healed)) != keep:
-                    shutil.rmtree(folder, ignore_errors=True)  # an earlier run may have
-        self.progress(MIGRATING, len(targets), len(targets))
+            keep = chosen or min(tried[1:], key=lambda one: one.loss)
+            for one in tried:  # an earlier run may have removed some
+                if one is not keep:
+                    shutil.rmtree(self._folder(one.target, healed=one.healed), ignore_errors=True)
+        self.progress(MIGRATING, len(self.sizes), len(self.sizes))
         report = Migration(
             source=self.source,
             output=str(self.out),
@@ -210,6 +232,7 @@ class _Run:
             cache_bytes_per_token=reference,
             steps=tuple(tried),
             chosen=chosen,
+            kept=str(self.work) if chosen is None else None,
         )
         return report, None if chosen is None else self._made(chosen.target, healed=chosen.healed)
 
@@ -220,6 +243,12 @@ class _Run:
             folder.with_name(f"{folder.name}.json").unlink(missing_ok=True)
             (self._healed if healed else self._converted)(target)
         return folder
+
+    def _remove(self, step: Step) -> None:
+        """Remove a step and what was measured of it."""
+        folder = self._folder(step.target, healed=step.healed)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.with_name(f"{folder.name}.json").unlink(missing_ok=True)
 
     def _folder(self, target: str, *, healed: bool) -> Path:
         return self.work / (Candidate(target).slug + ("-healed" if healed else ""))
@@ -236,7 +265,7 @@ class _Run:
                 self.source,
                 folder,
                 **target_options(target),
-                **({} if target == "mla:1" else lossy),
+                **({} if target == FULL else lossy),
                 device=options.device,
                 evaluate=options.evaluate,
                 evaluation_windows=options.evaluation_windows,

@@ -23,9 +23,9 @@ class MigrateOptions(RequiredTextOptions):
         identity=False,
     )
     targets: Sequence[str] = option(
-        "a size to try, as headwise frontier spells it: mla:F, mla@F, same@F, gqa:K or mqa. Sizes are tried in the "
-        "order given, until one loses more than is allowed: name the largest first. mla:0.75, 0.5, 0.375, 0.25, "
-        "0.1875 and 0.125 when left out",
+        "a size to try, or more: mla:F (a fraction of the source's cache), mla:R+P (latent and rotary key), gqa:K, "
+        "mqa or mha; or mla@F, gqa:K@F, mqa@F, mha@F or same@F (a cache in codes, F of the bytes of the source's in "
+        "bfloat16). The largest is tried first. mla:0.75, 0.5, 0.375, 0.25, 0.1875 and 0.125 when left out",
         default=(),
         flag="--target",
         identity=False,

@@ -60,3 +60,5 @@ def _show(report: Migration) -> None:
     out.print(
         f"no size that was tried loses at most {allowed}; {nearest.target} came nearest with {nearest.loss:.2%}"
     )
+    goes_on = "the same command goes on from there with a larger --max-quality-loss or another --target"
+    out.print(f"{report.kept} has what was made: {goes_on}", markup=False, soft_wrap=True)
