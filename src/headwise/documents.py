@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 MEASURED = "measured.json"
@@ -12,6 +15,12 @@ MEASURED = "measured.json"
 
 MIGRATION = "migration.json"
 """The file of a model folder that holds the sizes that `headwise.migrate` tried."""
+
+HEALING = "healing.json"
+"""The file of a healed folder that holds the report of its training."""
+
+RECORDS = (MEASURED, MIGRATION, HEALING)
+"""What was measured of a model, which a model that is made of it does not inherit."""
 
 
 def as_document(result: Any) -> dict[str, Any]:
@@ -21,6 +30,15 @@ def as_document(result: Any) -> dict[str, Any]:
         result: an instance of a dataclass.
     """
     return {field.name: plain(getattr(result, field.name)) for field in fields(result)}
+
+
+def read_document(file: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if there is no such file or it is not whole."""
+    with suppress(OSError, ValueError):
+        document = json.loads(file.read_bytes())
+        if isinstance(document, dict):
+            return document
+    return None
 
 
 def plain(value: Any) -> Any:

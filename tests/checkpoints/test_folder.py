@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from headwise.checkpoints import FolderCheckpoint, TensorInfo, open_checkpoint
+from headwise.documents import RECORDS
 from headwise.errors import CheckpointError, StorageError
 
 INDEX = "model.safetensors.index.json"
@@ -185,6 +186,13 @@ def test_a_sentence_encoders_pooling_comes_along(tiny_llama: Path, tmp_path: Pat
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.parent != out)
     assert files == ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
     assert not (out / "config.json").exists()
+
+
+def test_what_was_measured_of_a_model_is_not_copied(tiny_llama: Path, tmp_path: Path) -> None:
+    for name in RECORDS:
+        (tiny_llama / name).write_text("{}")
+    open_checkpoint(tiny_llama).copy_companions(tmp_path)
+    assert not {path.name for path in tmp_path.iterdir()} & {*RECORDS}
 
 
 @pytest.mark.parametrize("content", ["", "[", "{}", "[[]]", '[{"path": 3}]'])

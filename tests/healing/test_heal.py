@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +27,8 @@ from headwise.options import HealOptions
 from tests.byte_level import save_byte_level
 from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.real_models import save_tiny
+
+module = importlib.import_module("headwise.healing.heal")
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 60
 
@@ -336,8 +340,41 @@ def test_a_teacher_on_disk_teaches_the_same(
     assert few.held_out[-1][1] < few.held_out[0][1]
     with pytest.raises(HeadwiseError, match=r"teacher_top = 98: must be at most 97, the vocabulary"):
         headwise.heal(converted, tmp_path / "many", **keywords, teacher_top=98)
-    with pytest.raises(HeadwiseError, match=r"temperature = 2.0: must be 1.0 with teacher_top"):
-        headwise.heal(converted, tmp_path / "hot", **keywords, teacher_top=8, temperature=2.0)
+
+
+def test_a_stored_teacher_is_not_loaded_again(
+    converted: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = headwise.heal(converted, tmp_path / "whole", **keywords, teacher_top=8)
+    with monkeypatch.context() as patch:
+        stop_at(patch, module, "_write", 1, after=False)
+        with pytest.raises(StoppedError):
+            headwise.heal(converted, tmp_path / "out", **keywords, teacher_top=8)
+    loaded = []
+    monkeypatch.setattr(module, "load", lambda path, **k: (loaded.append(Path(path)), headwise.load(path, **k))[1])
+    resumed = headwise.heal(converted, tmp_path / "out", **keywords, teacher_top=8)
+    assert keywords["teacher"] not in loaded
+    assert resumed.losses == whole.losses
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"teacher_top": 8, "temperature": 2.0}, "temperature = 2.0: must be 1.0 with teacher_top"),
+        ({"teacher_top": 8, "hidden": 1.0}, "hidden = 1.0: must be 0.0 with teacher_top"),
+        (
+            {"objective": "cross-entropy", "teacher_top": 8},
+            "teacher_top = 8: must be None with objective cross-entropy",
+        ),
+        ({"objective": "cross-entropy", "temperature": 2.0}, "temperature = 2.0: must be 1.0 with objective cross"),
+        ({"objective": "cross-entropy", "text_weight": 0.5}, "text_weight = 0.5: must be 0.0 with objective cross"),
+    ],
+)
+def test_options_of_another_objective_are_refused(
+    options: dict[str, Any], message: str, converted: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(HeadwiseError, match=re.escape(message)):
+        headwise.heal(converted, tmp_path / "out", **keywords, **options)
 
 
 def test_hidden_states_are_learnt_too(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
@@ -357,8 +394,6 @@ def test_the_texts_own_tokens_are_learnt_too(converted: Path, keywords: dict[str
     assert both.objective_settings == {"text_weight": 0.5}
     assert f"- distill, text_weight 0.5, on {both.tokens} tokens" in (tmp_path / "both" / "README.md").read_text()
     assert both.losses[1] != pytest.approx(plain.losses[1] + 0.5 * text.losses[1], rel=1e-5)  # it moves the weights
-    with pytest.raises(HeadwiseError, match=r"text_weight = 0.5: must be 0 with objective cross-entropy"):
-        headwise.heal(converted, tmp_path / "out", **keywords, objective="cross-entropy", text_weight=0.5)
 
 
 def test_windows_that_repeat_passages_are_no_text(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:

@@ -173,6 +173,13 @@ def groups() -> None:
     assert full.length == 0
 
 
+def coded() -> headwise.MultiHeadAttention:
+    """A layer that has a code, as loaded models' layers have."""
+    layer = headwise.MultiHeadAttention(32, 4, head_dim=8)
+    layer.code = object()
+    return layer
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     for name, make in LAYERS.items():
@@ -187,6 +194,8 @@ def main() -> None:
     groups()
     refuses(LAYERS["window"], "sliding_window", share_context)
     refuses(LAYERS["experts, one latent"], "rope", share_context)
+    for share in (share_heads, share_context):
+        refuses(coded, "code", share)
     if dist.get_rank() == 0:
         print("every mechanism agrees")
     dist.destroy_process_group()

@@ -14,6 +14,7 @@ from torch import Tensor
 from headwise.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
 from headwise.checkpoints.family import family_of, has_family
 from headwise.checkpoints.unsafe import ADAPTER, refuse_unsafe
+from headwise.documents import RECORDS
 from headwise.errors import CheckpointError, StorageError
 from headwise.specs import LARGEST_CONFIG, read_json
 
@@ -116,7 +117,7 @@ class FolderCheckpoint(Checkpoint):
     def _companions(self) -> list[Path]:
         """Every path beside the weights with the name of a companion file: files, links and devices, not folders."""
         paths = [path for pattern in _COMPANIONS for path in self.path.glob(pattern)]
-        paths = [path for path in paths if path.name not in ("config.json", INDEX, ADAPTER)]
+        paths = [path for path in paths if path.name not in ("config.json", INDEX, ADAPTER, *RECORDS)]
         for folder in _module_folders(self.path):
             paths += [path for pattern in (*_COMPANIONS, "*.safetensors") for path in folder.glob(pattern)]
         return sorted(path for path in paths if path.is_symlink() or not path.is_dir())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from headwise.checkpoints import Checkpoint, dtype_name, run_identity
 from headwise.conversion import convert
 from headwise.conversion.closing_evaluation import Exam
 from headwise.disk import clearly, write_whole
+from headwise.documents import read_document
 from headwise.evaluation import Pair, evaluate_windows, open_pair, score_window
 from headwise.evaluation.plain_cache import bfloat16_bytes, served_bytes
 from headwise.frontiers.candidate import Candidate
@@ -68,7 +68,7 @@ def result_of(candidate: Candidate, setting: Setting) -> dict[str, Any]:
     barrier()  # all processes read what is saved before any of them saves more
     run = _identity(candidate, setting)
     file = setting.output / RESULTS / f"{candidate.slug}-{run[:12]}.json"
-    result = _read(file)
+    result = read_document(file)
     if candidate.cache is not None:
         return result or _saved(_document(candidate, setting.source, None, setting), file)
     model = setting.models / candidate.slug
@@ -113,7 +113,7 @@ def _saved(document: dict[str, Any], file: Path) -> dict[str, Any]:
     """A result as it is read again from the file that it is written to."""
     write_file(file, json.dumps(document, indent=2))
     barrier()
-    result = _read(file)
+    result = read_document(file)
     assert result is not None
     return result
 
@@ -151,7 +151,7 @@ def _convert(candidate: Candidate, model: Path, run: str, setting: Setting) -> d
 
 def _converted(model: Path, run: str) -> dict[str, Any] | None:
     """The saved report of a model, if a run of the same identity converted it."""
-    stamp = _read(_stamp(model))
+    stamp = read_document(_stamp(model))
     if stamp is None or stamp.get("run") != run or not (model / "config.json").is_file():
         return None
     conversion: dict[str, Any] = stamp["conversion"]
@@ -191,15 +191,6 @@ def _name(dtype: torch.dtype | None) -> str | None:
 
 def _stamp(model: Path) -> Path:
     return model.with_name(f"{model.name}.json")
-
-
-def _read(file: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is no such file or it is not whole."""
-    with suppress(OSError, ValueError):
-        document = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(document, dict):
-            return document
-    return None
 
 
 def write_file(file: Path, content: str) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.closing_evaluation import Exam, choose_exam, prove
 from headwise.conversion.solvers.device import is_quick, own_device
 from headwise.disk import refuse_input_within
-from headwise.documents import MEASURED, MIGRATION, finite
+from headwise.documents import HEALING, finite
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation import Evaluation
 from headwise.healing.card import CONVERSION, healed_card
@@ -64,9 +65,6 @@ NOTHING_GAINED_LATER = (
     "rate"
 )
 """Said of a run with a rank curriculum whose second half changed nothing."""
-
-FILE = "healing.json"
-"""The file of a healed folder that holds its `Healing`."""
 
 
 @takes_options(HealOptions)
@@ -110,7 +108,7 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
         report = _report(prepared, done, count, before, after)
         if process_index() == 0:
             writer.write_text("README.md", healed_card(checkpoint.path, prepared.config, report))
-            writer.write_text(FILE, json.dumps(finite(report.to_dict()), indent=1) + "\n")
+            writer.write_text(HEALING, json.dumps(finite(report.to_dict()), indent=1) + "\n")
     return replace(report, notes=(*report.notes, *writer.notes))
 
 
@@ -299,15 +297,19 @@ def _order_channels(model: Any, prepared: _Prepared, folder: Path, progress: Pro
 
 def _teacher(prepared: _Prepared, folder: Path, progress: Progress) -> Any | StoredTeacher:
     """The teacher, or what is kept of it on disk."""
-    model = load(prepared.teacher.path, dtype=prepared.dtype, device=str(prepared.device))
+
+    @cache
+    def model() -> Any:
+        return load(prepared.teacher.path, dtype=prepared.dtype, device=str(prepared.device))
+
     if prepared.options.teacher_top is None:
-        return model
+        return model()
     stored, windows = StoredTeacher(folder / "teacher", prepared.options.teacher_top), prepared.windows
     if process_index() == 0:
 
         @torch.no_grad()
-        def logits(window: CalibrationWindows) -> torch.Tensor:
-            result: torch.Tensor = run_model(model, window, prepared.dtype).logits[0]
+        def logits(window: CalibrationWindows) -> torch.Tensor:  # only of windows that are not stored yet
+            result: torch.Tensor = run_model(model(), window, prepared.dtype).logits[0]
             return result
 
         stored.store(logits, windows.read_in_order(), windows.steps * windows.batch + len(windows.held_out), progress)
@@ -325,8 +327,6 @@ def _write(prepared: _Prepared, model: Any, writer: FolderWriter) -> None:
         for name, new in ((CODES, CODES), (card, CONVERSION)):
             if (checkpoint.path / name).is_file():
                 writer.write_bytes(new, (checkpoint.path / name).read_bytes())
-        for name in (MEASURED, MIGRATION):
-            (writer.folder / name).unlink(missing_ok=True)  # of the conversion, and not of this model
     turned = frozenset() if prepared.curriculum is None else prepared.curriculum.turned
     trained = trained_tensors(model, checkpoint, also=turned)
     for name in checkpoint.tensors:

@@ -16,7 +16,7 @@ from headwise.conversion.planning.plan import make_plan
 from headwise.cost.model import cache_bytes_per_token
 from headwise.cost.target import target_options
 from headwise.disk import refuse_input_within, working_folder, write_whole
-from headwise.documents import MIGRATION, as_document, finite
+from headwise.documents import MIGRATION, as_document, finite, read_document
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation import Evaluation
 from headwise.evaluation.plain_cache import bfloat16_bytes, served_bytes
@@ -24,6 +24,7 @@ from headwise.frontiers.candidate import Candidate, read_target
 from headwise.healing import TRAINING, heal
 from headwise.options import takes_options
 from headwise.options.migrate import MigrateOptions
+from headwise.processes import process_count
 from headwise.progress import Progress, silent
 from headwise.texts import check_texts, named_texts, read_source, refuse_texts_within, text_identity
 from headwise.type_checks import typed
@@ -117,7 +118,7 @@ def migrate(
         progress: told of each step.
 
     Raises:
-        ArgumentError: an argument is outside its rule.
+        ArgumentError: an argument is outside its rule, or there are several processes.
         SpecError: the source's attention is of a kind that is not converted.
         CheckpointError: the source cannot be read, the output cannot be written, or the first conversion is not
             exact.
@@ -136,6 +137,8 @@ def migrate(
 
 def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tuple[str, ...], str]:
     """Refuse bad input before any work; the sizes to try, and a digest of all else that decides the results."""
+    if process_count() > 1:
+        raise ArgumentError("processes", process_count(), "must be one; headwise convert and heal run in several")
     check_output(out, overwrite=options.overwrite)
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     named = named_texts(options.evaluate)
@@ -307,8 +310,8 @@ class _Run:
     ) -> tuple[Step, float]:
         """A step that is made and measured, unless an earlier run has; and the bytes of the source's cache."""
         kept = folder.with_name(f"{folder.name}.json")
-        known = _read(kept, self.run)
-        if known is None:
+        known = read_document(kept)
+        if known is None or known.get("run") != self.run:
             evaluation = make()
             assert evaluation.perplexity_ratio is not None
             assert evaluation.kl is not None
@@ -329,12 +332,3 @@ class _Run:
             is_allowed=known["loss"] <= self.options.max_quality_loss,
         )
         return step, float(known["reference"])
-
-
-def _read(file: Path, run: str) -> dict[str, Any] | None:
-    """What an earlier run of the same identity measured."""
-    try:
-        known = json.loads(file.read_text(encoding="utf-8"))
-        return known if known["run"] == run else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

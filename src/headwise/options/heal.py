@@ -59,17 +59,17 @@ class ObjectiveOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.text_weight and self.objective != "distill":
-            raise ArgumentError("text_weight", self.text_weight, f"must be 0 with objective {self.objective}")
-        if self.teacher_top is None:
-            return
-        for name, value, needed in (
-            ("objective", self.objective, "distill"),
-            ("temperature", self.temperature, 1.0),
-            ("hidden", self.hidden, 0.0),
-        ):
-            if value != needed:
-                raise ArgumentError(name, value, f"must be {needed} with teacher_top")
+        if self.objective != "distill":
+            self._require(
+                {"temperature": 1.0, "text_weight": 0.0, "teacher_top": None}, f"objective {self.objective}"
+            )
+        elif self.teacher_top is not None:
+            self._require({"temperature": 1.0, "hidden": 0.0}, "teacher_top")
+
+    def _require(self, values: dict[str, float | None], beside: str) -> None:
+        for name, value in values.items():
+            if (given := getattr(self, name)) != value:
+                raise ArgumentError(name, given, f"must be {value} with {beside}")
 
     @property
     def objective_settings(self) -> dict[str, float]:

@@ -138,13 +138,16 @@ def share_context(layer: Layer) -> Layer:
         layer: the layer.
 
     Raises:
-        ArgumentError: the layer's scores are sums over experts, or it has a sliding window, which is short anyway.
+        ArgumentError: the layer's scores are sums over experts, it has a sliding window, which is short anyway, or
+            its cache is in codes.
     """
     spec = layer.spec
     if isinstance(spec, ExpertLatentSpec) and spec.rope is not None:
         raise ArgumentError("rope", spec.rope, "must be None: these scores are sums over experts of rotated keys")
     if spec.sliding_window is not None:
         raise ArgumentError("sliding_window", spec.sliding_window, "must be None: a window is held by one rank")
+    if getattr(layer, "code", None) is not None:
+        raise ArgumentError("code", "given", "must be None: codes are of all tokens together")
     share = _Share(layer)
     layer._remember = share.remember  # type: ignore[method-assign]
     layer._kernel = share.kernel  # type: ignore[method-assign]

@@ -22,6 +22,7 @@ from headwise.disk import (
     write_among_others,
     write_whole,
 )
+from headwise.documents import read_document
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.hf import load, open_decoder
 from headwise.hf.generate import stop_tokens
@@ -43,9 +44,6 @@ _BETWEEN_TEXTS = "<|endoftext|>"
 
 _RUN = "run.json"
 """The file of a working folder with the digest of all that decides the text."""
-
-_BATCH = {"texts", "tokens", "seconds"}
-"""What a file of a batch has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,9 +251,9 @@ class _Batches:
         self._folder, self._run = folder, run
         self.texts: list[str] = []
         self._count, self.empty, self.tokens, self.seconds = 0, 0, 0, 0.0
-        if _read(folder / _RUN, {"run"}) != {"run": run}:
+        if read_document(folder / _RUN) != {"run": run}:
             empty_folder(folder)
-        while (batch := _read(self._file, _BATCH)) is not None:  # up to the first that is missing or damaged
+        while (batch := read_document(self._file)) is not None:  # up to the first that is missing or damaged
             self._take(batch)
 
     def __len__(self) -> int:
@@ -278,12 +276,3 @@ class _Batches:
         self.seconds += batch["seconds"]
         self.empty = 0 if batch["texts"] else self.empty + 1
         self._count += 1
-
-
-def _read(file: Path, keys: set[str]) -> dict[str, Any] | None:
-    """The content of a file of JSON, which is written whole; None where there is none with these keys."""
-    try:
-        content = json.loads(file.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-    return content if isinstance(content, dict) and content.keys() == keys else None

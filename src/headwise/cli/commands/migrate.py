@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from headwise.cli.app import SOURCES, Json, app, emit, numbers_table, out, progress_bar
 from headwise.cli.options import takes_options
+from headwise.cli.torchrun import as_one_process
 from headwise.options.migrate import MigrateOptions
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def migrate(
     as_json: Json = False,
 ) -> None:
     """Find the smallest cache whose loss is allowed: verify, convert, train, verify."""
-    with progress_bar() as progress:
+    with as_one_process(), progress_bar() as progress:
         from headwise.migration import migrate as migrate_source
 
         report = migrate_source(source, output, options, progress=progress)

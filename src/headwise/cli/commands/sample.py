@@ -8,6 +8,7 @@ import typer
 
 from headwise.cli.app import SOURCES, Json, app, emit, out, progress_bar
 from headwise.cli.options import takes_options
+from headwise.cli.torchrun import as_one_process
 from headwise.options.sample import SampleOptions
 
 
@@ -20,7 +21,7 @@ def sample(
     as_json: Json = False,
 ) -> None:
     """Let a model write text, to calibrate and train on where none is at hand."""
-    with progress_bar() as progress:
+    with as_one_process(), progress_bar() as progress:
         from headwise.texts import sample as write_sample
 
         written = write_sample(model, output, options, progress=progress)
