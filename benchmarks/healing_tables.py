@@ -50,7 +50,7 @@ def healed(document: Document) -> list[list[str]]:
     longest = max((row for row in rows if "healing" in row), key=lambda row: row["healing"]["tokens"])
     texts = [score["text"] for score in untrained["evaluation"]["texts"]]
     return [
-        ["half of the values, without codes", *texts],
+        ["half of the values cached, without codes", *texts],
         [f"calibrated on {document['settings']['calibration_tokens']:,} tokens", *_ratios(untrained)],
         [f"then trained on {longest['healing']['tokens']:,} tokens", *_ratios(longest)],
     ]

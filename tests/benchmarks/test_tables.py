@@ -234,7 +234,7 @@ def test_the_longest_training_is_shown_beside_none() -> None:
         "mla:0.5 of 1000": kept(1.03, 1000),
     }
     assert healed({"settings": {"calibration_tokens": 512}, "rows": rows}) == [
-        ["half of the values, without codes", "a"],
+        ["half of the values cached, without codes", "a"],
         ["calibrated on 512 tokens", "×1.060"],
         ["then trained on 2,000 tokens", "×1.010"],
     ]

@@ -72,7 +72,7 @@ def test_a_page(cli: Callable[..., Result], model: Path, here: Path) -> None:
         ),
         ((*FRONTIER, "--target", "mla"), "target = 'mla': must be mla:F (a fraction of the source's cache)"),
         ((*FRONTIER, "--target", "gqa:3"), "num_kv_heads = 3: must divide"),
-        ((*FRONTIER, "--evaluate", "text.txt"), "evaluate = 'text.txt': is calibrated on"),
+        ((*FRONTIER, "--evaluate", "text.txt"), "evaluate = 'text.txt': is calibrated or trained on"),
         (("frontier", "nowhere", "--calibrate", "text.txt", "--output", "out", *SMALL), "nowhere"),
         (("frontier", "tiny", "--calibrate", "text.txt", "--output", "text.txt", *SMALL), "is a file or a link"),
         (("frontier", "tiny", "--calibrate", "text.txt", "--output", "text.txt/out", *SMALL), "text.txt is a file"),

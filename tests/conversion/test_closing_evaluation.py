@@ -101,7 +101,7 @@ def test_a_text_that_is_calibrated_on_is_refused(source: Path, text: Path, tmp_p
     headwise.calibrate(source, study, calibrate=text, calibration_tokens=512)
     for known in ({"calibrate": text}, {"statistics": study}):
         for dry_run in (True, False):
-            with pytest.raises(headwise.ArgumentError, match=r"evaluate = '.*copy.txt': is calibrated on"):
+            with pytest.raises(headwise.ArgumentError, match=r"evaluate = '.*copy.txt': is calibrated or trained on"):
                 headwise.convert(source, tmp_path / "out", **HALF, **known, evaluate=copy, dry_run=dry_run)
     assert not (tmp_path / "out").exists()
 

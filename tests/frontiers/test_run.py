@@ -430,7 +430,7 @@ def test_all_windows_of_a_text(place: Path, tmp_path: Path) -> None:
         ({"calibration_tokens": 1}, "calibration_tokens = 1: must be at least 2"),
         ({"evaluate": "nowhere.txt"}, "evaluate = 'nowhere.txt': could not be read"),
         ({"evaluate": []}, "evaluate = []: must be at least one file"),
-        ({"evaluate": "copy.txt"}, "evaluate = 'copy.txt': is calibrated on"),
+        ({"evaluate": "copy.txt"}, "evaluate = 'copy.txt': is calibrated or trained on"),
         ({"evaluate": "short.txt"}, "must be at least one window of 48 tokens"),
         ({"targets": ["mla:2"]}, "target = 'mla:2': must be mla:F"),
         ({"targets": ["gqa:3"]}, "num_kv_heads = 3: must divide"),

@@ -100,7 +100,7 @@ def choose_exam(
         refuse_twice(named, name="evaluate")
         for text in named:
             if text_identity(text, name="evaluate") in calibration_texts:
-                raise ArgumentError("evaluate", str(text), "is calibrated on; name another text, or none")
+                raise ArgumentError("evaluate", str(text), "is calibrated or trained on; name another text, or none")
         ids = [token_ids(tokenizer, text, at_most=most) for text in texts]
         if window is None and len(ids) == 1:
             width = max(min(width, len(ids[0])), 2)

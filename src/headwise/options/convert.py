@@ -86,8 +86,8 @@ class ProofOptions(Options):
     """The evaluation that ends the work on a model."""
 
     evaluate: bool | str | Path | Sequence[str | Path] = option(
-        "a text to evaluate the result on beside its source; when left out, text beyond the calibration's, or "
-        "Python's language reference",
+        "a text to evaluate the result on beside its source; when left out, text beyond what was calibrated "
+        "or trained on, or Python's language reference",
         default=True,
         metavar="TEXT",
         rule=not_empty("must be at least one file"),

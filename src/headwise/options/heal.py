@@ -167,8 +167,8 @@ class HealOptions(StepOptions, ObjectiveOptions, ProofOptions):
     )
     train: Trained = option(
         "what is trained: all weights; attention, the attention of all layers; new, only tensors that the teacher "
-        "does not have in that shape; or lora, low-rank changes of all linear layers, merged at the end. What "
-        "computes the values of a cache in codes is never trained",
+        "does not have in that shape; or lora, low-rank changes of all linear layers but the output head, merged at "
+        "the end. What computes the values of a cache in codes is never trained",
         default="all",
     )
     rank_curriculum: float | None = option(

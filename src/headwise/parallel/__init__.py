@@ -2,13 +2,11 @@
 
 from headwise.parallel.heads import cut_tensor, rank_spec, share_heads
 from headwise.parallel.models import share_model
-from headwise.parallel.sequence import ContextShare, attend_part, join_parts, share_context
+from headwise.parallel.sequence import ContextShare, share_context
 
 __all__ = [
     "ContextShare",
-    "attend_part",
     "cut_tensor",
-    "join_parts",
     "rank_spec",
     "share_context",
     "share_heads",

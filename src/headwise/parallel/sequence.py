@@ -25,46 +25,6 @@ from headwise.specs import ExpertLatentSpec
 Layer = TypeVar("Layer", bound=AttentionLayer)
 
 
-def attend_part(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Attend to some of the tokens.
-
-    For example ``attend_part(query, key, value, torch.ones(1, 5, dtype=torch.bool), None)``.
-
-    Args:
-        query: ``[B, H, S, D]``.
-        key: ``[B, K, T, D]``; T may be 0.
-        value: ``[B, K, T, V]``.
-        visible: bool ``[S, T]``, or with batch and heads before these.
-        scale: multiplies the scores; ``1/sqrt(D)`` when None.
-
-    Returns:
-        The mixed values ``[B, H, S, V]`` and the logarithm of the sum of exponentiated scores ``[B, H, S, 1]``, at
-        least in float32; 0 and −infinity where nothing is visible.
-    """
-    B, H, S, D = query.shape
-    K, T = key.shape[1:3]
-    wide = torch.promote_types(query.dtype, torch.float32)
-    grouped = query.to(wide).reshape(B, K, H // K * S, D) * (D**-0.5 if scale is None else scale)
-    scores = (grouped @ key.to(wide).mT).view(B, H, S, T).masked_fill(~visible, -torch.inf)
-    total = torch.logsumexp(scores, -1, keepdim=True)  # [B, H, S, 1]
-    weights = torch.exp(scores - total.clamp_min(torch.finfo(wide).min))
-    mixed = (weights.reshape(B, K, H // K * S, T) @ value.to(wide)).view(B, H, S, -1)
-    return mixed, total
-
-
-def join_parts(mixed: Tensor, total: Tensor, group: Group = None) -> Tensor:
-    """The attention over all ranks' tokens, ``[B, H, S, V]``, from what `attend_part` returned on each.
-
-    For example ``join_parts(*attend_part(query, key, value, visible, None))``.
-    """
-    largest = all_reduced(total, group, dist.ReduceOp.MAX)
-    weight = torch.exp(total - largest.clamp_min(torch.finfo(total.dtype).min))
-    joined = all_reduced(torch.cat((mixed * weight, weight), dim=-1), group)
-    return joined[..., :-1] / joined[..., -1:].clamp_min(torch.finfo(total.dtype).tiny)
-
-
 class ContextShare:
     """The tokens of a context that this rank holds, as a layer's cache (`headwise.attention.base.CacheLike`).
 
@@ -189,5 +149,40 @@ class _Share:
         if call.attention_mask is not None:
             B, H = query.shape[:2]
             visible = visible & as_bool_mask(call.attention_mask, (B, H, S, call.total))[..., places]
-        mixed, total = attend_part(query, key, value, visible, scale)
-        return join_parts(mixed, total, cache.group).to(query.dtype), None
+        mixed, total = _attend_part(query, key, value, visible, scale)
+        return _joined(mixed, total, cache.group).to(query.dtype), None
+
+
+def _attend_part(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attend to some of the tokens.
+
+    Args:
+        query: ``[B, H, S, D]``.
+        key: ``[B, K, T, D]``; T may be 0.
+        value: ``[B, K, T, V]``.
+        visible: bool ``[S, T]``, or with batch and heads before these.
+        scale: multiplies the scores; ``1/sqrt(D)`` when None.
+
+    Returns:
+        The mixed values ``[B, H, S, V]`` and the logarithm of the sum of exponentiated scores ``[B, H, S, 1]``, at
+        least in float32; 0 and −infinity where nothing is visible.
+    """
+    B, H, S, D = query.shape
+    K, T = key.shape[1:3]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.to(wide).reshape(B, K, H // K * S, D) * (D**-0.5 if scale is None else scale)
+    scores = (grouped @ key.to(wide).mT).view(B, H, S, T).masked_fill(~visible, -torch.inf)
+    total = torch.logsumexp(scores, -1, keepdim=True)  # [B, H, S, 1]
+    weights = torch.exp(scores - total.clamp_min(torch.finfo(wide).min))
+    mixed = (weights.reshape(B, K, H // K * S, T) @ value.to(wide)).view(B, H, S, -1)
+    return mixed, total
+
+
+def _joined(mixed: Tensor, total: Tensor, group: Group = None) -> Tensor:
+    """The attention over all ranks' tokens, ``[B, H, S, V]``, from what `_attend_part` returned on each."""
+    largest = all_reduced(total, group, dist.ReduceOp.MAX)
+    weight = torch.exp(total - largest.clamp_min(torch.finfo(total.dtype).min))
+    joined = all_reduced(torch.cat((mixed * weight, weight), dim=-1), group)
+    return joined[..., :-1] / joined[..., -1:].clamp_min(torch.finfo(total.dtype).tiny)
