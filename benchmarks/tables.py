@@ -548,6 +548,7 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "healing-65536": ("healing-65536.json", healing),
     "healing-131072": ("healing-131072.json", healing),
     "healing-65536-own": ("healing-65536-own.json", healing),
+    "healing-65536-broad": ("healing-65536-broad.json", healing),
     "healing-65536-wikitext": ("healing-65536-wikitext.json", healing),
     "uptraining": ("uptraining.json", uptraining),
     "migration": ("migration.json", migration),
