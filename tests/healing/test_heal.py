@@ -345,15 +345,17 @@ def test_a_teacher_on_disk_teaches_the_same(
 def test_a_stored_teacher_is_not_loaded_again(
     converted: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    loaded = []
+    monkeypatch.setattr(module, "load", lambda path, **k: (loaded.append(Path(path)), headwise.load(path, **k))[1])
     whole = headwise.heal(converted, tmp_path / "whole", **keywords, teacher_top=8)
+    assert loaded == [keywords["teacher"], converted]
     with monkeypatch.context() as patch:
         stop_at(patch, module, "_write", 1, after=False)
         with pytest.raises(StoppedError):
             headwise.heal(converted, tmp_path / "out", **keywords, teacher_top=8)
-    loaded = []
-    monkeypatch.setattr(module, "load", lambda path, **k: (loaded.append(Path(path)), headwise.load(path, **k))[1])
+    loaded.clear()
     resumed = headwise.heal(converted, tmp_path / "out", **keywords, teacher_top=8)
-    assert keywords["teacher"] not in loaded
+    assert loaded == [converted]
     assert resumed.losses == whole.losses
 
 

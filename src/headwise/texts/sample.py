@@ -45,6 +45,9 @@ _BETWEEN_TEXTS = "<|endoftext|>"
 _RUN = "run.json"
 """The file of a working folder with the digest of all that decides the text."""
 
+_BATCH = {"texts", "tokens", "seconds"}
+"""What a file of a batch has."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -253,7 +256,9 @@ class _Batches:
         self._count, self.empty, self.tokens, self.seconds = 0, 0, 0, 0.0
         if read_document(folder / _RUN) != {"run": run}:
             empty_folder(folder)
-        while (batch := read_document(self._file)) is not None:  # up to the first that is missing or damaged
+        while (
+            batch := read_document(self._file) or {}
+        ).keys() == _BATCH:  # up to the first that is missing or damaged
             self._take(batch)
 
     def __len__(self) -> int:
