@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+
+WAIT = timedelta(days=2)
+"""How long a process waits for another, which may be solving a large layer. The end of a process closes its
+connection, so that the others notice at once."""
 
 Writer = TypeVar("Writer", bound=AbstractContextManager[object])
 

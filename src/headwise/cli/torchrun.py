@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
 
 from headwise.cli.app import StoppedError, err
@@ -19,9 +18,6 @@ _FAILED = "headwise/failed"
 _LOST = "headwise: another process of this run was ended; the same command continues from there"
 _PATIENCE = 10
 """Seconds that a process has to end by itself; torchrun kills it after thirty."""
-_WAIT = timedelta(days=2)
-"""How long a process waits for another, which may be solving a large layer. The end of a process closes its
-connection, so that the others notice at once."""
 
 
 @contextmanager
@@ -38,12 +34,14 @@ def as_one_process() -> Iterator[None]:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
+    from headwise.processes import WAIT
+
     if int(os.environ["RANK"]) > 0:
         err.quiet = True
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (until the process ends)
         os.dup2(sys.stdout.fileno(), 1)  # native code prints there
-    store, process, world = next(rendezvous("env://", timeout=_WAIT))
-    dist.init_process_group("gloo", store=store, rank=process, world_size=world, timeout=_WAIT)
+    store, process, world = next(rendezvous("env://", timeout=WAIT))
+    dist.init_process_group("gloo", store=store, rank=process, world_size=world, timeout=WAIT)
     ending = False
 
     def stop(*_: object) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 from headwise.conversion.methods import Method, all_methods, find_method
 from headwise.cost.target import Target, parse_target, target_options
 from headwise.errors import ArgumentError, HeadwiseError
+from headwise.options import SIZES
 from headwise.quantization.formats import SPELLINGS, parse_format
 
 Kind = Literal["quantised", "converted", "both", "published"]
@@ -21,11 +22,7 @@ Kind = Literal["quantised", "converted", "both", "published"]
 ``published`` is a method of others that is no candidate of `headwise.frontier`: its results are measured elsewhere.
 """
 
-TARGETS = (
-    "mla:F (a fraction of the source's cache), mla:R+P (latent and rotary key), gqa:K, mqa or mha; or mla@F, gqa:K@F,"
-    " mqa@F, mha@F or same@F (a cache in codes, F of the bytes of the source's in bfloat16); or a format of the"
-    f" source's own cache: {SPELLINGS}"
-)
+TARGETS = f"{SIZES}; or a format of the source's own cache: {SPELLINGS}"
 """Every spelling of a target, in words."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,10 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headwise.processes import process_count
-
-_WAIT = timedelta(days=2)
-"""How long a process waits for another, as the processes' own group does."""
+from headwise.processes import WAIT, process_count
 
 
 def shard(model: Any) -> None:
@@ -67,4 +63,4 @@ def _mesh(device: torch.device) -> DeviceMesh:
         return init_device_mesh("cpu", (process_count(),))
     torch.cuda.set_device(device)  # FSDP moves its share to the current device
     # The processes' own group is of CPUs. Others wait while the first writes gigabytes.
-    return DeviceMesh.from_group(dist.new_group(backend="nccl", timeout=_WAIT), device.type)
+    return DeviceMesh.from_group(dist.new_group(backend="nccl", timeout=WAIT), device.type)

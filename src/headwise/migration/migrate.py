@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ class Migration:
     @property
     def nearest(self) -> Step:
         """The step with a smaller cache that lost least."""
-        return min(self.steps[1:], key=lambda step: step.loss)
+        return _nearest(self.steps)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-able values."""
@@ -169,6 +169,11 @@ def _sizes(checkpoint: Checkpoint, options: MigrateOptions) -> tuple[str, ...]:
     return tuple(sorted(taken, key=taken.__getitem__, reverse=True))
 
 
+def _nearest(tried: Sequence[Step]) -> Step:
+    """The step that lost least, of all but the first, whose cache is not smaller."""
+    return min(tried[1:], key=lambda step: step.loss)
+
+
 def _kind(target: str) -> tuple[str, bool]:
     """What sizes must have in common for a smaller one to lose more: a small one in codes may lose less."""
     parsed = Candidate(target).parsed()
@@ -223,7 +228,7 @@ class _Run:
                 ended.add(_kind(target))
             elif chosen is None or step.cache_bytes_per_token < chosen.cache_bytes_per_token:
                 chosen = step
-            keep = chosen or min(tried[1:], key=lambda one: one.loss)
+            keep = chosen or _nearest(tried)
             for one in tried:  # an earlier run may have removed some
                 if one is not keep:
                     shutil.rmtree(self._folder(one.target, healed=one.healed), ignore_errors=True)

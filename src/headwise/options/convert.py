@@ -18,6 +18,12 @@ TARGET = Rule(
 )
 """The spellings of a target."""
 
+SIZES = (
+    "mla:F (a fraction of the source's cache), mla:R+P (latent and rotary key), gqa:K, mqa or mha; or mla@F, gqa:K@F,"
+    " mqa@F, mha@F or same@F (a cache in codes, F of the bytes of the source's in bfloat16)"
+)
+"""Every spelling of a target and its size in one, in words."""
+
 _FRACTION = "a fraction above 0 and at most 1"
 KV_BUDGET = Rule(f"must be {_FRACTION}", lambda budget: bool(0 < budget <= 1))
 """The fractions of a cache that a conversion can keep."""

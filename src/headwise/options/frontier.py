@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from headwise.options.convert import ConversionOptions, RequiredTextOptions
+from headwise.options.convert import SIZES, ConversionOptions, RequiredTextOptions
 from headwise.options.declare import not_empty, option
 from headwise.options.evaluate import WindowOptions
 
@@ -24,9 +24,8 @@ class FrontierOptions(RequiredTextOptions, WindowOptions, ConversionOptions):
         rule=not_empty("must be at least one file"),
     )
     targets: Sequence[str] = option(
-        "a target to try: mla:F (a fraction of the source's cache), mla:R+P (latent and rotary key), gqa:K, mqa or "
-        "mha; mla@F, gqa:K@F, mqa@F, mha@F or same@F (a cache in codes, F of the bytes of the source's in bfloat16); "
-        "or a format of the source's own cache, such as int8 or kivi4; a ladder of them when left out",
+        f"a target to try: {SIZES}; or a format of the source's own cache, such as int8 or kivi4; a ladder of them "
+        "when left out",
         default=(),
         flag="--target",
         identity=False,  # as for methods: they say which results there are, and decide none

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from headwise.options.convert import EVALUATION_WINDOWS, RequiredTextOptions
+from headwise.options.convert import EVALUATION_WINDOWS, SIZES, RequiredTextOptions
 from headwise.options.declare import Rule, at_least, not_empty, option
 
 _LOSS = Rule("must be above 0", lambda loss: bool(loss > 0))
@@ -23,9 +23,8 @@ class MigrateOptions(RequiredTextOptions):
         identity=False,
     )
     targets: Sequence[str] = option(
-        "a size to try, or more: mla:F (a fraction of the source's cache), mla:R+P (latent and rotary key), gqa:K, "
-        "mqa or mha; or mla@F, gqa:K@F, mqa@F, mha@F or same@F (a cache in codes, F of the bytes of the source's in "
-        "bfloat16). The largest is tried first. mla:0.75, 0.5, 0.375, 0.25, 0.1875 and 0.125 when left out",
+        f"a size to try, or more: {SIZES}. The largest is tried first. mla:0.75, 0.5, 0.375, 0.25, 0.1875 and 0.125 "
+        "when left out",
         default=(),
         flag="--target",
         identity=False,
