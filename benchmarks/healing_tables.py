@@ -17,8 +17,7 @@ def healing(document: Document) -> list[list[str]]:
     for name, row in document["rows"].items():
         if name.startswith("own"):
             continue
-        scores = [f"×{_ratio(score['perplexity_ratio'])} ({score['kl']:.3f})" for score in row["evaluation"]["texts"]]
-        rows.append([*_named(name, row), *scores, _slope(row)])
+        rows.append([*_named(name, row), *_scores(row), _slope(row)])
     return rows
 
 
@@ -43,17 +42,23 @@ def tuning(document: Document) -> list[list[str]]:
     return rows
 
 
-def healed(document: Document) -> list[list[str]]:
-    """Head and rows: half of the values untrained and after the longest training, by ratios alone."""
-    rows = [row for name, row in document["rows"].items() if name.startswith("mla:0.5 of ")]
-    untrained = next(row for row in rows if "healing" not in row)
-    longest = max((row for row in rows if "healing" in row), key=lambda row: row["healing"]["tokens"])
-    texts = [score["text"] for score in untrained["evaluation"]["texts"]]
-    return [
-        ["half of the values cached, without codes", *texts],
-        [f"calibrated on {document['settings']['calibration_tokens']:,} tokens", *_ratios(untrained)],
-        [f"then trained on {longest['healing']['tokens']:,} tokens", *_ratios(longest)],
+def healed(*documents: Document) -> list[list[str]]:
+    """Head and rows: half of the values untrained, and after the longest training on the texts of each document."""
+    known = [
+        [row for name, row in document["rows"].items() if name.startswith("mla:0.5 of ")] for document in documents
     ]
+    untrained = next(row for row in known[0] if "healing" not in row)
+    texts = [score["text"] for score in untrained["evaluation"]["texts"]]
+    calibrated = f"calibrated on {documents[0]['settings']['calibration_tokens']:,} tokens"
+    rows = [["half of the values cached, without codes", *texts], [calibrated, *_scores(untrained)]]
+    for of_texts in known:
+        longest = max((row for row in of_texts if "healing" in row), key=lambda row: row["healing"]["tokens"])
+        report = longest["healing"]
+        weight = report.get("objective_settings", {}).get("text_weight")
+        words = f"then trained on {report['tokens']:,} tokens of {len(report['texts'])} texts"
+        words += "" if weight is None else f", `--text-weight {weight:g}`"
+        rows.append([words, *_scores(longest)])
+    return rows
 
 
 def migration(document: Document) -> list[list[str]]:
@@ -84,8 +89,9 @@ def uptraining(document: Document) -> list[list[str]]:
     return rows
 
 
-def _ratios(row: Document) -> list[str]:
-    return [f"×{_ratio(score['perplexity_ratio'])}" for score in row["evaluation"]["texts"]]
+def _scores(row: Document) -> list[str]:
+    """Each text's ratio of perplexity, and the divergence in nats."""
+    return [f"×{_ratio(score['perplexity_ratio'])} ({score['kl']:.3f})" for score in row["evaluation"]["texts"]]
 
 
 def _named(name: str, row: Document) -> list[str]:

@@ -475,9 +475,11 @@ def migration(document: Document) -> str:
     return table(head, rows, left=3)
 
 
-def healed(document: Document) -> str:
+def healed(results: Path) -> str:
     """The table of half of the values before and after training, for README."""
-    head, *rows = healing_tables.healed(document)
+    head, *rows = healing_tables.healed(
+        *(json.loads((results / file).read_text(encoding="utf-8")) for file in HEALED)
+    )
     return table([head[0], *map(_text_name, head[1:])], rows)
 
 
@@ -552,15 +554,21 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "healing-65536-wikitext": ("healing-65536-wikitext.json", healing),
     "uptraining": ("uptraining.json", uptraining),
     "migration": ("migration.json", migration),
-    "healed": ("healing-65536-cuda.json", healed),
     "healing-tasks": ("healing-65536-cuda.json", healing_tasks),
     "healing-tuning": ("healing-tuning-cuda.json", healing_tuning),
     "healing-65536-tuning": ("healing-65536-tuning-cuda.json", healing_tuning),
 }
 """The results file of each table and the function that makes it, by the table's name."""
 
-JOINED: dict[str, Callable[[Path], str]] = {"frontier": frontier, "verdict": verdict}
-"""The functions that make tables of several results files in a folder, by the table's name."""
+HEALED = ("healing-65536.json", "healing-65536-broad.json")
+"""The results files of the table of half of the values before and after training."""
+
+JOINED: dict[str, tuple[tuple[str, ...], Callable[[Path], str]]] = {
+    "frontier": (("formats.json",), frontier),
+    "verdict": (("formats.json",), verdict),
+    "healed": (HEALED, healed),
+}
+"""The files without which a folder has no such table of several, and the function that makes it, by its name."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -575,8 +583,9 @@ def render_all(results: Path) -> dict[str, str]:
     for name, (file, render) in TABLES.items():
         if (results / file).exists():
             tables[name] = render(json.loads((results / file).read_text(encoding="utf-8")))
-    if (results / "formats.json").exists():
-        tables |= {name: of_results(results) for name, of_results in JOINED.items()}
+    for name, (files, of_results) in JOINED.items():
+        if all((results / file).exists() for file in files):
+            tables[name] = of_results(results)
     return tables
 
 

@@ -222,10 +222,14 @@ def test_rivals_by_budget_the_best_first() -> None:
     ]
 
 
-def test_the_longest_training_is_shown_beside_none() -> None:
-    def kept(ratio: float, tokens: int | None) -> dict[str, Any]:
-        row: dict[str, Any] = {"evaluation": {"texts": [{"text": "a", "perplexity_ratio": ratio}]}}
-        return row if tokens is None else row | {"healing": {"tokens": tokens}}
+def test_the_longest_training_on_each_mixture_is_shown_beside_none() -> None:
+    def kept(ratio: float, tokens: int | None, **settings: float) -> dict[str, Any]:
+        row: dict[str, Any] = {"evaluation": {"texts": [{"text": "a", "perplexity_ratio": ratio, "kl": 0.25}]}}
+        if tokens is not None:
+            row["healing"] = {"tokens": tokens, "texts": ["b", "c"]}
+            if settings:
+                row["healing"] |= {"objective_settings": settings, "texts": ["b", "c", "d"]}
+        return row
 
     rows = {
         "mla:0.5 of 2000": kept(1.01, 2000),
@@ -233,8 +237,10 @@ def test_the_longest_training_is_shown_beside_none() -> None:
         "mla:0.333 of 9000": kept(1.5, 9000),
         "mla:0.5 of 1000": kept(1.03, 1000),
     }
-    assert healed({"settings": {"calibration_tokens": 512}, "rows": rows}) == [
+    broad = {"mla:0.5 of 3000 text_weight=0.1": kept(0.97, 3000, text_weight=0.1)}
+    assert healed({"settings": {"calibration_tokens": 512}, "rows": rows}, {"settings": {}, "rows": broad}) == [
         ["half of the values cached, without codes", "a"],
-        ["calibrated on 512 tokens", "×1.060"],
-        ["then trained on 2,000 tokens", "×1.010"],
+        ["calibrated on 512 tokens", "×1.060 (0.250)"],
+        ["then trained on 2,000 tokens of 2 texts", "×1.010 (0.250)"],
+        ["then trained on 3,000 tokens of 3 texts, `--text-weight 0.1`", "×0.970 (0.250)"],
     ]
