@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from itertools import chain
 from typing import Any
 
 from headwise.healing.report import late_slope
@@ -21,9 +22,10 @@ def healing(document: Document) -> list[list[str]]:
     return rows
 
 
-def tasks(document: Document) -> list[list[str]]:
+def tasks(*documents: Document) -> list[list[str]]:
     """Head and rows: the questions answered of PIQA, and the facts found at each depth of a long context."""
-    known = [(name, row) for name, row in document["rows"].items() if "choices" in row and "planted" in row]
+    rows_of_all = chain.from_iterable(document["rows"].items() for document in documents)
+    known = [(name, row) for name, row in rows_of_all if "choices" in row and "planted" in row]
     depths = [depth["depth"] for depth in known[0][1]["planted"]["depths"]]
     rows = [["model", "trained on", "PIQA", *(f"at {depth:g}" for depth in depths)]]
     for name, row in known:

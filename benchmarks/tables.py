@@ -457,9 +457,9 @@ def healing(document: Document) -> str:
     return table([*head[:2], *map(_text_name, head[2:-1]), head[-1]], rows, left=2)
 
 
-def healing_tasks(document: Document) -> str:
+def healing_tasks(results: Path) -> str:
     """The table of PIQA and of planted facts after healing."""
-    head, *rows = healing_tables.tasks(document)
+    head, *rows = healing_tables.tasks(*_read(results, TASKS))
     return table(head, rows, left=2)
 
 
@@ -477,9 +477,7 @@ def migration(document: Document) -> str:
 
 def healed(results: Path) -> str:
     """The table of half of the values before and after training, for README."""
-    head, *rows = healing_tables.healed(
-        *(json.loads((results / file).read_text(encoding="utf-8")) for file in HEALED)
-    )
+    head, *rows = healing_tables.healed(*_read(results, HEALED))
     return table([head[0], *map(_text_name, head[1:])], rows)
 
 
@@ -554,7 +552,6 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "healing-65536-wikitext": ("healing-65536-wikitext.json", healing),
     "uptraining": ("uptraining.json", uptraining),
     "migration": ("migration.json", migration),
-    "healing-tasks": ("healing-65536-cuda.json", healing_tasks),
     "healing-tuning": ("healing-tuning-cuda.json", healing_tuning),
     "healing-65536-tuning": ("healing-65536-tuning-cuda.json", healing_tuning),
 }
@@ -563,10 +560,14 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
 HEALED = ("healing-65536.json", "healing-65536-broad.json")
 """The results files of the table of half of the values before and after training."""
 
+TASKS = ("healing-65536-cuda.json", "healing-65536-broad.json")
+"""The results files of the table of questions and facts after training."""
+
 JOINED: dict[str, tuple[tuple[str, ...], Callable[[Path], str]]] = {
     "frontier": (("formats.json",), frontier),
     "verdict": (("formats.json",), verdict),
     "healed": (HEALED, healed),
+    "healing-tasks": (TASKS, healing_tasks),
 }
 """The files without which a folder has no such table of several, and the function that makes it, by its name."""
 
@@ -582,7 +583,7 @@ def render_all(results: Path) -> dict[str, str]:
     tables = {}
     for name, (file, render) in TABLES.items():
         if (results / file).exists():
-            tables[name] = render(json.loads((results / file).read_text(encoding="utf-8")))
+            tables[name] = render(*_read(results, [file]))
     for name, (files, of_results) in JOINED.items():
         if all((results / file).exists() for file in files):
             tables[name] = of_results(results)
@@ -597,6 +598,10 @@ def fill(text: str, tables: dict[str, str]) -> str:
         return place[0] if content is None else f"{place[1]}\n{content}\n{place[3]}"
 
     return re.sub(r"(<!-- table: ([a-z0-9-]+) -->)\n.*?(<!-- end of table -->)", put, text, flags=re.DOTALL)
+
+
+def _read(results: Path, files: Sequence[str]) -> list[Document]:
+    return [json.loads((results / file).read_text(encoding="utf-8")) for file in files]
 
 
 def _times(ms: float | None, headwise_ms: float) -> str:
