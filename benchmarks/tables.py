@@ -457,9 +457,9 @@ def healing(document: Document) -> str:
     return table([*head[:2], *map(_text_name, head[2:-1]), head[-1]], rows, left=2)
 
 
-def healing_tasks(results: Path) -> str:
+def healing_tasks(*documents: Document) -> str:
     """The table of PIQA and of planted facts after healing."""
-    head, *rows = healing_tables.tasks(*_read(results, TASKS))
+    head, *rows = healing_tables.tasks(*documents)
     return table(head, rows, left=2)
 
 
@@ -475,9 +475,9 @@ def migration(document: Document) -> str:
     return table(head, rows, left=3)
 
 
-def healed(results: Path) -> str:
+def healed(*documents: Document) -> str:
     """The table of half of the values before and after training, for README."""
-    head, *rows = healing_tables.healed(*_read(results, HEALED))
+    head, *rows = healing_tables.healed(*documents)
     return table([head[0], *map(_text_name, head[1:])], rows)
 
 
@@ -505,7 +505,7 @@ def trained(document: Document) -> str:
     return table(head, rows)
 
 
-TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
+TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "conversion": ("conversion.json", conversion),
     "retrieval": ("retrieval.json", retrieval),
     "positions": ("long.json", positions),
@@ -552,24 +552,15 @@ TABLES: dict[str, tuple[str, Callable[[Document], str]]] = {
     "healing-65536-wikitext": ("healing-65536-wikitext.json", healing),
     "uptraining": ("uptraining.json", uptraining),
     "migration": ("migration.json", migration),
+    "healed": ("healing-65536.json", "healing-65536-broad.json", healed),
+    "healing-tasks": ("healing-65536-cuda.json", "healing-65536-broad.json", healing_tasks),
     "healing-tuning": ("healing-tuning-cuda.json", healing_tuning),
     "healing-65536-tuning": ("healing-65536-tuning-cuda.json", healing_tuning),
 }
-"""The results file of each table and the function that makes it, by the table's name."""
+"""The results files of each table and the function of them that makes it, by the table's name."""
 
-HEALED = ("healing-65536.json", "healing-65536-broad.json")
-"""The results files of the table of half of the values before and after training."""
-
-TASKS = ("healing-65536-cuda.json", "healing-65536-broad.json")
-"""The results files of the table of questions and facts after training."""
-
-JOINED: dict[str, tuple[tuple[str, ...], Callable[[Path], str]]] = {
-    "frontier": (("formats.json",), frontier),
-    "verdict": (("formats.json",), verdict),
-    "healed": (HEALED, healed),
-    "healing-tasks": (TASKS, healing_tasks),
-}
-"""The files without which a folder has no such table of several, and the function that makes it, by its name."""
+JOINED: dict[str, Callable[[Path], str]] = {"frontier": frontier, "verdict": verdict}
+"""The functions that make tables of several results files in a folder, by the table's name."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -581,12 +572,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) 
 def render_all(results: Path) -> dict[str, str]:
     """All tables of which a folder has the results, by name."""
     tables = {}
-    for name, (file, render) in TABLES.items():
-        if (results / file).exists():
-            tables[name] = render(*_read(results, [file]))
-    for name, (files, of_results) in JOINED.items():
+    for name, (*files, render) in TABLES.items():
         if all((results / file).exists() for file in files):
-            tables[name] = of_results(results)
+            tables[name] = render(*(json.loads((results / file).read_text(encoding="utf-8")) for file in files))
+    if (results / "formats.json").exists():
+        tables |= {name: of_results(results) for name, of_results in JOINED.items()}
     return tables
 
 
@@ -598,10 +588,6 @@ def fill(text: str, tables: dict[str, str]) -> str:
         return place[0] if content is None else f"{place[1]}\n{content}\n{place[3]}"
 
     return re.sub(r"(<!-- table: ([a-z0-9-]+) -->)\n.*?(<!-- end of table -->)", put, text, flags=re.DOTALL)
-
-
-def _read(results: Path, files: Sequence[str]) -> list[Document]:
-    return [json.loads((results / file).read_text(encoding="utf-8")) for file in files]
 
 
 def _times(ms: float | None, headwise_ms: float) -> str:

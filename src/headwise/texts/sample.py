@@ -256,9 +256,8 @@ class _Batches:
         self._count, self.empty, self.tokens, self.seconds = 0, 0, 0, 0.0
         if read_document(folder / _RUN) != {"run": run}:
             empty_folder(folder)
-        while (
-            batch := read_document(self._file) or {}
-        ).keys() == _BATCH:  # up to the first that is missing or damaged
+        # Up to the first that is missing or damaged.
+        while (batch := read_document(self._file) or {}).keys() == _BATCH:
             self._take(batch)
 
     def __len__(self) -> int:
