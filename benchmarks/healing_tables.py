@@ -58,7 +58,7 @@ def healed(*documents: Document) -> list[list[str]]:
         report = longest["healing"]
         weight = report.get("objective_settings", {}).get("text_weight")
         words = f"then trained on {report['tokens']:,} tokens of {len(report['texts'])} texts"
-        words += "" if weight is None else f", `--text-weight {weight:g}`"
+        words += f" in {report['seconds'] / 3600:.1f} h" + ("" if weight is None else f", `--text-weight {weight:g}`")
         rows.append([words, *_scores(longest)])
     return rows
 

@@ -226,7 +226,7 @@ def test_the_longest_training_on_each_mixture_is_shown_beside_none() -> None:
     def kept(ratio: float, tokens: int | None, **settings: float) -> dict[str, Any]:
         row: dict[str, Any] = {"evaluation": {"texts": [{"text": "a", "perplexity_ratio": ratio, "kl": 0.25}]}}
         if tokens is not None:
-            row["healing"] = {"tokens": tokens, "texts": ["b", "c"]}
+            row["healing"] = {"tokens": tokens, "texts": ["b", "c"], "seconds": 3.6 * tokens}
             if settings:
                 row["healing"] |= {"objective_settings": settings, "texts": ["b", "c", "d"]}
         return row
@@ -241,6 +241,6 @@ def test_the_longest_training_on_each_mixture_is_shown_beside_none() -> None:
     assert healed({"settings": {"calibration_tokens": 512}, "rows": rows}, {"settings": {}, "rows": broad}) == [
         ["half of the values cached, without codes", "a"],
         ["calibrated on 512 tokens", "×1.060 (0.250)"],
-        ["then trained on 2,000 tokens of 2 texts", "×1.010 (0.250)"],
-        ["then trained on 3,000 tokens of 3 texts, `--text-weight 0.1`", "×0.970 (0.250)"],
+        ["then trained on 2,000 tokens of 2 texts in 2.0 h", "×1.010 (0.250)"],
+        ["then trained on 3,000 tokens of 3 texts in 3.0 h, `--text-weight 0.1`", "×0.970 (0.250)"],
     ]
