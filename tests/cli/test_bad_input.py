@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import shutil
@@ -691,6 +692,18 @@ def test_arguments(refused: Refused, tiny_llama: Path, arguments: tuple[str, ...
 
 def test_no_room_in_memory_is_a_failure_and_no_stack(refused: Refused, tiny_llama: Path) -> None:
     assert "out of memory" in refused("compare", "tiny", "--measure", "--context", str(2**40), status=1)
+
+
+def test_a_gpu_without_room_is_told_alike(
+    refused: Refused, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12.00 GiB. GPU 0 has 139 GiB in all.")
+
+    monkeypatch.setattr(importlib.import_module("headwise.healing.heal"), "_train", full)
+    (tiny_llama.parent / "text.txt").write_text("a text to train on. " * 40)
+    command = ("heal", "tiny", "out", "--teacher", "tiny", "--text", "text.txt", "--no-evaluate")
+    assert "out of memory" in refused(*command, status=1)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"[]", b"garbage", b"\xff"])

@@ -155,6 +155,8 @@ def test_the_folder_is_the_converted_one_with_other_values(
     assert (tmp_path / "out" / CONVERSION).read_bytes() == (converted / "README.md").read_bytes()
     card = (tmp_path / "out" / "README.md").read_text()
     assert str(tmp_path) not in card
+    assert "trained by headwise to behave like `model`" in card
+    assert "- distillation" in card
     assert "Not trained" not in card
     document = json.loads((tmp_path / "out" / "healing.json").read_text())
     assert document["steps"] == 12
@@ -318,6 +320,18 @@ def test_progress_is_told_how_the_training_goes(converted: Path, keywords: dict[
 def test_uptraining_needs_no_teachers_logits(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
     report = headwise.heal(converted, tmp_path / "out", **{**keywords, "steps": 40}, objective="cross-entropy")
     assert report.held_out[-1][1] < report.held_out[0][1]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "trained by headwise to predict text" in card
+    assert "distillation" not in card
+
+
+def test_a_model_with_nothing_new_is_refused_before_any_work(
+    source: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_train", None)
+    with pytest.raises(HeadwiseError, match="train = 'new': leaves nothing to train"):
+        headwise.heal(source, tmp_path / "out", **keywords, train="new")
+    assert not any(tmp_path.iterdir())
 
 
 def test_computing_layers_twice_changes_nothing(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:

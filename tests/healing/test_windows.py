@@ -94,6 +94,13 @@ def test_held_out_windows_are_not_trained_on(text: Path, tiny_llama_folder: Path
     assert not trained & held_out
 
 
+@pytest.mark.parametrize("tokens", [32, 64, 80, 96, 112, 176, 240])
+def test_every_window_is_trained_on_or_held_out(tokens: int, text: Path, tiny_llama_folder: Path) -> None:
+    windows = open_windows(open_checkpoint(tiny_llama_folder), options(text, tokens=tokens))
+    assert 1 <= len(windows.held_out) <= HELD
+    assert len(windows.train) + len(windows.held_out) == tokens // 16 + HELD
+
+
 @pytest.mark.parametrize(
     ("chosen", "steps"),
     [

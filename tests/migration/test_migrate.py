@@ -100,9 +100,12 @@ def test_a_conversion_that_should_be_exact_and_is_not(
     assert not any(tmp_path.iterdir())
 
 
-def test_a_size_that_loses_too_much_is_trained(source: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+def test_a_size_that_loses_too_much_is_trained(
+    source: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keywords = {**keywords, "targets": ["mqa"], "max_quality_loss": 1e-9}
     plain = headwise.migrate(source, tmp_path / "out", **keywords)
+    monkeypatch.setattr(module, "convert", None)  # nothing is converted again
     report = headwise.migrate(source, tmp_path / "out", **keywords, heal_tokens=2048)
     assert [step.healed for step in report.steps] == [False, False, True]
     assert report.steps[1] == plain.steps[1]
@@ -185,6 +188,8 @@ def test_a_killed_run_goes_on(
         ({"evaluate": "nothing.txt"}, "evaluate"),
         ({"evaluate": "study.txt"}, "evaluate"),
         ({"heal_tokens": 1}, "heal_tokens"),
+        ({"calibration_window": 5000}, "calibration_window"),
+        ({"calibrate": "short.txt", "heal_tokens": 512}, "calibrate"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(
@@ -192,6 +197,9 @@ def test_bad_input_is_refused_before_any_work(
 ) -> None:
     if changes.get("evaluate") == "study.txt":
         changes = {"evaluate": keywords["calibrate"]}
+    if changes.get("calibrate") == "short.txt":  # long enough to be calibrated on
+        changes = changes | {"calibrate": source.parent / "short.txt"}
+        changes["calibrate"].write_text(STUDY[:200])
     with pytest.raises(HeadwiseError) as caught:
         headwise.migrate(source, tmp_path / "out", **{"max_quality_loss": 0.1, **keywords, **changes})
     assert field in str(caught.value)

@@ -120,6 +120,14 @@ def check_decoding(whole: AttentionLayer, layer: AttentionLayer, states: Tensor)
     assert held == layer_cost.cache_values(rank_spec(whole.spec, dist.get_world_size()))
 
 
+REFUSED: dict[str, dict[str, Any]] = {
+    "is_causal": {"is_causal": False},
+    "return_weights": {"return_weights": True},
+    "attention_mask": {"attention_mask": torch.ones(2, 5, dtype=torch.bool)},
+}
+"""Calls that a shared context refuses, by the field that is named."""
+
+
 @torch.no_grad()
 def check_context(whole: AttentionLayer, states: Tensor) -> None:
     """Ranks that share the tokens of a context; blocks of 2, so that some ranks have none of the first ones."""
@@ -128,6 +136,10 @@ def check_context(whole: AttentionLayer, states: Tensor) -> None:
     for mask in (None, padding):
         cache = whole.new_cache(2, 16, dtype=torch.float64)
         shared = ContextShare(whole.new_cache(2, 16, dtype=torch.float64), block=2)
+        for field, call in REFUSED.items():  # before anything is cached
+            with pytest.raises(ArgumentError, match=field):
+                layer(states[:, :3], **{"is_causal": True, "cache": shared, **call})
+            assert shared.length == shared.held.length == 0
         for start, end in ((0, 1), (1, 4), (4, 5), (5, 6), (6, 9)):
             seen = None if mask is None else mask[:, :end]
             one = whole(states[:, start:end], is_causal=True, cache=cache, attention_mask=seen)

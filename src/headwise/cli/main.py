@@ -54,7 +54,8 @@ def main(arguments: list[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         status = _INTERRUPTED
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+        words = "allocate memory", "out of memory"  # of the CPU and of a GPU
+        if not isinstance(error, MemoryError) and not any(one in str(error) for one in words):
             raise
         sys.stderr.write("headwise: out of memory: smaller sizes or another machine are needed\n")
         sys.exit(1)

@@ -37,6 +37,9 @@ _PARTS = (slice(None), slice(0, None, 2), slice(1, None, 2))
 Exam = list[tuple[str, Tensor]]
 """The texts that a result is evaluated on: each one's name, and its windows ``[n, W]``."""
 
+NOT_EVALUATED = "not evaluated"
+"""The beginning of the note of a report that says why there is no evaluation."""
+
 EVALUATING = "perplexity"
 """The name of the stage in which an exam is scored, for progress."""
 
@@ -137,7 +140,10 @@ def overlap_notes(checkpoint: Checkpoint, exam: Exam, calibrate: CalibrationText
 
 def _free_bytes(device: torch.device) -> int | None:
     """The free memory of a device; None where it is not known."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+    if device.type != "cuda":
+        return available_bytes()
+    torch.cuda.empty_cache()  # what torch keeps of memory that nothing uses any more would count as taken
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def prove(
@@ -164,7 +170,7 @@ def prove(
     Returns:
         The evaluation, or a note why there is none.
     """
-    undone = "not evaluated" if cache is None else f"not compared with {cache}"
+    undone = NOT_EVALUATED if cache is None else f"not compared with {cache}"
     try:
         pair = open_pair(output, against=source, dtype=dtype, device=device, progress=progress)
         memory = sum(info.numel for checkpoint in pair.checkpoints.values() for info in checkpoint.tensors.values())

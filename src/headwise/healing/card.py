@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ def healed_card(folder: Path, config: Mapping[str, Any], report: Healing) -> str
         report: of the healing.
     """
     model_type = str(config["model_type"])
+    aim = "to predict text" if report.objective == "cross-entropy" else f"to behave like {_named(report.teacher)}"
     parts = {
-        "": [f"{_named(report.model)}, trained by headwise until it behaves like {_named(report.teacher)}."],
+        "": [f"{_named(report.model)}, trained by headwise {aim}."],
         "Measured": list(_measured(report)),
         "How it was made": ["\n".join(_making(folder, report))],
         "How to load it": loading(
@@ -40,18 +41,21 @@ def healed_card(folder: Path, config: Mapping[str, Any], report: Healing) -> str
         ),
         "What it is not": ["\n".join(_limits())],
     }
-    return card_text(_metadata(folder), last_name(report.output), parts)
+    tags = ["distillation"] if report.objective == "distill" else []
+    return card_text(_metadata(folder, tags), last_name(report.output), parts)
 
 
-def _metadata(folder: Path) -> str:
-    """The metadata of the converted folder's card, with a tag."""
+def _metadata(folder: Path, also: Sequence[str]) -> str:
+    """The metadata of the converted folder's card, with other tags."""
     try:
         known = dict(metadata_load(folder / "README.md") or {})
     except Exception:  # no card, or neither UTF-8 nor YAML
         known = {}
     fields = {key: known[key] for key in _FIELDS if isinstance(known.get(key), str)}
     tags = [tag for tag in known.get("tags") or ["headwise", "kv-cache"] if isinstance(tag, str)]
-    return str(ModelCardData(**{"library_name": "transformers", **fields}, tags=[*tags, "distillation"]).to_yaml())
+    return str(
+        ModelCardData(**{"library_name": "transformers", **fields}, tags=[*dict.fromkeys((*tags, *also))]).to_yaml()
+    )
 
 
 def _measured(report: Healing) -> Iterator[str]:

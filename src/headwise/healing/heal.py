@@ -38,7 +38,7 @@ from headwise.healing.report import Healing
 from headwise.healing.sharded import shard, whole
 from headwise.healing.state import Progressed, TrainingState
 from headwise.healing.teacher import StoredTeacher, bytes_per_token
-from headwise.healing.trained import refuse_unwritten, select, trained_numbers, trained_tensors
+from headwise.healing.trained import NOTHING_TO_TRAIN, refuse_unwritten, select, trained_numbers, trained_tensors
 from headwise.healing.windows import HealingWindows, open_windows
 from headwise.hf import as_dtype, load, open_decoder
 from headwise.kernels.native import built
@@ -51,7 +51,7 @@ from headwise.quantization.files import FILE as CODES
 from headwise.texts import CalibrationTexts, named_texts, refuse_texts_within, text_identity
 from headwise.type_checks import typed
 
-TRAINING = 4
+TRAINING = 5
 """The number of the way of training, which rises when equal options come to train otherwise."""
 
 NOTHING_GAINED = (
@@ -186,6 +186,8 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
         _refuse_other_shape(checkpoint, teacher)
     if options.teacher_top is not None and sizes[0] is not None and options.teacher_top > sizes[0]:
         raise ArgumentError("teacher_top", options.teacher_top, f"must be at most {sizes[0]}, the vocabulary")
+    if options.train == "new" and not trained_numbers(checkpoint, teacher, options):
+        raise ArgumentError("train", options.train, NOTHING_TO_TRAIN)
     part = options.rank_curriculum
     curriculum = None if part is None else RankCurriculum(checkpoint, part)
     windows = open_windows(checkpoint, options, teacher.spec)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from headwise.errors import CheckpointError
 from headwise.healing.sharded import like, whole
 from headwise.processes import barrier, process_index
 
-_BEST = 2
-"""The number of the file with the best parameters."""
+_BEST = 2, 3
+"""The numbers of the files with the best parameters."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """AdamW's and Muon's, by the names of torch."""
@@ -61,8 +61,9 @@ class Progressed:
 class TrainingState:
     """Parameters, the optimizer's moments and what has been done, saved and loaded together.
 
-    Two files are written in turn, each whole or not at all, so that one is always there to go on from. A third has
-    the parameters of the lowest held-out loss that counts.
+    Two files are written in turn, each whole or not at all, so that one is always there to go on from. The parameters
+    of the lowest held-out loss that counts are in one of two others: it stays until a save that names the next one is
+    on disk, because a run that is killed between the two may find another loss when it goes on.
 
     Args:
         folder: of the files.
@@ -94,7 +95,10 @@ class TrainingState:
             about = asdict(progressed)
             if progressed.counted and progressed.best_step == progressed.step:  # before the save that says so
                 parameters = {name: tensor for name, tensor in tensors.items() if name.startswith("parameter ")}
-                self._files.save(_BEST, parameters, about)
+                before = replace(progressed, held_out=progressed.held_out[:-1]).best_step
+                slot = next(slot for slot in _BEST if self._step_of(slot) != before)
+                self._files.file(slot).unlink(missing_ok=True)  # no three of them at a time
+                self._files.save(slot, parameters, about)
             newest = self._newest()
             self._files.save(0 if newest is None or newest[0] else 1, tensors, about)
         barrier()
@@ -108,8 +112,9 @@ class TrainingState:
         """
         if progressed.best_step == progressed.step:
             return
-        saved = self._files.load(_BEST)
-        if saved is None or saved[1]["step"] != progressed.best_step:
+        slots = (slot for slot in _BEST if self._step_of(slot) == progressed.best_step)
+        saved = next(filter(None, map(self._files.load, slots)), None)
+        if saved is None:
             raise CheckpointError("step", progressed.best_step, LOST)
         for name, parameter in self._parameters.items():
             parameter.copy_(like(saved[0][f"parameter {name}"], parameter))
@@ -138,8 +143,13 @@ class TrainingState:
 
     def _newest(self) -> tuple[int, int] | None:
         """The number of the newest file and its step."""
-        steps = {slot: about["step"] for slot in (0, 1) if (about := self._files.about(slot)) is not None}
+        steps = {slot: step for slot in (0, 1) if (step := self._step_of(slot)) is not None}
         return max(steps.items(), key=lambda item: item[1]) if steps else None
+
+    def _step_of(self, slot: int) -> int | None:
+        """The step of a file; None if there is none, or it is damaged."""
+        about = self._files.about(slot)
+        return None if about is None else int(about["step"])
 
     def _by_age(self) -> list[int]:
         newest = self._newest()

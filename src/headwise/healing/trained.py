@@ -24,6 +24,10 @@ _ATTENTION = re.compile(r"(^|\.)(self_attn|self_attention|attention|attn)\.")
 """The path of an attention module, as transformers' families call it."""
 
 
+NOTHING_TO_TRAIN = "leaves nothing to train: the teacher has every tensor in its shape"
+"""Said of a model that is the teacher's, where only what is new is trained."""
+
+
 class LowRank(nn.Module):
     """A change of a matrix by a product of two narrow ones (Hu et al., 2021), as a parametrization of its weight.
 
@@ -71,8 +75,7 @@ def select(model: Any, trained: str, teacher: Checkpoint, *, rank: int = 32) -> 
         parameter.requires_grad_(id(parameter) not in stays and _is_chosen(name, parameter, trained, teacher))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         why = "only what computes the values of a cache in codes, which stays as it is, is not the teacher's"
-        rule = why if fixed else "the teacher has every tensor in its shape"
-        raise ArgumentError("train", trained, f"leaves nothing to train: {rule}")
+        raise ArgumentError("train", trained, f"leaves nothing to train: {why}" if fixed else NOTHING_TO_TRAIN)
 
 
 def _is_chosen(name: str, parameter: nn.Parameter, trained: str, teacher: Checkpoint) -> bool:

@@ -27,7 +27,7 @@ WINDOW = 1024
 """The default number of tokens in a window."""
 
 HELD = 4
-"""The number of windows that are held out, and measured while the model is trained."""
+"""The most windows that are held out, and measured while the model is trained."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class HealingWindows:
 
     Attributes:
         train: the windows to train on, as a conversion has them: some may repeat passages.
-        held_out: ``[HELD, W]``, plain text.
+        held_out: ``[H, W]``, plain text; H is at most `HELD`.
         batch: windows in each step.
         steps: the number of steps.
         seed: of the order.
@@ -80,20 +80,23 @@ class HealingWindows:
         return torch.randperm(len(self.train), generator=generator)
 
 
-def open_windows(checkpoint: Checkpoint, options: HealOptions, source: ModelSpec) -> HealingWindows:
+def open_windows(
+    checkpoint: Checkpoint, options: HealOptions, source: ModelSpec, *, name: str = "text"
+) -> HealingWindows:
     """Cut the windows of a run from its texts.
 
     Args:
         checkpoint: the converted model.
         options: of the run.
         source: the teacher, whose RoPE says how far behind passages can be.
+        name: of the texts in errors.
 
     Raises:
         ArgumentError: a text cannot be read, is named twice or too short, or has tokens outside the vocabulary; or
             the window is longer than the model's or the teacher's positions.
     """
     sources = named_texts(options.text)
-    refuse_twice(sources, name="text")
+    refuse_twice(sources, name=name)
     known = [spec.max_position_embeddings for spec in (checkpoint.spec, source)]
     positions = min((count for count in known if count is not None), default=None)
     if options.window is not None and positions is not None and options.window > positions:
@@ -103,10 +106,12 @@ def open_windows(checkpoint: Checkpoint, options: HealOptions, source: ModelSpec
     wanted = step_count(options, width) * options.batch
     tokenizer = load_tokenizer(checkpoint.path)
     read = (wanted + HELD) * width
-    ids = calibration_windows(tokenizer, sources, tokens=read, window=width, name="text")
+    ids = calibration_windows(tokenizer, sources, tokens=read, window=width, name=name)
     if len(ids) < 2:
-        raise ArgumentError("text", f"{ids.numel()} tokens", f"must be at least two windows of {width} tokens")
+        rule = f"must be at least two windows of {width} tokens, to train on one"
+        raise ArgumentError(name, f"{ids.numel()} tokens", rule)
     train, held_out = hold_out(ids, max(len(ids) // HELD, 2), sources=len(sources))
+    train, held_out = torch.cat((train, held_out[HELD:])), held_out[:HELD]
     refuse_unknown_tokens(checkpoint, ids)
     width = ids.shape[1]
     plain = windows = plain_windows(train)
@@ -115,7 +120,7 @@ def open_windows(checkpoint: Checkpoint, options: HealOptions, source: ModelSpec
         windows = recall_windows(train, 0, reached, alike=options.objective == "distill")
     if (checkpoint.path / CODES).is_file():  # keys in codes are rotated by their slots, which know no gaps
         windows = replace(windows, positions=plain.positions)
-    return HealingWindows(windows, held_out[:HELD], options.batch, step_count(options, width), options.seed, read)
+    return HealingWindows(windows, held_out, options.batch, step_count(options, width), options.seed, read)
 
 
 def step_count(options: HealOptions, width: int) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headwise.checkpoints import Checkpoint, check_output, move_into_place, open_checkpoint, run_identity
 from headwise.conversion import convert
-from headwise.conversion.closing_evaluation import refuse_unexamined
+from headwise.conversion.closing_evaluation import NOT_EVALUATED, refuse_unexamined
 from headwise.conversion.planning.plan import make_plan
 from headwise.cost.model import cache_bytes_per_token
 from headwise.cost.target import target_options
@@ -22,11 +22,12 @@ from headwise.evaluation import Evaluation
 from headwise.evaluation.plain_cache import bfloat16_bytes, served_bytes
 from headwise.frontiers.candidate import Candidate, read_target
 from headwise.healing import TRAINING, heal
-from headwise.options import takes_options
+from headwise.healing.windows import open_windows as open_healing_windows
+from headwise.options import HealOptions, takes_options
 from headwise.options.migrate import MigrateOptions
 from headwise.processes import process_count
 from headwise.progress import Progress, silent
-from headwise.texts import check_texts, named_texts, read_source, refuse_texts_within, text_identity
+from headwise.texts import check_texts, named_texts, open_windows, read_source, refuse_texts_within, text_identity
 from headwise.type_checks import typed
 
 LADDER = ("mla:0.75", "mla:0.5", "mla:0.375", "mla:0.25", "mla:0.1875", "mla:0.125")
@@ -124,19 +125,23 @@ def migrate(
             exact.
     """
     out = Path(output)
-    sizes, run = _check(source, out, options)
+    sizes, runs = _check(source, out, options)
     work = out.with_name(f".{out.name}.headwise-migration")
     report: Migration | None = None
     with working_folder(work, out, keep=lambda: report is not None and report.kept is not None):
-        report, folder = _Run(str(source), out, work, sizes, run, options, progress).steps()
+        report, folder = _Run(str(source), out, work, sizes, runs, options, progress).steps()
         if folder is not None:
             write_whole(folder / MIGRATION, (json.dumps(finite(report.to_dict()), indent=1) + "\n").encode())
             move_into_place(folder, out, overwrite=options.overwrite)
     return report
 
 
-def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tuple[str, ...], str]:
-    """Refuse bad input before any work; the sizes to try, and a digest of all else that decides the results."""
+def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tuple[str, ...], dict[bool, str]]:
+    """Refuse bad input before any work.
+
+    Returns:
+        The sizes to try, and digests of all else that decides the results: of conversions, and of healing.
+    """
     if process_count() > 1:
         raise ArgumentError("processes", process_count(), "must be one; headwise convert and heal run in several")
     check_output(out, overwrite=options.overwrite)
@@ -153,9 +158,15 @@ def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tupl
     refuse_input_within(out, checkpoint.path, "the source")
     refuse_unexamined(checkpoint.spec)
     sizes = _sizes(checkpoint, options)
+    open_windows(checkpoint, texts)
+    healing: dict[str, Any] = {"heal_tokens": options.heal_tokens, "training": TRAINING}
+    if options.heal_tokens is not None:
+        training = HealOptions(teacher=source, text=options.calibrate, tokens=options.heal_tokens)
+        open_healing_windows(checkpoint, training, checkpoint.spec, name="calibrate")
     evaluate = [text_identity(text, name="evaluate") for text in named]
-    decides = options.identity() | texts.identity() | {"evaluate": evaluate, "training": TRAINING}
-    return sizes, run_identity(checkpoint, **decides)
+    decides = options.identity() | texts.identity() | {"evaluate": evaluate}
+    decides.pop("heal_tokens")
+    return sizes, {False: run_identity(checkpoint, **decides), True: run_identity(checkpoint, **decides, **healing)}
 
 
 def _sizes(checkpoint: Checkpoint, options: MigrateOptions) -> tuple[str, ...]:
@@ -174,6 +185,11 @@ def _nearest(tried: Sequence[Step]) -> Step:
     return min(tried[1:], key=lambda step: step.loss)
 
 
+def _undone(notes: Sequence[str]) -> str:
+    """Why there is no evaluation, among a report's notes."""
+    return next((note for note in notes if note.startswith(NOT_EVALUATED)), "is missing")
+
+
 def _kind(target: str) -> tuple[str, bool]:
     """What sizes must have in common for a smaller one to lose more: a small one in codes may lose less."""
     parsed = Candidate(target).parsed()
@@ -189,7 +205,7 @@ class _Run:
         out: the folder to write.
         work: the folder of the steps.
         sizes: to try, in this order.
-        run: the digest of all that decides their results.
+        runs: the digest of all that decides the results of conversions, and of healing.
         options: the user's options.
         progress: told of each step.
     """
@@ -198,7 +214,7 @@ class _Run:
     out: Path
     work: Path
     sizes: tuple[str, ...]
-    run: str
+    runs: Mapping[bool, str]
     options: MigrateOptions
     progress: Progress
 
@@ -281,7 +297,7 @@ class _Run:
                 progress=self.progress,
             )
             if report.evaluation is None:
-                raise CheckpointError("evaluation", target, report.notes[-1])
+                raise CheckpointError("evaluation", target, _undone(report.notes))
             return report.evaluation
 
         return self._measured(target, folder, make)
@@ -305,7 +321,7 @@ class _Run:
                 progress=self.progress,
             )
             if report.after is None:
-                raise CheckpointError("evaluation", target, report.notes[-1])
+                raise CheckpointError("evaluation", target, _undone(report.notes))
             return report.after
 
         return self._measured(target, folder, make, healed=True)
@@ -316,12 +332,12 @@ class _Run:
         """A step that is made and measured, unless an earlier run has; and the bytes of the source's cache."""
         kept = folder.with_name(f"{folder.name}.json")
         known = read_document(kept)
-        if known is None or known.get("run") != self.run:
+        if known is None or known.get("run") != self.runs[healed]:
             evaluation = make()
             assert evaluation.perplexity_ratio is not None
             assert evaluation.kl is not None
             known = {
-                "run": self.run,
+                "run": self.runs[healed],
                 "loss": evaluation.perplexity_ratio - 1,
                 "kl": evaluation.kl,
                 "bytes": served_bytes(open_checkpoint(folder), evaluation),

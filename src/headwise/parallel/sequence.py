@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headwise.attention import AttentionCache
-from headwise.attention.base import AttentionLayer, Call
+from headwise.attention.base import AttentionLayer, CacheLike, Call
 from headwise.errors import ArgumentError
 from headwise.kernels import as_bool_mask
 from headwise.parallel.collectives import Group, all_reduced
@@ -109,6 +109,7 @@ def share_context(layer: Layer) -> Layer:
     if getattr(layer, "code", None) is not None:
         raise ArgumentError("code", "given", "must be None: codes are of all tokens together")
     share = _Share(layer)
+    layer._refuse = share.refuse  # type: ignore[method-assign]
     layer._remember = share.remember  # type: ignore[method-assign]
     layer._kernel = share.kernel  # type: ignore[method-assign]
     if hasattr(layer, "impl"):
@@ -120,30 +121,47 @@ class _Share:
     """What a layer does in `share_context`, beside what it did before."""
 
     def __init__(self, layer: AttentionLayer) -> None:
-        self._remembered, self._attended = layer._remember, layer._kernel
+        self._refused, self._remembered, self._attended = layer._refuse, layer._remember, layer._kernel
+        self._as_mask = layer._as_mask
         self._cache: ContextShare | None = None
+        self._mask: Tensor | None = None
+
+    def refuse(
+        self,
+        call: Call,
+        position_ids: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        cache: CacheLike | None,
+    ) -> None:
+        """See `AttentionLayer._refuse`; whether the context is shared is seen here.
+
+        Raises:
+            ArgumentError: the context is shared, and weights are asked for, or the call is not causal.
+        """
+        self._refused(call, position_ids, position_embeddings, cache)
+        self._cache, self._mask = cache if isinstance(cache, ContextShare) else None, call.attention_mask
+        for name, given, needed in (
+            ("return_weights", call.return_weights, False),
+            ("is_causal", call.is_causal, True),
+        ):
+            if self._cache is not None and given is not needed:
+                raise ArgumentError(name, given, f"must be {needed}: ranks share the context")
 
     def remember(
         self, states: Tensor, source: Tensor | None, rotation: tuple[Tensor, Tensor] | None, cache: object
     ) -> tuple[Tensor, ...]:
-        """See `AttentionLayer._remember`; whether the context is shared is seen here."""
-        self._cache = cache if isinstance(cache, ContextShare) else None
+        """See `AttentionLayer._remember`; a mask of another shape is refused before anything is cached."""
+        if self._cache is not None and self._mask is not None:
+            self._as_mask(self._mask, states, self._cache.length + states.shape[1])
         return self._remembered(states, source, rotation, cache)  # type: ignore[arg-type]
 
     def kernel(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See `AttentionLayer._kernel`.
-
-        Raises:
-            ArgumentError: the context is shared, and weights are asked for, or the call is not causal.
-        """
+        """See `AttentionLayer._kernel`."""
         cache = self._cache
         if cache is None:
             return self._attended(query, key, value, call, scale)
-        if call.return_weights or not call.is_causal:
-            name = "return_weights" if call.return_weights else "is_causal"
-            raise ArgumentError(name, call.return_weights, "goes with a whole context; ranks share this one")
         S, places = query.shape[2], cache.positions.to(query.device)
         visible = places <= torch.arange(call.total - S, call.total, device=query.device)[:, None]  # [S, T]
         if call.attention_mask is not None:

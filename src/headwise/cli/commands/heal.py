@@ -38,7 +38,8 @@ def heal(
 
 def _show(report: Healing) -> None:
     name = escape(report.output)
-    out.print(f"[bold]{escape(report.model)}[/bold] learnt from {escape(report.teacher)}, in {name}")
+    taught = report.texts if report.objective == "cross-entropy" else (report.teacher,)
+    out.print(f"[bold]{escape(report.model)}[/bold] learnt from {escape(', '.join(taught))}, in {name}")
     speed = "" if report.tokens_per_second is None else f", {report.tokens_per_second:,.0f} tokens/s"
     out.print(f"{report.tokens:,} tokens in {report.steps:,} steps, {report.seconds:,.0f} s{speed}")
     out.print(f"trained        {report.trained}: {count_text(report.trained_parameters)} parameters")
