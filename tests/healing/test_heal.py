@@ -321,8 +321,13 @@ def test_uptraining_needs_no_teachers_logits(converted: Path, keywords: dict[str
     report = headwise.heal(converted, tmp_path / "out", **{**keywords, "steps": 40}, objective="cross-entropy")
     assert report.held_out[-1][1] < report.held_out[0][1]
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "trained by headwise to predict text" in card
+    assert "trained by headwise to predict text." in card
     assert "distillation" not in card
+    options = {**keywords, "steps": 1, "objective": "cross-entropy", "hidden": 1.0}
+    headwise.heal(converted, tmp_path / "both", **options)
+    card = (tmp_path / "both" / "README.md").read_text()
+    assert "to predict text, with layers' outputs like those of `model`." in card
+    assert "- distillation" in card
 
 
 def test_a_model_with_nothing_new_is_refused_before_any_work(

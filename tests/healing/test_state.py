@@ -52,6 +52,17 @@ def test_the_best_weights_outlive_a_better_step_whose_save_was_killed(
     assert len(list(tmp_path.iterdir())) == 4
 
 
+def test_a_run_that_was_killed_in_its_first_save_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        stop_at(patch, LayerFiles, "save", 1, after=True)
+        with pytest.raises(StoppedError):
+            Run(tmp_path).measure(0, 1.0)
+    run = Run(tmp_path)
+    for step, loss in enumerate((1.0, 0.5, 0.4, 0.8)):
+        run.measure(step, loss)
+    assert run.best() == 2.0
+
+
 def test_the_lowest_loss_of_many_is_the_best(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for step, loss in enumerate((1.0, 0.5, 0.7, 0.4, 0.3, 0.9)):

@@ -31,9 +31,8 @@ def healed_card(folder: Path, config: Mapping[str, Any], report: Healing) -> str
         report: of the healing.
     """
     model_type = str(config["model_type"])
-    aim = "to predict text" if report.objective == "cross-entropy" else f"to behave like {_named(report.teacher)}"
     parts = {
-        "": [f"{_named(report.model)}, trained by headwise {aim}."],
+        "": [f"{_named(report.model)}, trained by headwise {_aim(report)}."],
         "Measured": list(_measured(report)),
         "How it was made": ["\n".join(_making(folder, report))],
         "How to load it": loading(
@@ -41,7 +40,7 @@ def healed_card(folder: Path, config: Mapping[str, Any], report: Healing) -> str
         ),
         "What it is not": ["\n".join(_limits())],
     }
-    tags = ["distillation"] if report.objective == "distill" else []
+    tags = ["distillation"] if report.learns_of_teacher else []
     return card_text(_metadata(folder, tags), last_name(report.output), parts)
 
 
@@ -56,6 +55,13 @@ def _metadata(folder: Path, also: Sequence[str]) -> str:
     return str(
         ModelCardData(**{"library_name": "transformers", **fields}, tags=[*dict.fromkeys((*tags, *also))]).to_yaml()
     )
+
+
+def _aim(report: Healing) -> str:
+    if report.objective == "distill":
+        return f"to behave like {_named(report.teacher)}"
+    also = f", with layers' outputs like those of {_named(report.teacher)}" if report.learns_of_teacher else ""
+    return f"to predict text{also}"
 
 
 def _measured(report: Healing) -> Iterator[str]:

@@ -79,6 +79,11 @@ class Healing:
         return dict(self.held_out)[self.best_step]
 
     @property
+    def learns_of_teacher(self) -> bool:
+        """Whether anything of the teacher was learnt: its predictions, or its layers' outputs."""
+        return self.objective == "distill" or "hidden" in self.objective_settings
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Trained tokens in a second; None where nothing was trained."""
         return self.tokens / self.seconds if self.seconds else None

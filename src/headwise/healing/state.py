@@ -96,7 +96,7 @@ class TrainingState:
             if progressed.counted and progressed.best_step == progressed.step:  # before the save that says so
                 parameters = {name: tensor for name, tensor in tensors.items() if name.startswith("parameter ")}
                 before = replace(progressed, held_out=progressed.held_out[:-1]).best_step
-                slot = next(slot for slot in _BEST if self._step_of(slot) != before)
+                slot = _BEST[1] if self._step_of(_BEST[0]) == before else _BEST[0]
                 self._files.file(slot).unlink(missing_ok=True)  # no three of them at a time
                 self._files.save(slot, parameters, about)
             newest = self._newest()

@@ -108,7 +108,7 @@ def open_windows(
     read = (wanted + HELD) * width
     ids = calibration_windows(tokenizer, sources, tokens=read, window=width, name=name)
     if len(ids) < 2:
-        rule = f"must be at least two windows of {width} tokens, to train on one"
+        rule = f"must be more than {width}, for one window to train on and one that is held out"
         raise ArgumentError(name, f"{ids.numel()} tokens", rule)
     train, held_out = hold_out(ids, max(len(ids) // HELD, 2), sources=len(sources))
     train, held_out = torch.cat((train, held_out[HELD:])), held_out[:HELD]

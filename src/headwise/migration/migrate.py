@@ -162,7 +162,10 @@ def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tupl
     healing: dict[str, Any] = {"heal_tokens": options.heal_tokens, "training": TRAINING}
     if options.heal_tokens is not None:
         training = HealOptions(teacher=source, text=options.calibrate, tokens=options.heal_tokens)
-        open_healing_windows(checkpoint, training, checkpoint.spec, name="calibrate")
+        try:
+            open_healing_windows(checkpoint, training, checkpoint.spec, name="calibrate")
+        except ArgumentError as error:
+            raise ArgumentError(error.field, error.value, f"{error.rule}; or leave heal_tokens out") from error
     evaluate = [text_identity(text, name="evaluate") for text in named]
     decides = options.identity() | texts.identity() | {"evaluate": evaluate}
     decides.pop("heal_tokens")
@@ -333,6 +336,7 @@ class _Run:
         kept = folder.with_name(f"{folder.name}.json")
         known = read_document(kept)
         if known is None or known.get("run") != self.runs[healed]:
+            kept.unlink(missing_ok=True)  # it is of the folder that is replaced now
             evaluation = make()
             assert evaluation.perplexity_ratio is not None
             assert evaluation.kl is not None

@@ -38,7 +38,8 @@ def heal(
 
 def _show(report: Healing) -> None:
     name = escape(report.output)
-    taught = report.texts if report.objective == "cross-entropy" else (report.teacher,)
+    taught = report.texts if report.objective == "cross-entropy" else ()
+    taught += (report.teacher,) if report.learns_of_teacher else ()
     out.print(f"[bold]{escape(report.model)}[/bold] learnt from {escape(', '.join(taught))}, in {name}")
     speed = "" if report.tokens_per_second is None else f", {report.tokens_per_second:,.0f} tokens/s"
     out.print(f"{report.tokens:,} tokens in {report.steps:,} steps, {report.seconds:,.0f} s{speed}")
