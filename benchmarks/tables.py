@@ -197,9 +197,9 @@ def crossover(document: Document) -> str:
     return table(["ms: absorbed / expanded", *heading, "as long at, measured", "by FLOPs"], rows)
 
 
-def kills(document: Document) -> str:
-    """The table of the phases in which conversions were killed."""
-    rows = [[phase, str(count)] for phase, count in document["phases"].items()]
+def kills(*documents: Document) -> str:
+    """The table of the phases in which conversions and healings were killed."""
+    rows = [[phase, str(count)] for document in documents for phase, count in document["phases"].items()]
     return table(["killed while", "times"], rows)
 
 
@@ -531,7 +531,7 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "large-cuda": ("large-cuda.json", large),
     "crossover": ("crossover.json", crossover),
     "tiles": ("tiles-cuda.json", tiles),
-    "kills": ("kills.json", kills),
+    "kills": ("kills.json", "kills-heal.json", kills),
     "decode": ("decode.json", decode),
     "limits": ("decode-96mib.json", limits),
     "coded": ("coded.json", coded),

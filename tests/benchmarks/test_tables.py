@@ -151,7 +151,8 @@ def test_scale() -> None:
         "| calibrated on 8 windows of 512, without spread | 32 | 2.50 | 1.2 | 60.0 | 0.5 | 30 |",
         "| calibrated on 8 windows of 512 | 4 | 2.50 | 1.2 | 60.0 | 0.5 | 30 |",
     ]
-    assert kills({"phases": {"spreading": 3}}).splitlines()[2:] == ["| spreading | 3 |"]
+    killed = {"phases": {"spreading": 3}}, {"phases": {"training": 5}}
+    assert kills(*killed).splitlines()[2:] == ["| spreading | 3 |", "| training | 5 |"]
 
 
 def test_tables_go_into_their_places_and_nowhere_else() -> None:
