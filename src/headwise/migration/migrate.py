@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,17 +159,16 @@ def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tupl
     refuse_unexamined(checkpoint.spec)
     sizes = _sizes(checkpoint, options)
     open_windows(checkpoint, texts)
-    healing: dict[str, Any] = {"heal_tokens": options.heal_tokens, "training": TRAINING}
     if options.heal_tokens is not None:
         training = HealOptions(teacher=source, text=options.calibrate, tokens=options.heal_tokens)
         try:
             open_healing_windows(checkpoint, training, checkpoint.spec, name="calibrate")
         except ArgumentError as error:
             raise ArgumentError(error.field, error.value, f"{error.rule}; or leave heal_tokens out") from error
-    evaluate = [text_identity(text, name="evaluate") for text in named]
-    decides = options.identity() | texts.identity() | {"evaluate": evaluate}
-    decides.pop("heal_tokens")
-    return sizes, {False: run_identity(checkpoint, **decides), True: run_identity(checkpoint, **decides, **healing)}
+    also = texts.identity() | {"evaluate": [text_identity(text, name="evaluate") for text in named]}
+    also |= {"training": TRAINING}
+    healed, converted = (one.identity() | also for one in (options, replace(options, heal_tokens=None)))
+    return sizes, {True: run_identity(checkpoint, **healed), False: run_identity(checkpoint, **converted)}
 
 
 def _sizes(checkpoint: Checkpoint, options: MigrateOptions) -> tuple[str, ...]:
