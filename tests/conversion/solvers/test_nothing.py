@@ -101,7 +101,8 @@ def test_so_do_families_with_biases_and_norms_of_keys(tmp_path: Path, part: str,
     how: dict[str, Any] = MLA if to == "mla" else {"to": to}
     convert(source, tmp_path / "out", **how, calibrate=text, calibration_tokens=256, without=("refine",))
     for name, tensor in load_file(tmp_path / "out/model.safetensors").items():
-        assert tensor.abs().max() < 1e5, name
+        # Keys that are all alike leave queries undetermined but for a ridge of 1e-12 of the mean square.
+        assert tensor.abs().max() < 1e6, name
 
 
 def test_a_layer_without_keys_has_no_say_in_the_channels_that_all_keep(tmp_path: Path) -> None:
