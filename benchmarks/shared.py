@@ -25,7 +25,7 @@ def shared_fractions(
     """
     if not calibrate:
         return {}
-    windows, _ = open_windows(checkpoint, calibrate)
+    windows = open_windows(checkpoint, calibrate).ids
     return {name: round(shared_fraction(batches, [windows]), 4) for name, batches in texts.items()}
 
 

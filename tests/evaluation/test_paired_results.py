@@ -65,7 +65,7 @@ KEYS = {
         *("top1_agreement", "by_position"),
     ),
     Evaluation: (
-        *("model", "against", "text", "window", "windows", "tokens", "perplexity", "reference_perplexity"),
+        *("model", "against", "text", "window", "begin", "windows", "tokens", "perplexity", "reference_perplexity"),
         *("perplexity_ratio", "kl", "top1_agreement", "texts", "cache", "cache_bytes_per_token"),
         *("reference_cache_bytes_per_token", "context", "decode_ms", "reference_decode_ms"),
         *("dtype", "device", "threads"),

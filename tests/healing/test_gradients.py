@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import headwise
-from headwise.healing.gradients import add_gradients, rewrites_angles
+from headwise.healing.gradients import add_gradients
 from headwise.healing.optimizer import Muon
 from headwise.healing.state import TrainingState
-from headwise.hf import load
 from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.real_models import save_tiny
 from tests.threads import four_threads
@@ -102,19 +101,6 @@ def test_matrices_turn_alike_on_threads_and_alone() -> None:
         optimizer.step()
         moved.append(torch.stack([matrix.detach() for matrix in matrices]))
     torch.testing.assert_close(*moved)
-
-
-def test_models_whose_calls_disturb_each_other_are_told(tmp_path: Path) -> None:
-    assert not rewrites_angles(load(save_tiny(tmp_path / "llama")))
-    longrope = {
-        "rope_type": "longrope",
-        "rope_theta": 10_000.0,
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
-        "original_max_position_embeddings": 32,
-    }
-    folder = save_tiny(tmp_path / "phi3", "phi3", rope_parameters=longrope, max_position_embeddings=128)
-    assert rewrites_angles(load(folder))
 
 
 def test_layers_that_are_computed_twice_stay_without_dropout(tmp_path: Path) -> None:

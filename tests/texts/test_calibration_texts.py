@@ -43,7 +43,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def shown(folder: Path, text: Path, tokens: int, window: int | None = None) -> torch.Tensor:
-    windows, held_out = open_windows(open_checkpoint(folder), CalibrationTexts((text,), tokens, window))
+    windows, held_out, _ = open_windows(open_checkpoint(folder), CalibrationTexts((text,), tokens, window))
     assert 0 < held_out < len(windows)
     return windows
 
@@ -79,12 +79,12 @@ def test_a_single_sentence_is_halved_before_it_is_wrapped(tmp_path: Path, text: 
     assert sorted(windows[:, 1:-2].tolist()) == sorted([ids[:10], ids[10:20]])
 
 
-def test_a_decoder_is_shown_running_text(tmp_path: Path, text: Path) -> None:
+def test_a_decoder_is_shown_running_text_behind_what_begins_one(tmp_path: Path, text: Path) -> None:
     folder = save_tiny(tmp_path / "llama")
     wrap(folder)
     windows = shown(folder, text, 512)
     ids = token_ids(load_tokenizer(folder), TEXT)
-    assert {tuple(row) for row in windows.tolist()} == {tuple(ids[:256]), tuple(ids[298:554])}
+    assert {tuple(row) for row in windows.tolist()} == {(1, *ids[:255]), (1, *ids[300:555])}
 
 
 def test_windows_are_as_long_as_they_are_asked_for(tmp_path: Path, text: Path) -> None:

@@ -5,7 +5,7 @@ Shapes: B batch, S new tokens, T all tokens, H query heads, P rotated dims, E hi
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,12 @@ class AttentionLayer(nn.Module):
         rope: the rotary embedding, or None.
         dropout: probability of dropping an attention weight while training.
         backend: passed to `headwise.kernels.attend`.
+
+    Attributes:
+        caches_rotated: whether keys are rotated before they are cached, and not when they are read.
     """
+
+    caches_rotated: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -170,6 +175,8 @@ class AttentionLayer(nn.Module):
         if position_ids is not None or (self.rope is not None and rotation is None):
             ids = positions(past, hidden_states, position_ids)
             if self.rope is not None and rotation is None:
+                if self.caches_rotated:
+                    self.rope.warn_of_change(past, total)
                 rotation = self.rope(ids, hidden_states.dtype, total)
         if attention_mask is not None and (cache is None or isinstance(cache, AttentionCache)):
             # Checked before anything is cached. The length of another library's cache is not known here.

@@ -79,6 +79,8 @@ class ExpertLatentAttention(AttentionLayer):
 
     spec: ExpertLatentSpec
 
+    caches_rotated = False
+
     def __init__(
         self,
         hidden_size: int,

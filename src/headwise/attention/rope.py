@@ -5,6 +5,7 @@ Shapes: B batch, S new tokens, P rotated dims. Source: Su et al. 2021 (arXiv:210
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -60,6 +61,16 @@ class RotaryEmbedding(nn.Module):
         angles = position_ids[..., None].to(wide) * frequencies  # [B or 1, S, P/2]
         return (angles.cos() * self.attention_scaling).to(dtype), (angles.sin() * self.attention_scaling).to(dtype)
 
+    def warn_of_change(self, cached: int, length: int) -> None:
+        """Warn where a text has outgrown the frequencies that its cache was computed with.
+
+        Args:
+            cached: tokens that were rotated before.
+            length: T, all tokens so far.
+        """
+        if cached and self.spec.changes_at is not None and self._at(cached) != self._at(length):
+            warn_of_change(self.spec.changes_at)
+
     def _at(self, length: int) -> tuple[float, ...]:
         """The frequencies that hold at a length of ``length`` tokens."""
         if self._long is not None and length > self._switch:
@@ -72,6 +83,29 @@ class RotaryEmbedding(nn.Module):
         """Sizes and kind, for ``print(model)``."""
         layout = "interleaved" if self.spec.interleaved else "half-split"
         return f"{self.spec.dim}, theta={self.spec.theta:g}, {self.spec.rope_type}, {layout}"
+
+
+def change_note(length: int) -> str:
+    """What a user has to know of frequencies that change with the length of a text, in one line.
+
+    For example ``change_note(4096)``.
+
+    Args:
+        length: the most tokens with the usual frequencies.
+    """
+    cached = "what is cached was computed with those of shorter texts"
+    return f"beyond {length:,} tokens rotary frequencies change, and {cached}"
+
+
+def warn_of_change(length: int) -> None:
+    """Warn that a text has outgrown the frequencies that its cache was computed with.
+
+    For example ``warn_of_change(4096)``.
+
+    Args:
+        length: the most tokens with those frequencies.
+    """
+    warnings.warn(f"{change_note(length)}: the result is not that of a text read at once", UserWarning, stacklevel=3)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:

@@ -14,30 +14,48 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.caches.frequencies import follow, frequencies
 from headwise.caches.growing import GrowingLayer
 from headwise.errors import ArgumentError
 from headwise.quantization import SINKS, TransformCode
 
 
 class SlotRotation:
-    """cos and sin of the slots of a cache, at every frequency of a model.
+    """cos and sin of the slots of a cache, at every frequency that a model's rotary embedding has now.
+
+    Where frequencies depend on how long a text is, they are those of the embedding's latest call, which the model
+    makes before any of its layers; all keys in the cache are rotated with them.
 
     Args:
-        rotary: the model's rotary embedding, called as transformers' models call it.
+        rotary: the model's rotary embedding, one of transformers'.
+
+    Attributes:
+        version: rises when the frequencies change.
     """
 
     def __init__(self, rotary: nn.Module) -> None:
+        self.version = 0
         self._rotary = rotary
         self._tables: tuple[Tensor, Tensor] | None = None
         self._latest: tuple[object, tuple[Tensor, Tensor]] | None = None
+        follow(rotary, self._change)
+
+    def _change(self, first: int) -> None:
+        self.version += 1
+        self._tables = self._latest = None
 
     def tables(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 ``[1, count, frequencies]``, of slots 0 … count − 1."""
         kept = self._tables
         if kept is None or kept[0].shape[1] < count or kept[0].device != device:
-            slots = torch.arange(max(256, 2 * count), device=device)[None]
+            # Not by calling the embedding, which would take so many slots for the length of a text.
+            own: Any = self._rotary
+            (inv_freq,) = frequencies(self._rotary)
             with torch.inference_mode(False), torch.no_grad():
-                kept = self._tables = self._rotary(torch.empty(1, dtype=torch.float32, device=device), slots)
+                slots = torch.arange(max(256, 2 * count), dtype=torch.float32, device=device)
+                angles = slots[None, :, None] * inv_freq.to(device=device, dtype=torch.float32)
+                scaling = float(own.attention_scaling)
+                kept = self._tables = angles.cos() * scaling, angles.sin() * scaling
         return kept[0][:, :count], kept[1][:, :count]
 
     def of_slot(self, slot: int, channels: Tensor, key: object, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,8 @@ def show_text(result: Evaluation, *, columns: tuple[str, str] = COLUMNS) -> None
         result: the evaluation.
         columns: headings for the model and for its reference.
     """
-    how = f"windows of {result.window}; {result.dtype}, {result.threads} thread{'s' * (result.threads != 1)}"
+    begin = f" that begin with {escape(' '.join(result.begin))}" if result.begin else ""
+    how = f"windows of {result.window}{begin}; {result.dtype}, {result.threads} thread{'s' * (result.threads != 1)}"
     cache = "" if result.cache is None else f"; the model's cache in {result.cache}"
     out.print(f"{result.tokens:,} tokens of {escape(result.text)}, {how}{cache}")
     table = _table("", result.against, columns)

@@ -99,7 +99,8 @@ def calibrate(
         first_enters(FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT)) as writer,
         refuse_unsolvable(checkpoint),
     ):
-        windows = recall_windows(open_windows(checkpoint, texts)[0], 0, checkpoint.spec)
+        ids, _, begin = open_windows(checkpoint, texts)
+        windows = recall_windows(ids, 0, checkpoint.spec, begin=begin)
         with computing_on(device):
             results = collect_statistics(checkpoint, windows.to(device), writer.work, run, progress)
         if process_index() == 0:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from headwise.attention.rope import change_note
 from headwise.checkpoints import Checkpoint, load_tokenizer
 from headwise.errors import ArgumentError, SpecError
 from headwise.evaluation import WINDOW, Evaluation, evaluate_windows, open_pair
@@ -17,14 +19,15 @@ from headwise.options import EVALUATION_WINDOWS
 from headwise.progress import Progress, silent
 from headwise.specs import ModelSpec
 from headwise.texts import (
+    begun,
     cut_windows,
+    first_ids,
     language_reference,
     overlap_note,
     read_source,
     refuse_twice,
     text_identity,
     token_ids,
-    token_windows,
     usual_window,
     windows_beyond,
 )
@@ -39,6 +42,12 @@ Exam = list[tuple[str, Tensor]]
 
 NOT_EVALUATED = "not evaluated"
 """The beginning of the note of a report that says why there is no evaluation."""
+
+FARTHEST = 8192
+"""The longest text that is read for what changes behind it."""
+
+BEYOND = 256
+"""Tokens that are read behind the length at which a model's rotary frequencies change."""
 
 EVALUATING = "perplexity"
 """The name of the stage in which an exam is scored, for progress."""
@@ -77,7 +86,8 @@ def choose_exam(
         calibrate: the calibration texts.
         calibrated_on: the `text_identity` of other texts that the result is calibrated on.
         window: tokens in each window; when None 2048, or the model's positions or the tokens of a single named text
-            if those are fewer.
+            if those are fewer. Where rotary frequencies change with the length of a text, so many that they do, if
+            the texts are as long.
         windows: the number of windows of each text; a shorter text has fewer. All when None.
 
     Raises:
@@ -88,16 +98,19 @@ def choose_exam(
     """
     refuse_unexamined(checkpoint.spec)
     positions = checkpoint.spec.max_position_embeddings
-    usual = usual_window(positions, WINDOW)
     if window is not None and not 2 <= window <= (positions or window):
         limit = "" if positions is None else f" and at most {positions}, by the model's positions"
         raise ArgumentError("window", window, f"must be at least 2{limit}")
-    width = window or usual
+    widths = _usual_widths(checkpoint.spec) if window is None else [window]
     tokenizer = load_tokenizer(checkpoint.path)
+    begin = first_ids(tokenizer)
+    if widths[-1] < 2 + len(begin):
+        raise ArgumentError("window", widths[-1], f"must be at least {2 + len(begin)}")
+    widths = [width - len(begin) for width in widths]  # of text alone
     calibration_texts = {*calibrated_on, *map(text_identity, calibrate.sources)}
     exam: Exam = []
     if named:
-        most = None if windows is None else width * windows
+        most = None if windows is None else widths[0] * windows
         characters = None if most is None else most * 32  # more to a token than any tokenizer's average
         texts = [read_source(text, characters=characters, name="evaluate") for text in named]
         refuse_twice(named, name="evaluate")
@@ -105,35 +118,65 @@ def choose_exam(
             if text_identity(text, name="evaluate") in calibration_texts:
                 raise ArgumentError("evaluate", str(text), "is calibrated or trained on; name another text, or none")
         ids = [token_ids(tokenizer, text, at_most=most) for text in texts]
+        shortest = min(map(len, ids))
+        width = next((width for width in widths if width <= shortest), widths[-1])
         if window is None and len(ids) == 1:
-            width = max(min(width, len(ids[0])), 2)
+            width = max(min(width, shortest), 2)
         exam = [
             (str(text), cut_windows(text_ids, window=width, windows=windows, name=f"evaluate {text}"))
             for text, text_ids in zip(named, ids, strict=True)
         ]
     elif calibrate:
-        exam = windows_beyond(
-            tokenizer,
-            calibrate.sources,
-            tokens=calibrate.tokens,
-            window=usual_window(positions, calibrate.widest),
-            width=width,
-            windows=windows,
-        )
+        taken = usual_window(positions, calibrate.widest, around=len(begin))
+        tokens = calibrate.text_tokens(taken, len(begin))
+        beyond = partial(windows_beyond, tokenizer, calibrate.sources, tokens=tokens, window=taken, windows=windows)
+        # The widest windows for which no more texts are too short than for the usual ones.
+        exam = max((beyond(width=width) for width in widths), key=len)
     if not exam:
         if calibration_texts & {hashlib.sha256(language_reference(part).encode()).hexdigest() for part in _PARTS}:
             rule = "must be named: all texts are calibrated on, and Python's language reference is one of them"
             raise ArgumentError("evaluate", None, rule)
-        exam = [(REFERENCE, token_windows(tokenizer, language_reference(), window=width, windows=windows))]
+        most = None if windows is None else widths[0] * windows
+        reference = token_ids(tokenizer, language_reference(), at_most=most)
+        exam = [(REFERENCE, cut_windows(reference, window=widths[0], windows=windows))]
+    exam = [(name, begun(batch, begin)) for name, batch in exam]
     refuse_unknown_tokens(checkpoint, *(batch for _, batch in exam))
     return exam
+
+
+def _usual_widths(spec: ModelSpec) -> list[int]:
+    """The tokens of a window where the user says nothing, the best number first."""
+    usual, change = usual_window(spec.max_position_embeddings, WINDOW), spec.changes_at
+    if change is None or not usual <= change <= FARTHEST:
+        return [usual]
+    # Positions limit no model whose frequencies are stretched from them on.
+    most = max(spec.max_position_embeddings or 0, change + BEYOND if change == spec.max_position_embeddings else 0)
+    return [min(change + BEYOND, most or change + BEYOND), usual]
+
+
+def window_notes(checkpoint: Checkpoint, exam: Exam) -> list[str]:
+    """Notes for the user about how windows of text begin, and about lengths at which the model changes.
+
+    Args:
+        checkpoint: the source.
+        exam: the windows that results are evaluated on; empty where there are none.
+    """
+    notes = []
+    if exam and (begin := first_ids(tokenizer := load_tokenizer(checkpoint.path))):
+        tokens = " ".join(tokenizer.convert_ids_to_tokens(begin))
+        notes.append(f"windows begin with `{tokens}`, as the tokenizer begins every text")
+    if (change := checkpoint.spec.changes_at) is not None:
+        notes.append(change_note(change))
+        if exam and (width := exam[0][1].shape[1]) <= change:
+            notes.append(f"evaluated on {width:,} tokens at a time, and not beyond {change:,}")
+    return notes
 
 
 def overlap_notes(checkpoint: Checkpoint, exam: Exam, calibrate: CalibrationTexts) -> list[str]:
     """A note for the user if more than 1 % of the evaluation text repeats calibration text; see `overlap_note`."""
     if not (exam and calibrate):
         return []
-    windows, _ = open_windows(checkpoint, calibrate)
+    windows = open_windows(checkpoint, calibrate).ids
     note = overlap_note([batch for _, batch in exam], [windows])
     return [] if note is None else [note]
 

@@ -13,7 +13,7 @@ import torch
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, open_checkpoint, run_identity
 from headwise.checkpoints.writer import MODEL
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
-from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, prove
+from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, prove, window_notes
 from headwise.conversion.estimate import estimate_stages
 from headwise.conversion.measured import measured_json
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
@@ -310,7 +310,8 @@ def _notes(prepared: _Prepared, written: WrittenFolder) -> list[str]:
     """The notes for the user and for the model card."""
     plan, is_proved = prepared.plan, prepared.options.evaluate is not False
     overlap = overlap_notes(plan.checkpoint, prepared.exam, prepared.texts) if is_proved and not plan.is_exact else []
-    return [*prepared.notes(written.tokens), *written.notes(in_nats="sensitivity" in plan.stages), *overlap]
+    windows = window_notes(plan.checkpoint, prepared.exam if is_proved else [])
+    return [*prepared.notes(written.tokens), *written.notes(in_nats="sensitivity" in plan.stages), *overlap, *windows]
 
 
 def _describe(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str], start: float) -> Conversion:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +25,7 @@ from headwise.progress import Progress, silent
 from headwise.texts.files import read_text
 from headwise.texts.identity import refuse_twice
 from headwise.texts.sources import named_texts
-from headwise.texts.windows import token_windows, usual_window
+from headwise.texts.windows import first_ids, token_windows, usual_window
 from headwise.type_checks import typed
 
 WINDOW = 2048
@@ -86,6 +87,7 @@ class Evaluation(Paired, compared=("perplexity", "cache_bytes_per_token", "decod
         against: the reference, as the user named it.
         text: the file, or several files joined by commas.
         window: tokens in each window.
+        begin: the tokens that each window begins with because the tokenizer begins every text so, such as ``<bos>``.
         windows: the number of windows.
         tokens: the number of scored predictions (a window's first token is not predicted).
         perplexity: exp of the mean negative log-likelihood.
@@ -107,6 +109,7 @@ class Evaluation(Paired, compared=("perplexity", "cache_bytes_per_token", "decod
     against: str | None
     text: str
     window: int
+    begin: tuple[str, ...] = ()
     windows: int
     tokens: int
     perplexity: float
@@ -133,9 +136,9 @@ def evaluate(
 
     For example ``evaluate("./mla", against="smollm2-135m", text="text.txt").perplexity_ratio``.
 
-    Perplexity is over windows from the beginning of each text that do not overlap and do not see each other;
-    ``windows=None`` takes all windows of a
-    text. Decoding is timed in turn for both models, one token at a time with a cache of ``context`` tokens.
+    Perplexity is over windows from the beginning of each text that do not overlap and do not see each other; each
+    begins as the tokenizer begins a text. ``windows=None`` takes all windows of a text. Decoding is timed in turn for
+    both models, one token at a time with a cache of ``context`` tokens.
 
     Args:
         model: a model folder, ``.gguf`` or other source with weights; or an open pair.
@@ -197,12 +200,21 @@ def evaluate_windows(
     if cache is not None or has_codes(pair.models["model"]):
         allocated = allocated_bytes(pair.models["model"], texts[0][1][0], cache)
         speed["model"] = replace(speed["model"], bytes_per_token=allocated)
-    about = {"window": texts[0][1].shape[1], "context": context}
+    about = {"window": texts[0][1].shape[1], "begin": _begin(pair, texts), "context": context}
     reference = None
     if "against" in speed:
         alone = [(name, {"nll": score["reference_nll"]}) for name, score in scores]
         reference = _evaluation(alone, speed["against"], about | pair.about("against"))
     return _evaluation(scores, speed["model"], about | pair.about() | {"cache": cache}, reference)
+
+
+def _begin(pair: Pair, texts: Sequence[tuple[str, Tensor]]) -> tuple[str, ...]:
+    """The tokens that the tokenizer puts before every text, if all windows begin with them."""
+    with suppress(CheckpointError):  # windows of tokens need no tokenizer
+        ids = first_ids(pair.tokenizer)
+        if ids and all(bool((batch[:, : len(ids)] == torch.tensor(ids)).all()) for _, batch in texts):
+            return tuple(pair.tokenizer.convert_ids_to_tokens(ids))
+    return ()
 
 
 def _scores(pair: Pair, texts: Sequence[tuple[str, Tensor]], progress: Progress, *, shared: bool) -> _Scores:

@@ -24,7 +24,7 @@ from headwise.evaluation.paired_results import Paired
 from headwise.options import PlantedOptions, takes_options
 from headwise.progress import Progress, silent
 from headwise.texts.files import read_text
-from headwise.texts.windows import ending_ids, first_ids, token_ids, token_windows
+from headwise.texts.windows import cut_windows, ending_ids, first_ids, token_ids
 from headwise.type_checks import typed
 
 FACT = "\nThe secret code{of} is {code}. Remember it.\n"
@@ -183,7 +183,10 @@ def evaluate_planted(
     context, trials = options.context, options.trials
     if pair.positions is not None and context > pair.positions:
         raise ArgumentError("context", context, f"must be at most {pair.positions}, by the models' positions")
-    stretches = token_windows(pair.tokenizer, content, window=context, windows=trials, name=f"text {options.text}")
+    if context < 2:
+        raise ArgumentError("context", context, "must be at least 2 tokens")
+    ids = token_ids(pair.tokenizer, content, at_most=context * trials)
+    stretches = cut_windows(ids, window=context, windows=trials, name=f"text {options.text}")
     with pair.caching(options.cache):
         check_vocabulary(pair.models, int(stretches.max()))
         answers = _answers(pair, stretches, options, progress)

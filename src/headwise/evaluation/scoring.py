@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headwise.caches.frequencies import changes_at
 from headwise.threads import side_by_side
 
 _WHOLE = 2048
@@ -30,7 +31,8 @@ def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
     window.
 
     A window of more than 2048 tokens is read in pieces through the cache, as a server does, so that its logits are
-    never all in memory.
+    never all in memory. Where rotary frequencies change with the length of a text, a cache holds keys of other
+    frequencies than the latest: such a window is read twice, up to the change and whole.
 
     Args:
         models: transformers models, under ``model`` and, where there is a reference, ``against``.
@@ -42,7 +44,8 @@ def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
     """
     rows: list[dict[str, Tensor]] = []
     targets = ids[1:]
-    generators = [_logits(model, ids) for model in models.values()]
+    change = min((length for length in map(changes_at, models.values()) if length is not None), default=None)
+    generators = [_logits(model, ids, change) for model in models.values()]
     on_cpu = all(model.device.type == "cpu" for model in models.values())
     each = side_by_side if on_cpu else map
     while len(targets):
@@ -54,9 +57,19 @@ def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
     return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
 
 
-def _logits(model: Any, ids: Tensor) -> Iterator[Tensor]:
-    """Yield the logits ``[·, V]`` of all tokens but the last, a piece at a time."""
+def _logits(model: Any, ids: Tensor, change: int | None) -> Iterator[Tensor]:
+    """Yield the logits ``[·, V]`` of all tokens but the last, a piece at a time.
+
+    Args:
+        model: a transformers model.
+        ids: ``[S]``.
+        change: the most tokens of a text with the usual rotary frequencies; None where none change.
+    """
     ids = ids.to(model.device)[None]
+    if change is not None and ids.shape[1] > change:
+        yield model(ids[:, :change], use_cache=False).logits[0]
+        yield model(ids, use_cache=False).logits[0, change:-1]
+        return
     if ids.shape[1] <= _WHOLE:
         yield model(ids, use_cache=False).logits[0, :-1]
         return

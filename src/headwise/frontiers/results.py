@@ -120,7 +120,7 @@ def _saved(document: dict[str, Any], file: Path) -> dict[str, Any]:
 
 def _held_out_loss(pair: Pair, setting: Setting) -> float:
     """Nats a token on calibration's held-out windows: the best variant must not be chosen on the evaluation text."""
-    windows, held_out = open_windows(setting.checkpoint, setting.calibrate)
+    windows, held_out, _ = open_windows(setting.checkpoint, setting.calibrate)
     losses = [score_window({"model": pair.models["model"]}, ids)["nll"] for ids in windows[-held_out:]]
     return float(torch.cat(losses).mean())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.checkpoints import open_checkpoint, versions
-from headwise.conversion.closing_evaluation import choose_exam, overlap_notes, refuse_unexamined
+from headwise.conversion.closing_evaluation import choose_exam, overlap_notes, refuse_unexamined, window_notes
 from headwise.disk import refuse_file, working_folder
 from headwise.errors import ArgumentError, HeadwiseError, StorageError
 from headwise.frontiers.candidate import Candidate
@@ -73,7 +73,7 @@ def frontier(
     refuse_unexamined(checkpoint.spec)
     candidates, notes = list_candidates(checkpoint, options.targets, methods=options.methods, dtype=dtype)
     exam = choose_exam(checkpoint, named, calibrate=texts, window=options.window, windows=options.windows)
-    notes += overlap_notes(checkpoint, exam, texts)
+    notes += [*overlap_notes(checkpoint, exam, texts), *window_notes(checkpoint, exam)]
     with _shared_work_folder(folder) as work:
         setting = Setting(
             checkpoint=checkpoint,

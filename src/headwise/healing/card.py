@@ -82,7 +82,8 @@ def _measured(report: Healing) -> Iterator[str]:
 
 
 def _caching(evaluation: Evaluation) -> str:
-    return f", in windows of {evaluation.window} tokens, in {evaluation.dtype}"
+    begin = f" that begin with {as_code(' '.join(evaluation.begin))}" if evaluation.begin else ""
+    return f", in windows of {evaluation.window} tokens{begin}, in {evaluation.dtype}"
 
 
 def _making(folder: Path, report: Healing) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from headwise.threads import WORKERS, side_by_side
 
 Part = TypeVar("Part")
-
-_REWRITTEN = ("longrope", "dynamic")
-"""Kinds of RoPE whose modules keep other frequencies from one call to the next, by the positions of the call."""
 
 
 def add_gradients(
@@ -61,12 +58,3 @@ def _add(sums: list[Tensor | None], more: Sequence[Tensor | None], parameters: S
     for index, (own, gradient, parameter) in enumerate(zip(sums, more, parameters, strict=True)):
         if gradient is not None:
             sums[index] = torch.empty_like(parameter).copy_(gradient) if own is None else own.add_(gradient)
-
-
-def rewrites_angles(model: Any) -> bool:
-    """Whether calls of a transformers model disturb each other, as its RoPE keeps what the last call needed."""
-    for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        if any(one in _REWRITTEN for one in (kind.values() if isinstance(kind, dict) else [kind])):
-            return True
-    return False

@@ -51,7 +51,7 @@ from headwise.quantization.files import FILE as CODES
 from headwise.texts import CalibrationTexts, named_texts, refuse_texts_within, text_identity
 from headwise.type_checks import typed
 
-TRAINING = 5
+TRAINING = 6
 """The number of the way of training, which rises when equal options come to train otherwise."""
 
 NOTHING_GAINED = (

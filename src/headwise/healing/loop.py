@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headwise.caches.frequencies import rotaries_by_length
 from headwise.conversion.calibration.windows import CalibrationWindows, plain_windows
 from headwise.errors import CheckpointError
 from headwise.healing.curriculum import FADED, FadingChannels
-from headwise.healing.gradients import add_gradients, rewrites_angles
+from headwise.healing.gradients import add_gradients
 from headwise.healing.objective import cross_entropy, divergence, divergence_from_top, hidden_error
 from headwise.healing.sharded import is_alone_on_cpu, settle, whole
 from headwise.healing.state import Progressed, TrainingState
@@ -167,7 +168,7 @@ class Loop:
     def _is_apart(self) -> bool:
         """Whether windows of a step are computed side by side."""
         models = [model for model in (self.model, self.teacher) if isinstance(model, nn.Module)]
-        return is_alone_on_cpu(self.model.device) and not any(map(rewrites_angles, models))
+        return is_alone_on_cpu(self.model.device) and not any(map(rotaries_by_length, models))
 
     def _schedule(self, step: int) -> float:
         """The part of the learning rate at a step: a linear warm-up, and then a cosine to 0."""

@@ -21,7 +21,7 @@ from headwise.specs import ModelSpec
 from headwise.texts import named_texts, refuse_twice
 from headwise.texts.calibration_texts import refuse_unknown_tokens
 from headwise.texts.calibration_windows import calibration_windows, hold_out
-from headwise.texts.windows import usual_window
+from headwise.texts.windows import begun, first_ids, usual_window
 
 WINDOW = 1024
 """The default number of tokens in a window."""
@@ -102,22 +102,24 @@ def open_windows(
     if options.window is not None and positions is not None and options.window > positions:
         whose = "model" if positions == known[0] else "teacher"
         raise ArgumentError("window", options.window, f"must be at most {positions}, the {whose}'s positions")
-    width = usual_window(positions, options.window or WINDOW)
-    wanted = step_count(options, width) * options.batch
     tokenizer = load_tokenizer(checkpoint.path)
+    begin = first_ids(tokenizer)
+    width = usual_window(positions, options.window or WINDOW, around=len(begin))  # of text alone
+    wanted = step_count(options, width + len(begin)) * options.batch
     read = (wanted + HELD) * width
     ids = calibration_windows(tokenizer, sources, tokens=read, window=width, name=name)
     if len(ids) < 2:
         rule = f"must be more than {width}, for one window to train on and one that is held out"
         raise ArgumentError(name, f"{ids.numel()} tokens", rule)
+    ids = begun(ids, begin)
     train, held_out = hold_out(ids, max(len(ids) // HELD, 2), sources=len(sources))
     train, held_out = torch.cat((train, held_out[HELD:])), held_out[:HELD]
     refuse_unknown_tokens(checkpoint, ids)
     width = ids.shape[1]
-    plain = windows = plain_windows(train)
+    plain = windows = plain_windows(train, begin=len(begin))
     if options.recall:  # a text's own tokens are no target where passages were made alike
         reached = replace(source, max_position_embeddings=positions)
-        windows = recall_windows(train, 0, reached, alike=options.objective == "distill")
+        windows = recall_windows(train, 0, reached, alike=options.objective == "distill", begin=len(begin))
     if (checkpoint.path / CODES).is_file():  # keys in codes are rotated by their slots, which know no gaps
         windows = replace(windows, positions=plain.positions)
     return HealingWindows(windows, held_out, options.batch, step_count(options, width), options.seed, read)

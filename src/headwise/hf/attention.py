@@ -284,8 +284,7 @@ class HostedLatentAttention(CodedAttention, MultiHeadLatentAttention):
     def set_code(self, code: TransformCode | None, slots: SlotRotation | None) -> None:
         """See `CodedAttention.set_code`."""
         super().set_code(code, slots)
-        tables = None if slots is None else slots.tables
-        self.reader = None if code is None else LatentReader(code, self.spec.kv_lora_rank, self.channels, tables)
+        self.reader = None if code is None else LatentReader(code, self.spec.kv_lora_rank, self.channels, slots)
 
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor]:
         return super()._states_to_cache(states, rotation if self.code is None else None)
@@ -331,8 +330,7 @@ class HostedGroupedAttention(CodedAttention, GroupedQueryAttention):
     def set_code(self, code: TransformCode | None, slots: SlotRotation | None) -> None:
         """See `CodedAttention.set_code`."""
         super().set_code(code, slots)
-        tables = None if slots is None else slots.tables
-        self.reader = None if code is None else HeadsReader(code, self.cache_shapes(), self.channels, tables)
+        self.reader = None if code is None else HeadsReader(code, self.cache_shapes(), self.channels, slots)
 
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
         if self.code is None:

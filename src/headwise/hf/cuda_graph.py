@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
+from headwise.caches.frequencies import rotaries_by_length
 from headwise.hf.attention import HostedAttention
 
 _WARM_UP = 3
@@ -50,16 +51,16 @@ class Recorded:
 
 
 def can_record(model: Any) -> bool:
-    """Whether a decoding step of a model can be recorded: transformers says so, and no layer is converted.
+    """Whether a decoding step of a model can be recorded: transformers says so, and no step waits for the GPU.
 
-    Converted layers read the length of the cache, which waits for the GPU.
+    Converted layers wait for it, to read the length of the cache, and so do frequencies that depend on the length.
 
     Args:
         model: a transformers model.
     """
-    return bool(model._can_compile_fullgraph) and not any(
-        isinstance(module, HostedAttention) for module in model.modules()
-    )
+    if not model._can_compile_fullgraph or rotaries_by_length(model):
+        return False
+    return not any(isinstance(module, HostedAttention) for module in model.modules())
 
 
 @torch.inference_mode()

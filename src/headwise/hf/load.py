@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import transformers
 from transformers import DynamicCache
 
+from headwise.attention.rope import warn_of_change
+from headwise.caches.frequencies import changes_at, follow, rotaries_by_length
 from headwise.checkpoints import (
     DTYPES,
     Checkpoint,
@@ -90,8 +93,22 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
     _check_cache(model)
     if not isinstance(checkpoint, GgufCheckpoint):
         set_codes(model, read_codes(checkpoint.path, checkpoint.spec.num_layers), checkpoint)
+    _follow_lengths(model)
     model = model.eval()
     return model if device is None else model.to(place)
+
+
+def _follow_lengths(model: Any) -> None:
+    """Make rotary frequencies a function of the present text, and warn where a cache cannot follow them."""
+    if (length := changes_at(model)) is not None:
+        for rotary in rotaries_by_length(model):
+            follow(rotary, partial(_warn_of_cached, length))
+
+
+def _warn_of_cached(length: int, first: int) -> None:
+    """Warn of new frequencies in a call whose first token has a position above 0, and so a cache."""
+    if first:
+        warn_of_change(length)
 
 
 def as_device(device: str | None) -> torch.device:

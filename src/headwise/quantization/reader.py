@@ -6,8 +6,7 @@ P rotary dims, F frequencies of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,25 +25,35 @@ _Layout = TypeVar("_Layout")
 _CPU = torch.device("cpu")
 
 
+class Slots(Protocol):
+    """The rotation of a cache's slots, whose frequencies may change.
+
+    Attributes:
+        version: rises when they do.
+    """
+
+    version: int
+
+    def tables(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 ``[1, count, F]``, of so many slots."""
+        ...
+
+
 class CodeReader(Generic[_Layout]):
     """What the readers of both mechanisms share.
 
     Args:
         code: of the layer.
         frequencies: each rotary pair's index among the model's frequencies.
-        tables: cos and sin, float32 ``[1, slots, F]``, of that many slots, on a device.
+        slots: how slots are rotated, where the layer has rotary dims.
     """
 
-    def __init__(
-        self,
-        code: TransformCode,
-        frequencies: list[int],
-        tables: Callable[[int, torch.device], tuple[Tensor, Tensor]] | None,
-    ) -> None:
-        self._code, self._tables = code, tables if frequencies else None
+    def __init__(self, code: TransformCode, frequencies: list[int], slots: Slots | None) -> None:
+        self._code, self._slots = code, slots if frequencies else None
         with torch.inference_mode(False):  # a tensor made in inference mode cannot be used elsewhere
             self._frequency = torch.tensor(frequencies, dtype=torch.int64)
         self._layout: _Layout | None = None
+        self._version = 0
 
     def _new_layout(self) -> _Layout | None:
         """How the kernel reads the code; None where it cannot."""
@@ -63,16 +72,21 @@ class CodeReader(Generic[_Layout]):
             return False
         if not are_plain(states, *stored, mask):
             return False
-        if self._layout is None:
+        if self._layout is None or self._is_outdated():
             with torch.inference_mode(False), torch.no_grad():
                 self._layout = self._new_layout()
         return self._layout is not None
 
+    def _is_outdated(self) -> bool:
+        """Whether slots are rotated otherwise than when this was asked last."""
+        version, self._version = self._version, 0 if self._slots is None else self._slots.version
+        return version != self._version
+
     def _turn(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """cos and sin ``[TURN, P/2]`` of the first slots, without the factor of a scaled rotary embedding."""
-        if self._tables is None:
+        if self._slots is None:
             return None
-        tables = self._tables(TURN, device)
+        tables = self._slots.tables(TURN, device)
         cos, sin = (table[0, :TURN, self._frequency.to(table.device)] for table in tables)
         return cos / cos[:1], sin / cos[:1]
 
@@ -83,10 +97,10 @@ class CodeReader(Generic[_Layout]):
         B, H, S, _ = query.shape
         T = stored[0].shape[2]
         mask = None if mask is None else as_bool_mask(mask, (B, H, S, T))
-        if self._tables is None:
+        if self._slots is None:
             none = torch.empty(1, 0, device=query.device)
             return mask, (none, none)
-        cos, sin = self._tables(T, query.device)
+        cos, sin = self._slots.tables(T, query.device)
         return mask, (cos[0], sin[0])
 
 
@@ -97,17 +111,11 @@ class LatentReader(CodeReader[CodedLayout]):
         code: of the layer.
         rank: R.
         frequencies: see `CodeReader`.
-        tables: see `CodeReader`.
+        slots: see `CodeReader`.
     """
 
-    def __init__(
-        self,
-        code: TransformCode,
-        rank: int,
-        frequencies: list[int],
-        tables: Callable[[int, torch.device], tuple[Tensor, Tensor]] | None,
-    ) -> None:
-        super().__init__(code, frequencies, tables)
+    def __init__(self, code: TransformCode, rank: int, frequencies: list[int], slots: Slots | None) -> None:
+        super().__init__(code, frequencies, slots)
         self._rank = rank
         self._on_gpu: LatentLayout | None = None
 
@@ -124,7 +132,8 @@ class LatentReader(CodeReader[CodedLayout]):
             or why_not_latents(states, stored, mask, self._rank) is not None
         ):
             return False
-        if self._on_gpu is None or self._on_gpu.ends.device != states.device:
+        is_elsewhere = self._on_gpu is None or self._on_gpu.ends.device != states.device
+        if self._is_outdated() or is_elsewhere:
             with torch.inference_mode(False), torch.no_grad():
                 frequency = self._frequency.to(states.device)
                 self._on_gpu = latent_layout(self._code, self._rank, self._turn(states.device), frequency)
@@ -171,7 +180,7 @@ class HeadsReader(CodeReader[HeadsLayout]):
         code: of the layer.
         shapes: ``(K, D)`` of the keys and ``(K, V)`` of the values.
         frequencies: see `CodeReader`.
-        tables: see `CodeReader`.
+        slots: see `CodeReader`.
     """
 
     def __init__(
@@ -179,9 +188,9 @@ class HeadsReader(CodeReader[HeadsLayout]):
         code: TransformCode,
         shapes: tuple[tuple[int, int], ...],
         frequencies: list[int],
-        tables: Callable[[int, torch.device], tuple[Tensor, Tensor]] | None,
+        slots: Slots | None,
     ) -> None:
-        super().__init__(code, frequencies, tables)
+        super().__init__(code, frequencies, slots)
         self._shapes = shapes
 
     def _new_layout(self) -> HeadsLayout | None:

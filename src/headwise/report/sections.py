@@ -129,8 +129,10 @@ def _evaluation(document: Mapping[str, Any]) -> Iterable[Section]:
         )
         for text in document["texts"]
     ]
+    begin = " that begin with " + " ".join(document["begin"]) if document.get("begin") else ""
     notes = [
-        f"{document['tokens']:,} tokens in windows of {document['window']:,}, {document['dtype']}; KL in nats.",
+        f"{document['tokens']:,} tokens in windows of {document['window']:,}{begin}, {document['dtype']};"
+        " KL in nats.",
         f"Cache: {_number(document['cache_bytes_per_token'], ',.0f')} bytes a token"
         f" (the reference's {_number(document.get('reference_cache_bytes_per_token'), ',.0f')}); decoding at"
         f" {document['context']:,} tokens: {_number(document['decode_ms'], ',.1f')} ms a token"

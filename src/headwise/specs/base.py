@@ -59,6 +59,17 @@ class RopeSpec:
         # Sorted, so that equal embeddings compare equal.
         object.__setattr__(self, "parameters", tuple(sorted(self.parameters, key=lambda pair: pair[0])))
 
+    @property
+    def changes_at(self) -> int | None:
+        """The most tokens of a text with these frequencies; None where they are the same for all lengths."""
+        if self.rope_type == "dynamic":
+            return self.max_position_embeddings
+        numbers = dict(self.parameters)
+        if self.rope_type != "longrope" or numbers.get("short_factor") == numbers.get("long_factor"):
+            return None
+        length = numbers.get("original_max_position_embeddings")
+        return None if length is None else int(length)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:

@@ -81,6 +81,12 @@ class ModelSpec:
         return len(self.layers)
 
     @property
+    def changes_at(self) -> int | None:
+        """The most tokens of a text with the usual rotary frequencies; None where all texts have the same."""
+        lengths = [layer.rope.changes_at for layer in self.layers if layer.rope is not None]
+        return min((length for length in lengths if length is not None), default=None)
+
+    @property
     def mechanism(self) -> str:
         """The mechanism of all layers, or ``mixed`` where they differ."""
         names = {layer.mechanism for layer in self.layers}

@@ -16,6 +16,7 @@ from headwise.texts.reference import write_reference_texts
 from headwise.texts.sample import Sample, sample
 from headwise.texts.sources import named_texts, read_source, refuse_texts_within
 from headwise.texts.windows import (
+    begun,
     cut_windows,
     ending_ids,
     first_ids,
@@ -29,6 +30,7 @@ __all__ = [
     "NO_TEXTS",
     "CalibrationTexts",
     "Sample",
+    "begun",
     "calibration_windows",
     "check_texts",
     "cut_windows",

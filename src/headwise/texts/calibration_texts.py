@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from headwise.options import CalibrationOptions
 from headwise.texts.calibration_windows import calibration_windows, hold_out
 from headwise.texts.identity import refuse_twice, text_identity
 from headwise.texts.sources import named_texts, read_source
-from headwise.texts.windows import usual_window, wrapping_ids
+from headwise.texts.windows import begun, usual_window, wrapping_ids
 
 TOKENS = 16_384
 """The default number of calibration tokens."""
@@ -31,9 +31,9 @@ ones have what a model looks up far back, without which contexts of thousands of
 STEP = 128
 """Windows have a multiple of so many tokens."""
 
-WINDOWS = 3
-"""The kind of windows that conversions make of a text, which a killed run goes on with: 3, some repeat passages, and
-one is of tokens that begin a text."""
+WINDOWS = 4
+"""The kind of windows that conversions make of a text, which a killed run goes on with: 4, they begin as the model's
+tokenizer begins a text, some repeat passages, and one is of tokens that begin a text."""
 
 HELD_EVERY = 8
 """One window in so many is held out."""
@@ -65,6 +65,10 @@ class CalibrationTexts:
         """The most tokens that a window has."""
         return self.window or min(max(self.tokens // ENOUGH // STEP * STEP, NARROWEST), WIDEST)
 
+    def text_tokens(self, window: int, begin: int) -> int:
+        """How many of the tokens are text, of windows of ``window`` tokens of text behind ``begin`` others."""
+        return self.tokens * window // (window + begin)
+
     def identity(self) -> dict[str, Any]:
         """JSON-able values that tell these texts from others, whatever their files are called.
 
@@ -81,19 +85,32 @@ class CalibrationTexts:
 NO_TEXTS = CalibrationTexts()
 
 
-def open_windows(checkpoint: Checkpoint, texts: CalibrationTexts) -> tuple[Tensor, int]:
+class TextWindows(NamedTuple):
+    """Windows of calibration texts.
+
+    For example ``TextWindows(torch.arange(8).view(2, 4), held_out=1)``.
+
+    Attributes:
+        ids: ``[N, W]``, token ids.
+        held_out: the number of held-out windows at the end.
+        begin: how many of the first tokens of each window are those that a decoder's tokenizer puts before any text.
+    """
+
+    ids: Tensor
+    held_out: int
+    begin: int = 0
+
+
+def open_windows(checkpoint: Checkpoint, texts: CalibrationTexts) -> TextWindows:
     """Cut the calibration windows from texts; the held-out windows are the last ones.
 
-    For example ``windows, held_out = open_windows(open_checkpoint("./model"), CalibrationTexts(("text.txt",)))``.
+    For example ``open_windows(open_checkpoint("./model"), CalibrationTexts(("text.txt",))).ids``.
 
-    An encoder's windows include the tokens that its tokenizer puts around a text.
+    Windows begin as the model's tokenizer begins a text; an encoder's also end so.
 
     Args:
         checkpoint: the model to calibrate.
         texts: the calibration texts.
-
-    Returns:
-        Windows ``[N, W]`` of token ids, and the number of held-out windows at the end.
 
     Raises:
         ArgumentError: a text cannot be read or is too short, or has tokens outside the model's vocabulary; or the
@@ -103,24 +120,27 @@ def open_windows(checkpoint: Checkpoint, texts: CalibrationTexts) -> tuple[Tenso
     if texts.window is not None and positions is not None and texts.window > positions:
         raise ArgumentError("calibration_window", texts.window, f"must be at most {positions}, the model's positions")
     tokenizer = load_tokenizer(checkpoint.path)
-    before, after, most = list[int](), list[int](), texts.widest
-    if not checkpoint.spec.is_causal:
-        # An encoder always reads text with these tokens around it, and attends to them more than to most words.
-        before, after = wrapping_ids(tokenizer)
+    # Models always read text with these tokens around it, and attend to them more than to most words.
+    (before, after), most = wrapping_ids(tokenizer), texts.widest
+    if checkpoint.spec.is_causal:
+        after = []  # a text goes on behind a window
+    else:
         most = min(most, max_length(checkpoint.path) or most)
     window = usual_window(positions, most, around=len(before) + len(after))
-    windows = calibration_windows(tokenizer, texts.sources, tokens=texts.tokens, window=window)
+    begin = len(before) if checkpoint.spec.is_causal else 0
+    tokens = texts.text_tokens(window, begin)
+    windows = calibration_windows(tokenizer, texts.sources, tokens=tokens, window=window)
     if len(windows) == 1:
         half = windows.shape[1] // 2
         if half < 2:
             raise ArgumentError("calibrate", f"{windows.numel()} tokens", "must be at least 4 tokens")
         windows = windows[:, : 2 * half].reshape(2, half)
-    first, last = (torch.tensor(ids, dtype=windows.dtype).expand(len(windows), -1) for ids in (before, after))
-    windows = torch.cat((first, windows, last), dim=1)
+    last = torch.tensor(after, dtype=windows.dtype).expand(len(windows), -1)
+    windows = torch.cat((begun(windows, before), last), dim=1)
     rest, held_out = hold_out(windows, HELD_EVERY, sources=len(texts.sources))
     windows = torch.cat((rest, held_out))
     refuse_unknown_tokens(checkpoint, windows)
-    return windows, len(held_out)
+    return TextWindows(windows, len(held_out), begin)
 
 
 def check_texts(

@@ -25,7 +25,7 @@ _RESERVE = 8
 def calibration_windows(
     tokenizer: Any, sources: Sequence[str | Path], *, tokens: int, window: int, name: str = "calibrate"
 ) -> Tensor:
-    """Cut windows ``[N, window]`` from a mixture of texts: an equal share of each, in turn.
+    """Cut windows ``[N, window]`` of nothing but text from a mixture of texts: an equal share of each, in turn.
 
     For example ``calibration_windows(tokenizer, ["text.txt", "other.txt"], tokens=4096, window=512)``.
 

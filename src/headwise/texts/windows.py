@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,25 +16,27 @@ from headwise.options import at_least
 def token_windows(
     tokenizer: Any, text: str, *, window: int, windows: int | None = None, name: str = "text"
 ) -> Tensor:
-    """Tokenise a text into consecutive windows ``[windows, window]`` without overlap or added special tokens.
+    """Tokenise a text into consecutive windows ``[windows, window]`` without overlap.
 
-    For example ``token_windows(tokenizer, read_text("text.txt"), window=512)``.
+    Each begins as the tokenizer begins a text, with a BOS token or without; other special tokens are not added. For
+    example ``token_windows(tokenizer, read_text("text.txt"), window=512)``.
 
     Args:
         tokenizer: of transformers.
         text: to tokenise; a last part shorter than a window is left out.
-        window: tokens in each window.
+        window: tokens in each window, those that begin it included.
         windows: the most windows; all when None.
         name: of the text in errors.
 
     Raises:
         ArgumentError: window or windows is not positive, or the text is shorter than one window.
     """
-    if window < 2:
-        raise ArgumentError("window", window, "must be at least 2 tokens")
+    begin = first_ids(tokenizer)
+    if window < 2 + len(begin):
+        raise ArgumentError("window", window, f"must be at least {2 + len(begin)} tokens")
     at_least(1).check("windows", windows)
     ids = token_ids(tokenizer, text, at_most=None if windows is None else window * windows)
-    return cut_windows(ids, window=window, windows=windows, name=name)
+    return begun(cut_windows(ids, window=window - len(begin), windows=windows, name=name), begin)
 
 
 def token_ids(tokenizer: Any, text: str, *, at_most: int | None = None) -> list[int]:
@@ -71,6 +74,18 @@ def cut_windows(ids: list[int], *, window: int, windows: int | None = None, name
     return torch.tensor(ids[: count * window]).view(count, window)
 
 
+def begun(windows: Tensor, begin: Sequence[int]) -> Tensor:
+    """Windows ``[n, W]`` of a text, each behind the tokens that begin a text.
+
+    For example ``begun(torch.tensor([[5, 6], [7, 8]]), [1]).tolist()`` is ``[[1, 5, 6], [1, 7, 8]]``.
+
+    Args:
+        windows: of token ids.
+        begin: the tokens; see `first_ids`.
+    """
+    return torch.cat((torch.tensor(begin, dtype=windows.dtype).expand(len(windows), -1), windows), 1)
+
+
 def usual_window(positions: int | None, most: int, *, around: int = 0) -> int:
     """The default number of a text's tokens in a window: ``most``, or the model's positions if these are fewer.
 
@@ -90,12 +105,11 @@ def usual_window(positions: int | None, most: int, *, around: int = 0) -> int:
 
 
 def first_ids(tokenizer: Any) -> list[int]:
-    """The token that a tokenizer puts before any text, as a list; empty if it puts none.
+    """The tokens that a tokenizer puts before any text, such as a BOS token; empty if it puts none.
 
     For example ``first_ids(tokenizer)``.
     """
-    ids: list[int] = tokenize(tokenizer, "")["input_ids"]
-    return [token for token in ids[:1] if token == tokenizer.bos_token_id]
+    return wrapping_ids(tokenizer)[0]
 
 
 def wrapping_ids(tokenizer: Any) -> tuple[list[int], list[int]]:

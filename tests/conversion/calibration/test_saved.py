@@ -121,7 +121,9 @@ def test_it_is_the_conversion_on_the_text_with_every_stage_left_out(
     convert(source, tmp_path / "on-text", calibrate=text, calibration_tokens=512, without=without, **options)
     # Calibrated on no more than those windows, in their order.
     original = calibrate.open_windows
-    monkeypatch.setattr(calibrate, "open_windows", lambda *args: (original(*args)[0][: -original(*args)[1]], 0))
+    monkeypatch.setattr(
+        calibrate, "open_windows", lambda *args: (original(*args).ids[: -original(*args).held_out], 0, 0)
+    )
     headwise.calibrate(source, tmp_path / "fewer", calibrate=text, calibration_tokens=512)
     convert(source, tmp_path / "out", statistics=tmp_path / "fewer", **options)
     expected, actual = (load_file(tmp_path / name / "model.safetensors") for name in ("on-text", "out"))

@@ -18,6 +18,7 @@ from headwise.conversion.solvers.layer import rotation_tables
 from headwise.conversion.solvers.refit import OUTLIER, Cost, OutputRefit
 from headwise.hf import LayerwiseModel
 from headwise.specs import GroupedSpec
+from headwise.texts.windows import begun
 from tests.conversion.calibration.test_text import MODELS, ids, opened
 from tests.real_models import save_tiny
 
@@ -39,11 +40,11 @@ def test_a_few_tokens_begin_several_texts() -> None:
 
 
 def test_one_in_four_is_the_token_before_any_text() -> None:
-    windows = plain_windows(ids(4, 30), 1)
-    starts = start_ids(windows, 1)
-    assert (starts == 1).tolist() == [at % 4 == 0 for at in range(30)]
+    windows = begun(ids(4, 29) + 2, [1])
+    starts, without = (start_ids(plain_windows(windows, 1, begin)) for begin in (1, 0))
     others = torch.arange(30) % 4 != 0
-    assert torch.equal(starts[others], start_ids(windows)[others])
+    assert bool((starts[~others] == 1).all())
+    assert torch.equal(starts[others], without[others])
 
 
 @pytest.mark.parametrize("name", MODELS)

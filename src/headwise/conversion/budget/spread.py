@@ -180,7 +180,9 @@ def _trial(trials: LayerTrials, pieces: Tensor) -> Trial:
     model = trials.calibrator.model
     if trials.plan.spends_bytes:
         return Trial(model, pieces)
-    repeating = repeating_pieces(pieces) if "recall" in trials.plan.stages else pieces[:0]
+    repeating = (
+        repeating_pieces(pieces, trials.calibrator.windows.begin) if "recall" in trials.plan.stages else pieces[:0]
+    )
     weights = torch.tensor([1.0] * len(pieces) + [RECALL_WEIGHT] * len(repeating))
     return Trial(model, torch.cat([pieces, repeating]), weights, rows=TOKENS)
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import Checkpoint, dtype_name, model_identity, versions
+from headwise.checkpoints import Checkpoint, dtype_name, load_tokenizer, model_identity, versions
 from headwise.conversion.calibration.base import Calibrator
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.methods import Evidence
@@ -35,7 +35,7 @@ from headwise.conversion.storage.layers import LOST, LayerFiles
 from headwise.disk import sync
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.progress import Progress, silent
-from headwise.texts import text_identity
+from headwise.texts import first_ids, text_identity
 
 ABOUT = "statistics.json"
 FORMAT = 2
@@ -155,6 +155,7 @@ def write_statistics(
         "texts": [_about_text(text) for text in texts],
         "tokens": windows.tokens,
         "window": windows.width,
+        "begin": windows.ids[0, : windows.begin].tolist(),
         "distances": distances,
         "versions": versions(),
         "layers": [results.checksum(index) for index in range(checkpoint.spec.num_layers)],
@@ -182,7 +183,7 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
         about = json.loads(text)
         version, model, sums = about["format"], about["model"], about["layers"]
         distances = about.get("distances")  # absent in another format
-        tokens, window = about["tokens"], about["window"]
+        tokens, window, begin = about["tokens"], about["window"], about.get("begin", [])
         texts = tuple(str(text["name"]) for text in about["texts"])
         identities = frozenset(str(text.get("sha256", text["name"])) for text in about["texts"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -201,6 +202,7 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
         raise CheckpointError(_FIELD, str(folder), f"has {count} layers, and {checkpoint.path} has {layers}")
     if model != _model(checkpoint):
         raise CheckpointError(_FIELD, str(folder), f"is of another model than {checkpoint.path}")
+    _check_begin(begin, folder, checkpoint)
     calibrator = SavedCalibrator(folder, tokens, window, hashlib.sha256(text.encode()).hexdigest(), texts, identities)
     results = LayerFiles(folder)
     for index, layer in enumerate(checkpoint.spec.layers):
@@ -214,6 +216,22 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
             raise CheckpointError(_FIELD, str(results.file(index)), f"is not the layer that {ABOUT} names")
     progress("checking statistics", layers, layers)
     return calibrator
+
+
+def _check_begin(begin: object, folder: Path, checkpoint: Checkpoint) -> None:
+    """Refuse statistics of texts that began otherwise than the model's tokenizer begins one.
+
+    Raises:
+        CheckpointError: they did.
+    """
+    try:
+        tokenizer = load_tokenizer(checkpoint.path)
+    except CheckpointError:  # statistics need none
+        return
+    now = first_ids(tokenizer) if checkpoint.spec.is_causal else []
+    if begin != now:
+        rule = f"is of windows that begin with tokens {begin}, and the tokenizer begins a text with {now}"
+        raise CheckpointError(_FIELD, str(folder), f"{rule}; calibrate again")
 
 
 def _model(checkpoint: Checkpoint) -> dict[str, Any]:

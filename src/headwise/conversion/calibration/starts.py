@@ -30,20 +30,19 @@ _BOS_EVERY = 4
 """One first token in so many is the one that the tokenizer puts before any text, if it puts one."""
 
 
-def start_ids(windows: CalibrationWindows, before: int | None = None) -> Tensor:
+def start_ids(windows: CalibrationWindows) -> Tensor:
     """W token ids that begin a text each: of the text's different tokens, drawn at random, and one before any text.
 
-    For example ``start_ids(windows, tokenizer.bos_token_id)``.
+    For example ``start_ids(plain_windows(torch.arange(8)[None]))``.
 
     Args:
         windows: the windows of a text.
-        before: the token that the tokenizer puts before any text; None if it puts none.
     """
     found: Tensor = torch.unique(windows.trained.ids)
     drawn = found[torch.randperm(len(found), generator=torch.Generator().manual_seed(0))]
     ids = drawn[torch.arange(windows.width) % len(drawn)]
-    if before is not None:
-        ids[::_BOS_EVERY] = before
+    if windows.begin:
+        ids[::_BOS_EVERY] = windows.ids[0, 0]
     return ids
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from headwise.checkpoints import Checkpoint, load_tokenizer
 from headwise.conversion.calibration.base import Calibrator, Refined
 from headwise.conversion.calibration.candidate_layer import Candidate, TrainingWindows, descend
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
@@ -48,7 +47,7 @@ from headwise.processes import all_sum, barrier, my_windows, process_index
 from headwise.progress import Progress, silent
 from headwise.quantization import SINKS
 from headwise.specs import GroupedSpec
-from headwise.texts import CalibrationTexts, first_ids, open_windows
+from headwise.texts import CalibrationTexts, open_windows
 from headwise.threads import side_by_side
 
 STEPS = 5
@@ -421,21 +420,16 @@ def open_calibration(plan: ConversionPlan, texts: CalibrationTexts) -> Calibrati
         ArgumentError: see `open_windows`; or the texts are too short to design codes on.
     """
     with computing_on(CPU):  # where text is cut
-        ids, held = open_windows(plan.checkpoint, texts)
-        windows = recall_windows(ids, held, plan.before) if "recall" in plan.stages else plain_windows(ids, held)
+        ids, held, begin = open_windows(plan.checkpoint, texts)
+        windows = plain_windows(ids, held, begin)
+        if "recall" in plan.stages:
+            windows = recall_windows(ids, held, plan.before, begin=begin)
         if "starts" in plan.stages:
-            windows = replace(windows, starts=start_ids(windows, _first_id(plan.checkpoint)))
+            windows = replace(windows, starts=start_ids(windows))
     if plan.token_bytes is not None and windows.width <= SINKS:
         rule = f"are too few to design a code on, which needs two windows of more than {SINKS} tokens"
         raise ArgumentError("calibrate", f"{windows.tokens} tokens", rule)
     return windows.to(plan.device)
-
-
-def _first_id(checkpoint: Checkpoint) -> int | None:
-    """The token that a model's tokenizer puts before any text; None if it puts none, or one without an embedding."""
-    vocabulary = checkpoint.config.get("vocab_size")
-    known = (token for token in first_ids(load_tokenizer(checkpoint.path)) if not vocabulary or token < vocabulary)
-    return next(known, None)
 
 
 def descent_steps(windows: CalibrationWindows) -> int:

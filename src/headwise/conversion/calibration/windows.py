@@ -51,6 +51,7 @@ class CalibrationWindows:
         held: the number of windows at the end that decide between solutions and are not trained on.
         starts: ``[W]``, token ids that begin a text each; None where none are calibrated on. They go through the
             model as one more window, which is the last.
+        begin: how many of the first tokens of each window are those that the tokenizer puts before any text.
     """
 
     ids: Tensor
@@ -58,6 +59,7 @@ class CalibrationWindows:
     repeats: Tensor
     held: int = 0
     starts: Tensor | None = None
+    begin: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -79,13 +81,13 @@ class CalibrationWindows:
 
     def __getitem__(self, which: slice | Tensor) -> CalibrationWindows:
         """Some of the windows, of which none counts as held out."""
-        return CalibrationWindows(self.ids[which], self.positions[which], self.repeats[which])
+        return CalibrationWindows(self.ids[which], self.positions[which], self.repeats[which], begin=self.begin)
 
     def to(self, device: torch.device) -> CalibrationWindows:
         """The windows on a device."""
         ids, positions, repeats = (tensor.to(device) for tensor in (self.ids, self.positions, self.repeats))
         starts = None if self.starts is None else self.starts.to(device)
-        return CalibrationWindows(ids, positions, repeats, self.held, starts)
+        return CalibrationWindows(ids, positions, repeats, self.held, starts, self.begin)
 
     @property
     def rows(self) -> int:
@@ -124,13 +126,16 @@ class CalibrationWindows:
         return rotation_tables(layer, seen_positions(layer, self.positions[window]))
 
 
-def plain_windows(ids: Tensor, held: int = 0) -> CalibrationWindows:
-    """Windows ``[N, W]`` of text whose tokens stand at positions 0 … W − 1."""
+def plain_windows(ids: Tensor, held: int = 0, begin: int = 0) -> CalibrationWindows:
+    """Windows ``[N, W]`` of text whose tokens stand at positions 0 … W − 1; see `CalibrationWindows`."""
     count, width = ids.shape
-    return CalibrationWindows(ids, torch.arange(width).repeat(count, 1), torch.zeros(count, dtype=torch.bool), held)
+    positions, repeats = torch.arange(width).repeat(count, 1), torch.zeros(count, dtype=torch.bool)
+    return CalibrationWindows(ids, positions, repeats, held, begin=begin)
 
 
-def recall_windows(ids: Tensor, held: int, model: ModelSpec, *, alike: bool = False) -> CalibrationWindows:
+def recall_windows(
+    ids: Tensor, held: int, model: ModelSpec, *, alike: bool = False, begin: int = 0
+) -> CalibrationWindows:
     """Make one window in `EVERY` repeat passages of itself from far behind; an encoder's stay as they are.
 
     Where passages are alike, each `ALIKE` of them begin with the same tokens but for two: whoever goes on as one of
@@ -143,24 +148,26 @@ def recall_windows(ids: Tensor, held: int, model: ModelSpec, *, alike: bool = Fa
         held: the number of windows at the end that are held out.
         model: the source. Its RoPE and number of positions say how far behind passages can be.
         alike: whether passages begin alike. They are of `_ALIKE_TOKENS` tokens then.
+        begin: see `CalibrationWindows`; passages are text.
     """
-    windows = plain_windows(ids.clone(), held)
+    windows = plain_windows(ids.clone(), held, begin)
     half = windows.width // 2
-    alike = alike and half >= ALIKE * _ALIKE_TOKENS
-    passage = _ALIKE_TOKENS if alike else half // PASSAGES
-    count = half // passage if alike else PASSAGES
+    text = half - begin
+    alike = alike and text >= ALIKE * _ALIKE_TOKENS
+    passage = _ALIKE_TOKENS if alike else text // PASSAGES
+    count = text // passage if alike else PASSAGES
     if passage < 2 or not model.is_causal:
         return windows
     generator = torch.Generator().manual_seed(0)
     train = windows.train
     for window in [*range(FIRST, train, EVERY), *range(train + FIRST_HELD, len(ids), EVERY)]:
-        _repeat(windows.ids[window], passage, count, generator, alike=alike)
+        _repeat(windows.ids[window], passage, count, generator, alike=alike, begin=begin)
         windows.repeats[window] = True
         windows.positions[window, half:] += _gap(model, windows.width, float(torch.rand((), generator=generator)))
     return windows
 
 
-def repeating_pieces(ids: Tensor) -> Tensor:
+def repeating_pieces(ids: Tensor, begin: int = 0) -> Tensor:
     """Pieces of text whose second half repeats passages of the first half that begin alike, in another order.
 
     They stand at the positions of any text. For example ``repeating_pieces(torch.arange(512)[None]).shape`` is
@@ -168,20 +175,21 @@ def repeating_pieces(ids: Tensor) -> Tensor:
 
     Args:
         ids: ``[N, T]``, of a text. Where T is too short for `ALIKE` passages twice, the result is ``[0, T]``.
+        begin: see `CalibrationWindows`; passages are text.
     """
-    count = ids.shape[1] // 2 // _SHORT_TOKENS
+    count = (ids.shape[1] // 2 - begin) // _SHORT_TOKENS
     if count < ALIKE:
         return ids[:0]
     pieces, generator = ids.clone(), torch.Generator().manual_seed(0)
     for piece in pieces:
-        _repeat(piece, _SHORT_TOKENS, count, generator, alike=True)
+        _repeat(piece, _SHORT_TOKENS, count, generator, alike=True, begin=begin)
     return pieces
 
 
-def _repeat(window: Tensor, passage: int, count: int, generator: torch.Generator, *, alike: bool) -> None:
+def _repeat(window: Tensor, passage: int, count: int, generator: torch.Generator, *, alike: bool, begin: int) -> None:
     """Let the second half of a window ``[W]`` repeat its first passages, in another order."""
     half = len(window) // 2
-    passages = window[: passage * count].view(count, passage)
+    passages = window[begin : begin + passage * count].view(count, passage)
     if alike:
         _make_alike(passages)
     order = torch.randperm(count, generator=generator, device=generator.device)  # drawn on the CPU, for all devices
