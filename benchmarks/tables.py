@@ -353,6 +353,20 @@ def formats(document: Document) -> str:
     return table(["`--cache`", "bytes", *names, "KL (nats)"], lines)
 
 
+def beginnings(document: Document) -> str:
+    """The table of perplexities with and without the BOS token, and of what int4 loses by each."""
+    lines = [
+        [
+            f"{Path(row['model']).stem}, {_text_name(row['text'])}",
+            *(_number(row[kind]["None"]["perplexity"]) for kind in ("without", "with")),
+            *(_ratio(row[kind]["int4"]["perplexity_ratio"]) for kind in ("without", "with")),
+        ]
+        for row in document["rows"].values()
+    ]
+    head = ["model, text", "without, as before", "with", "int4: ratio without, as before", "…, with"]
+    return table(head, lines)
+
+
 def frontier(results: Path) -> str:
     """The table of budgets: headwise's conversion, and the best format and published method of no more bytes."""
     own, plain, published = joined.samples(results), joined.formats(results), joined.published(results)
@@ -521,6 +535,7 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "budgets-recall": ("budgets-recall.json", budgets),
     "rivals": ("rivals.json", rivals),
     "formats": ("formats.json", formats),
+    "beginnings": ("beginnings.json", beginnings),
     "samples": ("samples.json", samples),
     "advised": ("advised.json", advised),
     "engines": ("engines.json", engines),
@@ -621,7 +636,7 @@ def _texts(document: Document) -> list[str]:
 
 
 def _text_name(path: str) -> str:
-    names = {"wikitext-2.test": "WikiText-2", "wikitext-2.valid": "WikiText-2 valid"}
+    names = {"wikitext-2.test": "WikiText-2", "wikitext-test": "WikiText-2", "wikitext-2.valid": "WikiText-2 valid"}
     stem = Path(path).stem
     return names.get(stem, stem.capitalize())
 
