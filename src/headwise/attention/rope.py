@@ -163,7 +163,7 @@ def _frequencies(spec: RopeSpec, length: int | None) -> tuple[tuple[float, ...],
     }
     try:
         frequencies, scaling = ROPE_INIT_FUNCTIONS[spec.rope_type](config, torch.device("cpu"), seq_len=length)
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ArithmeticError, ValueError, RuntimeError) as error:
         raise SpecError(
             "rope parameters", dict(spec.parameters), f"do not make a {spec.rope_type}: {error!r}"
         ) from None

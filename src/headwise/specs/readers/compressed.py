@@ -85,22 +85,28 @@ def _layer_types(config: Config, rates: dict[str, int]) -> list[str]:
 
 
 def _rope(config: Config, head_dim: int, kind: str) -> RopeSpec:
-    nested = config.get("rope_parameters")
-    if isinstance(nested, dict) and isinstance(nested.get(kind), dict):
-        return read_rope(config, head_dim, interleaved=True, layer_type=kind)
+    """The embedding of layers with entries (``compress``) or without (``main``), which the file may have in two
+    objects of these names; otherwise it has one, for layers with entries."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise SpecError("rope_parameters", given, "must be a JSON object")
     rotated = optional_integer(config, "qk_rope_head_dim")
-    fraction = 1 / 8 if rotated is None else rotated / head_dim
-    if kind == "compress":
-        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if not isinstance(scaling, Mapping):
-            raise SpecError("rope_parameters", scaling, "must be a JSON object")
-        # Layers with entries have a base of their own beside whatever scaling there is.
-        scaling = {key: value for key, value in scaling.items() if key != "rope_theta"}
-        theta = config.get("compress_rope_theta", 160000.0)
-        config = {**config, "rope_parameters": scaling, "rope_theta": theta}
+    part = config.get("partial_rotary_factor") or (1 / 8 if rotated is None else rotated / head_dim)
+    if isinstance(given.get("main"), Mapping) and isinstance(given.get("compress"), Mapping):
+        own = {**given[kind]}
+        if own.get("partial_rotary_factor") is None:
+            raise SpecError(f"rope_parameters.{kind}.partial_rotary_factor", None, "is required in config.json")
+    elif kind == "main":
+        own = {"rope_theta": config.get("rope_theta", 10000.0), "partial_rotary_factor": part}
     else:
-        config = {**config, "rope_parameters": None, "rope_scaling": None}
-    return read_rope(config, head_dim, fraction=fraction, interleaved=True)
+        theta = config.get("compress_rope_theta", 160000.0)
+        own = {**given, "rope_theta": theta, "partial_rotary_factor": part}
+        own = {key: value for key, value in own.items() if key not in ("main", "compress")}
+        if own.get("rope_type", own.get("type")) == "yarn":
+            own.setdefault("attention_factor", 1.0)
+    own.pop("truncate", None)  # which transformers does not read in such an object
+    beside = {key: value for key, value in config.items() if key != "original_max_position_embeddings"}
+    return read_rope({**beside, "rope_scaling": own}, head_dim, fraction=1.0, interleaved=True)
 
 
 def _body(config: Config, layers: int) -> BodySpec:

@@ -27,13 +27,16 @@ from headwise.specs.readers.mixed import read_body
 from headwise.specs.readers.rope import read_rope, yarn_softmax_scale
 
 
-def latent_layer(config: Config, *, interleaved: bool | None = None, rotated: bool = True) -> LatentSpec:
+def latent_layer(
+    config: Config, *, interleaved: bool | None = None, rotated: bool = True, fraction: float | None = None
+) -> LatentSpec:
     """Read one MLA layer.
 
     Args:
         config: the config.
         interleaved: whether rotary pairs are neighbours; ``rope_interleave``, which is True by default, when None.
         rotated: whether the rotary key is rotated.
+        fraction: see `read_rope`.
     """
     rope_dim = integer(config, "qk_rope_head_dim")
     nope_dim = _nope_dim(config)
@@ -43,7 +46,7 @@ def latent_layer(config: Config, *, interleaved: bool | None = None, rotated: bo
     q_lora_rank = optional_integer(config, "q_lora_rank")
     if interleaved is None:
         interleaved = flag(config, "rope_interleave", True)
-    rope = read_rope(config, rope_dim, interleaved=interleaved, fraction=None) if rotated else None
+    rope = read_rope(config, rope_dim, interleaved=interleaved, fraction=fraction) if rotated else None
     return LatentSpec(
         hidden_size=integer(config, "hidden_size"),
         num_heads=integer(config, "num_attention_heads"),
@@ -64,8 +67,8 @@ def _nope_dim(config: Config) -> int:
     return 0 if type(value) is int and value == 0 else integer(config, "qk_nope_head_dim")
 
 
-def _layers(config: Config) -> tuple[AttentionSpec, ...]:
-    return (latent_layer(config),) * num_layers(config)
+def _layers(config: Config, fraction: float | None = None) -> tuple[AttentionSpec, ...]:
+    return (latent_layer(config, fraction=fraction),) * num_layers(config)
 
 
 def _minicpm3_layers(config: Config) -> tuple[AttentionSpec, ...]:
@@ -116,6 +119,8 @@ READERS = {
     "deepseek_v32": Reader(_indexed_layers, partial(read_body, body.deepseek_experts(by_type=True))),
     "glm_moe_dsa": Reader(_indexed_layers, partial(read_body, body.deepseek_experts(first_dense=3, by_type=True))),
     "kimi_k2": _reader(body.deepseek_experts()),
-    "glm4_moe_lite": _reader(body.deepseek_experts(first_dense=1, by_type=True)),
+    "glm4_moe_lite": Reader(
+        partial(_layers, fraction=1.0), partial(read_body, body.deepseek_experts(first_dense=1, by_type=True))
+    ),
     "minicpm3": Reader(_minicpm3_layers, partial(read_body, body.dense(bias="mlp_bias"), tied=True)),
 }

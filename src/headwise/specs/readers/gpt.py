@@ -118,12 +118,12 @@ def _gpt_neox_layers(config: Config) -> tuple[AttentionSpec, ...]:
     """GPT-NeoX and Pythia: by default a quarter of each head is rotated."""
     hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     head_dim = divide(hidden_size, num_heads)
-    rope = read_rope(
-        config,
-        head_dim,
-        theta=number("rotary_emb_base", config.get("rotary_emb_base", 10000.0)),
-        fraction=number("rotary_pct", config.get("rotary_pct", 0.25)),
-    )
+    # Names of its own take the place of the usual ones, which its class does not read.
+    named = {
+        "rope_theta": number("rotary_emb_base", config.get("rotary_emb_base", 10000.0)),
+        "partial_rotary_factor": number("rotary_pct", config.get("rotary_pct", 0.25)),
+    }
+    rope = read_rope({**config, **named}, head_dim, fraction=0.25)
     spec = GroupedSpec(
         hidden_size=hidden_size,
         num_heads=num_heads,

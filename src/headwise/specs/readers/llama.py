@@ -199,6 +199,7 @@ def _smollm3_windows(config: Config, layers: int) -> Windows:
 _QWEN_WINDOWS = switched(upper_layers)
 _GEMMA: dict[str, Any] = {"head_dim": 256, "refused": ("use_bidirectional_attention",)}
 _FOUR_NORMS = {"norms": 4, "tied": True}
+_PHI3_KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 _GLM_ROPE = {"fraction": 0.5, "interleaved": True}
 _GLM: dict[str, Any] = {
     "kv_heads": 2,
@@ -251,10 +252,10 @@ FAMILIES = {
         qk_norm="head",
         scale=_scalar,
         windows=every_nth_full(6),
-        rope={"theta": 1e6, "local_theta": 1e4},
+        rope={"theta": 1e6, "local_theta": 1e4, "local_field": "rope_local_base_freq"},
         around=_FOUR_NORMS,
     ),
-    "phi3": Family(bias=_no_bias, windows=every_layer()),
+    "phi3": Family(bias=_no_bias, windows=every_layer(), rope={"fraction": 1.0, "kinds": _PHI3_KINDS}),
     "gpt_oss": Family(
         kv_heads=8,
         head_dim=64,
@@ -322,7 +323,7 @@ FAMILIES = {
         head_dim=128,
         bias=_no_bias,
         qk_norm="full",
-        rope={"theta": 5e6},
+        rope={"theta": 5e6, "fraction": 1.0},
         feed_forward=experts(score_correction=True),
     ),
     "nemotron": Family(
@@ -356,3 +357,17 @@ READERS["stablelm"] = READERS["stablelm"]._replace(body=_stablelm_body)
 # The file of Gemma 3 4B has only those fields of its text part that differ from the class's defaults.
 _GEMMA3_4B = {"num_attention_heads": 8, "vocab_size": 262208, "max_position_embeddings": 131072}
 READERS["gemma3_text"] = READERS["gemma3_text"]._replace(absent=_GEMMA3_4B)
+# The class has a length of its own, which takes precedence over that of rope_scaling.
+READERS["phi3"] = READERS["phi3"]._replace(absent={"original_max_position_embeddings": 4096})
+
+
+def _minimax_layers(config: Config) -> tuple[AttentionSpec, ...]:
+    """MiniMax-M2: ``rotary_dim`` says how many dims of a head are rotated, where nothing else does."""
+    family = FAMILIES["minimax_m2"]
+    if (rotated := optional_integer(config, "rotary_dim")) is not None:
+        head_dim = optional_integer(config, "head_dim", absent=family.head_dim)
+        config = {"partial_rotary_factor": rotated / (head_dim or rotated), **config}
+    return read_layers(family, config)
+
+
+READERS["minimax_m2"] = READERS["minimax_m2"]._replace(layers=_minimax_layers)

@@ -1,13 +1,20 @@
-"""Read the rotary embedding of a ``config.json``, however it is written."""
+"""Read the rotary embedding of a ``config.json``, however it is written, as transformers' classes do.
+
+Sources: ``RotaryEmbeddingConfigMixin`` in transformers' modeling_rope_utils.py, and the families' config classes.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from headwise.errors import SpecError
 from headwise.specs.base import RopeSpec
 from headwise.specs.readers.fields import Config, integer, number, optional_integer
+from headwise.specs.readers.windows import FULL, SLIDING
+
+_LENGTH, _PART = "original_max_position_embeddings", "partial_rotary_factor"
 
 
 def read_rope(
@@ -15,56 +22,115 @@ def read_rope(
     head_dim: int,
     *,
     theta: float = 10000.0,
-    fraction: float | None = 1.0,
+    fraction: float | None = None,
     interleaved: bool = False,
-    layer_type: str = "full_attention",
+    kinds: Mapping[str, str] | None = None,
+    layer_type: str = FULL,
     local_theta: float | None = None,
+    local_field: str | None = None,
 ) -> RopeSpec:
-    """Read the rotary embedding from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
+    """Read the rotary embedding from ``rope_scaling`` or ``rope_parameters``, and from the fields beside them.
+
+    Where both objects are there, ``rope_scaling`` alone counts, or is laid over that of full layers where layers
+    differ. What such an object holds takes precedence over ``rope_theta`` and ``partial_rotary_factor`` beside it.
 
     Args:
         config: the config.
         head_dim: width of a head.
         theta: the family's default base.
-        fraction: the family's default of the rotated part of a head; None where the whole head is always rotated.
+        fraction: the family's default of the rotated part of a head; None where whole heads are rotated.
         interleaved: whether pairs are neighbours.
-        layer_type: which of ``rope_parameters`` to read, where they differ by layer type.
-        local_theta: the family's base in sliding layers, which are never scaled; None where all layers share one.
+        kinds: the kinds of scaling that the family has, and what it computes for each; all kinds when None.
+        layer_type: which layers to read it of, where they differ.
+        local_theta: the family's base in sliding layers; None where all layers share one embedding.
+        local_field: the name of that base beside ``rope_parameters``.
+
+    Raises:
+        SpecError: a field is impossible, or transformers' class would fail with it.
     """
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(parameters, Mapping):
-        raise SpecError("rope_parameters", parameters, "must be a JSON object")
-    base = config.get("rope_theta", theta)
-    if isinstance(parameters.get(layer_type), Mapping):
-        parameters = parameters[layer_type]
-    elif layer_type == "sliding_attention" and local_theta is not None:
-        parameters, base = {}, config.get("rope_local_base_freq", local_theta)
-    scaling = {key: value for key, value in parameters.items() if value is not None}
-    rope_type = scaling.pop("rope_type", scaling.pop("type", "default"))
-    base = scaling.pop("rope_theta", base)
-    if (rotated_dims := optional_integer(config, "rotary_dim")) is not None:
-        fraction = rotated_dims / head_dim
-    factor = scaling.pop("partial_rotary_factor", config.get("partial_rotary_factor") or fraction or 1.0)
-    part = number("partial_rotary_factor", factor)
-    if not 0 < part <= 1:
-        raise SpecError("partial_rotary_factor", part, "must be above 0 and at most 1")
-    if rope_type == "proportional":
-        # This kind rotates the whole head, with frequencies of 0 beyond the fraction.
-        scaling["partial_rotary_factor"], part = part, 1.0
-    if rope_type in ("llama3", "yarn", "longrope") and "original_max_position_embeddings" not in scaling:
-        scaling["original_max_position_embeddings"] = integer(
-            config, "original_max_position_embeddings", "max_position_embeddings"
-        )
+    base: Any = config.get("rope_theta", theta)
+    if local_theta is None:
+        values = _shared(config)
+    else:
+        values = _of_layers(config, layer_type)
+        if layer_type == SLIDING:
+            base = config.get(local_field, local_theta) if local_field else local_theta
+    kind = values.pop("rope_type", values.pop("type", "default"))
+    values.pop("type", None)
+    if not isinstance(kind, str):
+        raise SpecError("rope_type", kind, "must be the name of a kind of scaling")
+    if kinds is not None and kind not in kinds:
+        rule = f"is not understood in a {config['model_type']} model; known: {', '.join(kinds)}"
+        raise SpecError("rope_type", kind, rule)
+    kind = kind if kinds is None else kinds[kind]
+    base = values.pop("rope_theta", base)
+    part = values.pop(_PART, 1.0 if (beside := config.get(_PART, fraction)) is None else beside)
+    dim = head_dim
+    # Plain frequencies of whole heads do not depend on the fraction, while every kind of scaling does.
+    if fraction is not None or kind != "default":
+        part = number(_PART, part)
+        if not 0 < part <= 1:
+            raise SpecError(_PART, part, "must be above 0 and at most 1")
+        if kind == "proportional":  # all of the head, with frequencies of 0 beyond the fraction
+            values[_PART] = part
+        else:
+            dim = int(head_dim * part)
+        if fraction is None and dim != head_dim:
+            rule = f"must be 1 beside rope_type {kind}: a {config['model_type']} model rotates whole heads"
+            raise SpecError(_PART, part, rule)
+    if kind in ("llama3", "yarn", "longrope"):
+        if local_theta is None and _LENGTH in config:
+            values[_LENGTH] = config[_LENGTH]
+        elif _LENGTH not in values:
+            values[_LENGTH] = integer(config, "max_position_embeddings")
     return RopeSpec(
-        dim=head_dim if fraction is None else int(head_dim * part),
+        dim=dim,
         theta=number("rope_theta", base),
-        rope_type=str(rope_type),
+        rope_type=kind,
         parameters=tuple(
-            (key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(scaling.items())
+            (key, tuple(value) if isinstance(value, list) else value)
+            for key, value in sorted(values.items())
+            if value is not None
         ),
         interleaved=interleaved,
         max_position_embeddings=optional_integer(config, "max_position_embeddings"),
     )
+
+
+def _shared(config: Config) -> dict[str, Any]:
+    """The object that describes the one embedding of all layers; empty where there is none."""
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    values = _object(name, config.get(name) or {})
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            rule = f"is not understood: all layers of a {config.get('model_type')} model share one embedding"
+            raise SpecError(f"{name}.{key}", value, rule)
+    return values
+
+
+def _of_layers(config: Config, layer_type: str) -> dict[str, Any]:
+    """The object that describes the embedding of one type of layers, where types differ (Gemma 3, OLMo 3)."""
+    given: Any = config.get("rope_parameters")
+    if given is None:
+        given = {FULL: {"rope_type": "default"}}
+    given = _object("rope_parameters", given)
+    values = _object(f"rope_parameters.{layer_type}", given.get(layer_type) or {})
+    if (scaling := config.get("rope_scaling")) is not None:
+        if not isinstance(given.get(FULL), Mapping):
+            rule = f"cannot be read beside rope_parameters = {given!r}, which has no {FULL} that it would change"
+            raise SpecError("rope_scaling", scaling, rule)
+        if layer_type == FULL:
+            values |= _object("rope_scaling", scaling)
+    # transformers reads this number of yarn's beside the types of layers, and not within one.
+    if "truncate" in (values | given):
+        values["truncate"] = given.get("truncate", True)
+    return values
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise SpecError(name, value, "must be a JSON object")
+    return dict(value)
 
 
 def yarn_softmax_scale(rope: RopeSpec | None, qk_head_dim: int) -> float | None:
