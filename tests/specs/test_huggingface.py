@@ -606,17 +606,41 @@ def test_a_size_of_the_wrong_type_is_named(config: Config, field: str, value: ob
         ({"rope_theta": "1e4"}, r"rope_theta = '1e4': must be a number"),
         ({"rope_theta": 0}, r"rope_theta = 0.0: must be a number above 0"),
         ({"rope_theta": math.inf}, r"rope_theta = inf: must be a number"),
-        ({"rope_scaling": "yarn"}, r"rope_parameters = 'yarn': must be a JSON object"),
+        ({"rope_scaling": "yarn"}, r"rope_scaling = 'yarn': must be a JSON object"),
         (
             {"rope_scaling": {"type": "linear", "factor": {}}},
             r"rope factor = \{\}: must be a number, a word",
         ),
-        ({"partial_rotary_factor": "half"}, r"partial_rotary_factor = 'half': must be a number"),
-        ({"partial_rotary_factor": 0.4}, r"rope dim = 3: must be an even number"),
-        ({"partial_rotary_factor": 2.0}, r"partial_rotary_factor = 2.0: must be above 0 and at most 1"),
+        ({"model_type": "phi3", "partial_rotary_factor": "half"}, r"partial_rotary_factor = 'half': must be a number"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.4}, r"rope dim = 3: must be an even number"),
+        (
+            {"model_type": "phi3", "partial_rotary_factor": 2.0},
+            r"partial_rotary_factor = 2.0: must be above 0 and at most 1",
+        ),
+        (
+            {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            r"partial_rotary_factor = 0.5: must be 1 beside rope_type linear: a llama model rotates whole heads",
+        ),
+        (
+            {"rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0}}},
+            r"rope_parameters.full_attention = \{.*\}: is not understood: all layers of a llama model share one",
+        ),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}},
+            r"rope_type = 'linear': is not understood in a phi3 model; known: default, longrope, su, yarn",
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "sliding_window": 8,
+                "rope_parameters": {"rope_type": "default"},
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+            r"rope_scaling = \{.*\}: cannot be read beside rope_parameters = \{'rope_type': 'default'\}, which has no",
+        ),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2.0}, "max_position_embeddings": None},
-            r"original_max_position_embeddings = None: is required",
+            r"max_position_embeddings = None: is required",
         ),
         ({**GEMMA2, "query_pre_attn_scalar": 0}, r"query_pre_attn_scalar = 0: must be a number above 0"),
         (

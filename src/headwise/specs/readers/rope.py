@@ -101,8 +101,8 @@ def _shared(config: Config) -> dict[str, Any]:
     """The object that describes the one embedding of all layers; empty where there is none."""
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     values = _object(name, config.get(name) or {})
-    for key, value in values.items():
-        if isinstance(value, Mapping):
+    for key in (FULL, SLIDING):
+        if isinstance(value := values.get(key), Mapping):
             rule = f"is not understood: all layers of a {config.get('model_type')} model share one embedding"
             raise SpecError(f"{name}.{key}", value, rule)
     return values
