@@ -39,8 +39,8 @@ _WINDOW = {"sliding_window": 8}
 
 _OWN: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mistral": {},
-    "ministral": {"head_dim": 8},
+    "mistral": {"max_position_embeddings": 8192},
+    "ministral": {"head_dim": 8, "max_position_embeddings": 8192},
     "ministral3": {
         "rope_parameters": {
             "rope_type": "default",

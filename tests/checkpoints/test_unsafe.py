@@ -136,7 +136,7 @@ def test_what_is_loaded_is_the_config_that_was_checked(
 @pytest.mark.parametrize(
     ("field", "changes", "rule"),
     [
-        ("auto_map", {"auto_map": {"AutoConfig": "evil.Config"}}, "asks to run code from "),
+        ("auto_map", {"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "evil"}, "asks to run code from "),
         (
             "text_config.auto_map",
             {"text_config": {"auto_map": {"AutoModel": "evil.Model"}}},

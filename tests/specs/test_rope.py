@@ -35,7 +35,7 @@ def heads_of_16(name: str) -> Config:
     }.get(name, {})
     width = "qk_rope_head_dim" if "kv_lora_rank" in TOYS[name] else "head_dim"
     head = {} if name == "falcon" else {width: 16}  # Falcon's divide the hidden size, whatever is said
-    return {**TOYS[name], "hidden_size": 128, "num_attention_heads": 8, **own, **head}
+    return {**TOYS[name], "hidden_size": 128, "num_attention_heads": 8, "max_position_embeddings": 256, **own, **head}
 
 
 FAMILIES = [name for name in TOYS if any(layer.rope for layer in read_config(heads_of_16(name)).layers)]

@@ -18,7 +18,7 @@ from headwise.caches.quantized import KiviLayer, QuantizedLayer, TokenwiseLayer,
 from headwise.errors import ArgumentError
 from headwise.quantization.formats import CacheFormat, TokenFormat, parse_format
 from headwise.quantization.kivi import KiviCode
-from headwise.specs import HOSTED_PREFIX
+from headwise.specs import HOSTED_PREFIX, acts
 
 NAME = "headwise"
 """The value of ``attn_implementation`` by which a transformers model's attention is headwise's."""
@@ -67,7 +67,8 @@ class HeadwiseCache(DynamicCache):
         # How far the last token's position is ahead of its slot, int64 [B], where the model has codes and told it.
         self.positions_ahead: Tensor | None = None
         kernel = None if not _reads_codes(config) else "int8" if str(code) == _FUSED else "codes"
-        self.layers: list[Any] = [_with_room(layer, max_length, code, kernel) for layer in self.layers]
+        longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self.layers: list[Any] = [_with_room(layer, longest, max_length, code, kernel) for layer in self.layers]
         quantised = (QuantizedLayer, TokenwiseLayer, TokenwiseSlidingLayer, KiviLayer)
         if code is not None and not any(isinstance(layer, quantised) for layer in self.layers):
             kinds = {type(layer) for layer in self.layers}
@@ -174,21 +175,25 @@ def _reads_codes(config: Any) -> bool:
     return getattr(config, "_attn_implementation", None) == NAME and not is_hosted
 
 
-def _with_room(layer: Any, max_length: int | None, code: CacheFormat | None, kernel: str | None) -> Any:
+def _with_room(
+    layer: Any, longest: int | None, max_length: int | None, code: CacheFormat | None, kernel: str | None
+) -> Any:
     """The layer of headwise's that replaces one of transformers' own; other kinds are returned as they are.
 
     Args:
         layer: transformers' own.
+        longest: the model's positions; a window as long as they are drops nothing, and keeps all tokens here.
         max_length: see `HeadwiseCache`.
         code: the format.
         kernel: what attention reads of it without decoding: ``int8``, ``codes`` or nothing.
     """
     is_read = kernel is not None
-    if type(layer) is DynamicSlidingWindowLayer:
+    is_sliding = type(layer) is DynamicSlidingWindowLayer
+    if is_sliding and acts(layer.sliding_window, longest):
         if isinstance(code, TokenFormat):
             return TokenwiseSlidingLayer(code, layer.sliding_window, max_length, is_read=is_read)
         return SlidingLayer(layer.sliding_window, max_length)
-    if type(layer) is not DynamicLayer:
+    if not is_sliding and type(layer) is not DynamicLayer:
         return layer
     if code is None:
         return GrowingLayer(max_length)

@@ -55,12 +55,14 @@ class Checkpoint(ABC):
         path: the folder or file.
         config: the content of its ``config.json``; for a GGUF file, the ``config.json`` that its metadata amount to.
         tensors: shape and dtype of every stored tensor, by transformers' name.
+        notes: what a user should know of how it is read.
         read_seconds: spent so far on reading and checking tensors.
     """
 
     path: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    notes: tuple[str, ...] = ()
     read_seconds: float = 0.0
 
     @property

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import CheckpointError
+from headwise.specs import HOSTED_PREFIX
 
 _IMPLEMENTATION = re.compile(r"(attn|attention|experts?)_implementation", re.IGNORECASE)
 _PLAIN_NAME = re.compile(r"[\w|]*")
@@ -23,7 +24,7 @@ def refuse_unsafe(config: Mapping[str, Any], path: Path) -> None:
     """Refuse a config that asks for code from its folder or from the hub, or whose weights are quantised.
 
     For example ``refuse_unsafe({"auto_map": {"AutoModel": "code.Model"}}, Path("./model"))`` raises a
-    CheckpointError.
+    CheckpointError. Where transformers has the ``model_type``, its own class is meant, and ``auto_map`` is not used.
 
     Args:
         config: the parsed ``config.json``; fields of configs within it count too.
@@ -34,7 +35,7 @@ def refuse_unsafe(config: Mapping[str, Any], path: Path) -> None:
     """
     refuse_kernels(config)
     for name, field, value in _fields(config):
-        if field == "auto_map" and value:
+        if field == "auto_map" and value and not (name == field and _is_transformers(config.get("model_type"))):
             raise CheckpointError(name, value, f"asks to run code from {path}, which headwise never does")
         if field in ("quantization_config", "compression_config") and value:
             method = value.get("quant_method") if isinstance(value, Mapping) else value
@@ -45,6 +46,13 @@ def refuse_unsafe(config: Mapping[str, Any], path: Path) -> None:
     if other := config.get("transformers_weights"):
         rule = "weights are read from model.safetensors or model.safetensors.index.json only"
         raise CheckpointError("transformers_weights", other, rule)
+
+
+def _is_transformers(model_type: object) -> bool:
+    """Whether transformers has a class for a model type, or for what it was converted from."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return isinstance(model_type, str) and model_type.removeprefix(HOSTED_PREFIX) in CONFIG_MAPPING
 
 
 def refuse_kernels(config: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.checkpoints import Checkpoint, GgufCheckpoint, open_checkpoint
-from headwise.specs import HOSTED_PREFIX, ModelSpec
+from headwise.specs import HOSTED_PREFIX, ModelSpec, RopeSpec, read_config
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,16 +70,17 @@ class ModelFacts:
         """Its layers."""
         return self.checkpoint.spec
 
-    @property
-    def rope(self) -> Mapping[str, Any]:
-        """The parameters of RoPE where they are one set for all layers; empty otherwise."""
-        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
-        return rope if isinstance(rope, Mapping) and "full_attention" not in rope else {}
+    @cached_property
+    def rope(self) -> RopeSpec | None:
+        """RoPE of the original layers where all have the same; None otherwise."""
+        original = {**self.config, "model_type": self.model_type.removeprefix(HOSTED_PREFIX)}
+        ropes = {layer.rope for layer in read_config(original).layers}
+        return ropes.pop() if len(ropes) == 1 else None
 
     @property
     def rope_type(self) -> str:
         """The kind of scaling of RoPE."""
-        return str(self.rope.get("rope_type") or self.rope.get("type") or "default")
+        return "default" if self.rope is None else self.rope.rope_type
 
     @property
     def attention_biases(self) -> list[str]:

@@ -18,7 +18,7 @@ from headwise.engines.facts import ModelFacts
 from headwise.errors import HeadwiseError
 from headwise.hf import auto_class
 from headwise.quantization.files import FILE
-from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec
+from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, read_config
 
 DEEPSEEK = "with --format deepseek"
 BIAS_FREE = "with --format deepseek --bias-free"
@@ -127,10 +127,10 @@ def _mlx(facts: ModelFacts) -> Refusal | None:
     if not facts.is_deepseek and facts.model_type not in (*_MLX_ROPE, *_MLX_OTHERS):
         return f"has no model of type {facts.model_type} that headwise knows the conditions of", "nothing yet"
     reads_base = facts.is_deepseek or facts.model_type in _MLX_ROPE
-    is_its_default = facts.rope_type == "default" and facts.rope.get("rope_theta", 10_000.0) == 10_000.0
-    if reads_base and "rope_theta" not in facts.config and not is_its_default:  # models/rope_utils.py
-        rule = "reads rope_theta and rope_scaling alone, and takes a base of 10,000 in silence"
-        return rule, "add these two keys to config.json, as headwise does in what it converts"
+    read = {name: value for name, value in facts.config.items() if name != "rope_parameters"}
+    if reads_base and read_config(read).layers != facts.spec.layers:  # models/rope_utils.py
+        rule = "reads rope_theta and rope_scaling alone, which mean another RoPE here, in silence"
+        return rule, "write what rope_parameters says in these two keys, as headwise does in what it converts"
     return None
 
 

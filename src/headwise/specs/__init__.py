@@ -1,7 +1,7 @@
 """Descriptions of a model's architecture: frozen dataclasses, and the readers that fill them. No torch here."""
 
 from headwise.hub import fetch_hub
-from headwise.specs.base import AttentionSpec, RopeSpec, mechanism_module, spec_from_dict
+from headwise.specs.base import AttentionSpec, RopeSpec, acts, mechanism_module, spec_from_dict
 from headwise.specs.compressed import CompressedSpec
 from headwise.specs.expert_latent import ExpertLatentSpec
 from headwise.specs.feed_forward import FeedForwardSpec
@@ -52,6 +52,7 @@ __all__ = [
     "RecurrentSpec",
     "RopeSpec",
     "Source",
+    "acts",
     "as_grouped",
     "as_latent",
     "as_normed",

@@ -71,6 +71,18 @@ class RopeSpec:
         return None if length is None else int(length)
 
 
+def acts(window: int, longest: int | None) -> bool:
+    """Whether a sliding window or a chunk hides anything from a text within a model's positions.
+
+    For example ``acts(262144, 131072)`` is False, as in Phi-3.5.
+
+    Args:
+        window: its tokens.
+        longest: the number of positions, ``max_position_embeddings``; None where it is not known.
+    """
+    return longest is None or window < longest
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """The attention of one layer: everything that its cost depends on, without its weights.

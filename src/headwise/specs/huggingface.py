@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from headwise.errors import SpecError
-from headwise.specs.base import AttentionSpec, spec_from_dict
+from headwise.specs.base import AttentionSpec, acts, spec_from_dict
 from headwise.specs.model import BodySpec, ModelSpec, distinct
 from headwise.specs.readers import READERS, deepseek
 from headwise.specs.readers.fields import (
@@ -78,21 +79,22 @@ def read_config(config: Config) -> ModelSpec:
     optional_number(config, "rms_norm_eps")  # attention does not depend on it, but a NaN here makes every output NaN
     reader = _reader(model_type, config)
     config = {**reader.absent, **config}
-    layers = reader.layers(config)
+    longest = optional_integer(
+        config,
+        "max_position_embeddings",
+        "max_position_embedding",
+        "n_positions",
+        "model_max_length",
+        "max_context_length",
+        "max_target_positions",
+    )
+    layers = tuple(_without_idle_window(layer, longest) for layer in reader.layers(config))
     return ModelSpec(
         model_type=model_type,
         hidden_size=layers[0].hidden_size,
         layers=layers,
         vocab_size=optional_integer(config, "vocab_size"),
-        max_position_embeddings=optional_integer(
-            config,
-            "max_position_embeddings",
-            "max_position_embedding",
-            "n_positions",
-            "model_max_length",
-            "max_context_length",
-            "max_target_positions",
-        ),
+        max_position_embeddings=longest,
         dtype=config.get("dtype", config.get("torch_dtype")),
         body=_body(reader, config, len(layers)),
         cross_layers=reader.cross(config) if reader.cross else (),
@@ -121,6 +123,13 @@ def _reader(model_type: str, config: Config) -> Reader:
     if reader is None:
         raise SpecError("model_type", model_type, f"is not understood; known: {', '.join(sorted(READERS))}")
     return reader
+
+
+def _without_idle_window(layer: AttentionSpec, longest: int | None) -> AttentionSpec:
+    """A layer without a window as long as the model's positions, which hides nothing."""
+    if layer.sliding_window is None or acts(layer.sliding_window, longest):
+        return layer
+    return replace(layer, sliding_window=None, chunked=False)
 
 
 def _body(reader: Reader, config: Config, layers: int) -> BodySpec | None:

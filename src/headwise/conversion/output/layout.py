@@ -15,7 +15,7 @@ from headwise.conversion.planning.plan import ConversionPlan, Place
 from headwise.conversion.solvers.device import CPU
 from headwise.conversion.solvers.layer import Layer
 from headwise.errors import CheckpointError
-from headwise.hf import expected_tensors, model_class
+from headwise.hf import expected_tensors, model_class, stock_config
 from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, hosted_attention
 
 FORMAT = 1
@@ -80,6 +80,7 @@ class OutputLayout:
             assert isinstance(layer, GroupedSpec)
             config["num_key_value_heads"] = layer.num_kv_heads
         config["architectures"] = [model_class(config).__name__]
+        config = _with_one_rope(config)
         return config if self.is_hosted else _with_former_rope_keys(config)
 
     def stored(self, place: Place, layer: Layer) -> dict[str, Tensor]:
@@ -123,18 +124,25 @@ def tensors_of(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tenso
     return {name: TensorInfo(shape, dtype) for name, shape in expected_tensors(dict(config)).items()}
 
 
+def _with_one_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without ``rope_scaling`` beside ``rope_parameters``, of which engines would read one or the other."""
+    if not (config.get("rope_parameters") and config.get("rope_scaling")):
+        return config
+    one = {"rope_parameters": stock_config(config).rope_parameters}
+    return {name: value for name, value in {**config, **one}.items() if name != "rope_scaling"}
+
+
 def _with_former_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
     """A stock config with RoPE as transformers 4 wrote it besides, where transformers 5 alone reads it so far.
 
     MLX-LM reads these keys only, and takes a base of 10,000 where they are missing.
     """
-    rope = config.get("rope_parameters")
-    if config["model_type"] not in _FORMER_ROPE or not isinstance(rope, Mapping) or "rope_theta" not in rope:
+    if config["model_type"] not in _FORMER_ROPE or not config.get("rope_parameters"):
         return config
-    kind = rope.get("rope_type", "default")
-    scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
-    former = {"rope_theta": rope["rope_theta"], "rope_scaling": None if kind == "default" else scaling}
-    return {**former, **config}
+    rope = stock_config(config).rope_parameters
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    former = {"rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else scaling}
+    return {**former, **config, **former, "rope_parameters": rope}
 
 
 _FORMER_ROPE = ("llama", "mistral", "qwen2", "qwen3")

@@ -107,14 +107,13 @@ def _refuse_large(key: str, value: Any) -> None:
 
 
 def _refuse_windows(spec: ModelSpec) -> None:
-    """Refuse sliding windows that a text can outgrow: llama.cpp's classes of these families have none.
+    """Refuse sliding windows: llama.cpp's classes of these families have none.
 
     Raises:
         SpecError: a layer has one.
     """
-    longest = spec.max_position_embeddings
     for layer in spec.layers:
-        if layer.sliding_window is not None and (longest is None or layer.sliding_window < longest):
+        if layer.sliding_window is not None:
             rule = f"has no place in llama.cpp's {spec.model_type}; it attends to all tokens"
             raise SpecError("sliding_window", layer.sliding_window, rule)
 

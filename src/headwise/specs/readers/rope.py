@@ -26,8 +26,7 @@ def read_rope(
     interleaved: bool = False,
     kinds: Mapping[str, str] | None = None,
     layer_type: str = FULL,
-    local_theta: float | None = None,
-    local_field: str | None = None,
+    local: tuple[str, float] | None = None,
 ) -> RopeSpec:
     """Read the rotary embedding from ``rope_scaling`` or ``rope_parameters``, and from the fields beside them.
 
@@ -42,19 +41,16 @@ def read_rope(
         interleaved: whether pairs are neighbours.
         kinds: the kinds of scaling that the family has, and what it computes for each; all kinds when None.
         layer_type: which layers to read it of, where they differ.
-        local_theta: the family's base in sliding layers; None where all layers share one embedding.
-        local_field: the name of that base beside ``rope_parameters``.
+        local: where sliding layers have an embedding of their own, the field of its base beside ``rope_parameters``
+            (empty where there is none) and the family's default; None where all layers share one.
 
     Raises:
         SpecError: a field is impossible, or transformers' class would fail with it.
     """
     base: Any = config.get("rope_theta", theta)
-    if local_theta is None:
-        values = _shared(config)
-    else:
-        values = _of_layers(config, layer_type)
-        if layer_type == SLIDING:
-            base = config.get(local_field, local_theta) if local_field else local_theta
+    values = _shared(config) if local is None else _of_layers(config, layer_type)
+    if local is not None and layer_type == SLIDING:
+        base = config.get(*local)
     kind = values.pop("rope_type", values.pop("type", "default"))
     values.pop("type", None)
     if not isinstance(kind, str):
@@ -64,22 +60,9 @@ def read_rope(
         raise SpecError("rope_type", kind, rule)
     kind = kind if kinds is None else kinds[kind]
     base = values.pop("rope_theta", base)
-    part = values.pop(_PART, 1.0 if (beside := config.get(_PART, fraction)) is None else beside)
-    dim = head_dim
-    # Plain frequencies of whole heads do not depend on the fraction, while every kind of scaling does.
-    if fraction is not None or kind != "default":
-        part = number(_PART, part)
-        if not 0 < part <= 1:
-            raise SpecError(_PART, part, "must be above 0 and at most 1")
-        if kind == "proportional":  # all of the head, with frequencies of 0 beyond the fraction
-            values[_PART] = part
-        else:
-            dim = int(head_dim * part)
-        if fraction is None and dim != head_dim:
-            rule = f"must be 1 beside rope_type {kind}: a {config['model_type']} model rotates whole heads"
-            raise SpecError(_PART, part, rule)
+    dim = _rotated_dims(config, head_dim, kind, values, fraction)
     if kind in ("llama3", "yarn", "longrope"):
-        if local_theta is None and _LENGTH in config:
+        if local is None and _LENGTH in config:
             values[_LENGTH] = config[_LENGTH]
         elif _LENGTH not in values:
             values[_LENGTH] = integer(config, "max_position_embeddings")
@@ -95,6 +78,27 @@ def read_rope(
         interleaved=interleaved,
         max_position_embeddings=optional_integer(config, "max_position_embeddings"),
     )
+
+
+def _rotated_dims(
+    config: Config, head_dim: int, kind: str, values: dict[str, Any], fraction: float | None
+) -> int:
+    """How many dims of a head are rotated; the fraction is taken out of ``values`` where it says no more than that."""
+    beside = config.get(_PART, fraction)
+    part = values.pop(_PART, 1.0 if beside is None else beside)
+    if fraction is None and kind == "default":
+        return head_dim  # transformers does not read the fraction here, while every kind of scaling does
+    part = number(_PART, part)
+    if not 0 < part <= 1:
+        raise SpecError(_PART, part, "must be above 0 and at most 1")
+    if kind == "proportional":  # rotates all of the head, with frequencies of 0 beyond the fraction
+        values[_PART] = part
+        return head_dim
+    dim = int(head_dim * part)
+    if fraction is None and dim != head_dim:
+        rule = f"must be 1 beside rope_type {kind}: a {config.get('model_type')} model rotates whole heads"
+        raise SpecError(_PART, part, rule)
+    return dim
 
 
 def _shared(config: Config) -> dict[str, Any]:

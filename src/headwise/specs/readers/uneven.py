@@ -41,9 +41,7 @@ def _gemma3n_layers(config: Config) -> tuple[AttentionSpec, ...]:
 
     def layer(window: int | None, shares: bool) -> GroupedSpec:
         kind = FULL if window is None else SLIDING
-        rope = read_rope(
-            config, head_dim, theta=1e6, local_theta=1e4, local_field="rope_local_base_freq", layer_type=kind
-        )
+        rope = read_rope(config, head_dim, theta=1e6, local=("rope_local_base_freq", 1e4), layer_type=kind)
         kv_heads = integer(config, "num_key_value_heads")
         return replace(
             attention_layer(config, rope, num_kv_heads=kv_heads, head_dim=head_dim),
