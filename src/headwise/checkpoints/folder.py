@@ -43,7 +43,7 @@ class FolderCheckpoint(Checkpoint):
         refuse_unsafe(self.config, path)
         if self.config.pop("auto_map", None):  # what is read, run and written is transformers' class
             own = f"transformers' own {self.config['model_type']} is used"
-            self.notes = (f"config.json names code in auto_map, which is not run: {own}",)
+            self.notes = (*self.notes, f"config.json names code in auto_map, which is not run: {own}")
         self._files = _shards(path)
         self._open: dict[Path, Any] = {}
         self.tensors = {}
