@@ -39,14 +39,17 @@ LONG: Config = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0], "original
 CASES: dict[str, tuple[str, Config]] = {
     **{f"{name}, two objects": (name, YARN) for name in ("llama", "mistral", "qwen2", "qwen3")},
     **{f"{name}, a part": (name, PART) for name in ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")},
-    "llama, a base beside": ("llama", {"rope_theta": 1e6, "rope_parameters": BOTH["rope_parameters"] | {"rope_theta": 500.0}}),
+    "llama, a base beside": (
+        "llama",
+        {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
     "gemma, by layers": ("gemma3_text", GEMMA),
     "gpt_neox, usual names": ("gpt_neox", {"rope_parameters": {}, "rotary_pct": 1.0, "rope_theta": 1e6, **PART}),
     "phi3, two lengths": (
         "phi3",
-        {"rope_scaling": {"type": "yarn", **LONG}, "original_max_position_embeddings": 32, "partial_rotary_factor": 0.5},
+        {"rope_scaling": {"type": "yarn", **LONG}, "original_max_position_embeddings": 32, **PART},
     ),
-}  # fmt: skip
+}
 
 
 def edited(folder: Path, name: str, fields: Config) -> Path:
@@ -92,7 +95,9 @@ def test_deepseek_is_that_of_whole_heads(tmp_path: Path, ids: torch.Tensor) -> N
         source = edited(tmp_path / name, "llama", fields)
         options = {"to": "mla", "kv_budget": 0.5, "dtype": "float64", "format": "deepseek", "evaluate": False}
         headwise.convert(source, tmp_path / f"{name}-out", **options)
-        logits.append(answer(AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-out", dtype=torch.float64), ids))
+        logits.append(
+            answer(AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-out", dtype=torch.float64), ids)
+        )
     assert torch.equal(*logits)
 
 

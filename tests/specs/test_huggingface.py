@@ -611,7 +611,10 @@ def test_a_size_of_the_wrong_type_is_named(config: Config, field: str, value: ob
             {"rope_scaling": {"type": "linear", "factor": {}}},
             r"rope factor = \{\}: must be a number, a word",
         ),
-        ({"model_type": "phi3", "partial_rotary_factor": "half"}, r"partial_rotary_factor = 'half': must be a number"),
+        (
+            {"model_type": "phi3", "partial_rotary_factor": "half"},
+            r"partial_rotary_factor = 'half': must be a number",
+        ),
         ({"model_type": "phi3", "partial_rotary_factor": 0.4}, r"rope dim = 3: must be an even number"),
         (
             {"model_type": "phi3", "partial_rotary_factor": 2.0},
@@ -636,7 +639,7 @@ def test_a_size_of_the_wrong_type_is_named(config: Config, field: str, value: ob
                 "rope_parameters": {"rope_type": "default"},
                 "rope_scaling": {"rope_type": "linear", "factor": 8.0},
             },
-            r"rope_scaling = \{.*\}: cannot be read beside rope_parameters = \{'rope_type': 'default'\}, which has no",
+            r"rope_scaling = \{.*\}: cannot be read beside rope_parameters = \{'rope_type': 'default'\}, which has",
         ),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2.0}, "max_position_embeddings": None},

@@ -80,10 +80,8 @@ def read_rope(
     )
 
 
-def _rotated_dims(
-    config: Config, head_dim: int, kind: str, values: dict[str, Any], fraction: float | None
-) -> int:
-    """How many dims of a head are rotated; the fraction is taken out of ``values`` where it says no more than that."""
+def _rotated_dims(config: Config, head_dim: int, kind: str, values: dict[str, Any], fraction: float | None) -> int:
+    """How many dims of a head are rotated; takes the fraction out of ``values`` where it says no more than that."""
     beside = config.get(_PART, fraction)
     part = values.pop(_PART, 1.0 if beside is None else beside)
     if fraction is None and kind == "default":
