@@ -116,6 +116,11 @@ class Checkpoint(ABC):
         return tensor
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of the weights: a folder's, or a ``.gguf`` file, or all parts of one that is split."""
+        return tuple(sorted(self.path.glob("*.safetensors")))
+
+    @property
     def left_out(self) -> tuple[str, ...]:
         """Paths beside the weights that `copy_companions` skips: links out of the folder, and what is no file."""
         return ()

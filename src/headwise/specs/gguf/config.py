@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import SpecError
-from headwise.specs.gguf.header import GgufHeader, read_gguf_header
+from headwise.specs.gguf.header import GgufHeader
+from headwise.specs.gguf.parts import read_gguf_header
 from headwise.specs.huggingface import read_config
 from headwise.specs.model import ModelSpec
 
