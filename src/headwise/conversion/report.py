@@ -147,7 +147,7 @@ def notes_before(
         tokens: the number of calibration tokens; None before they are read.
         output_format: the format of the folder.
     """
-    notes = []
+    notes = list(plan.checkpoint.notes)
     inputs = plan.before.hidden_size
     if not is_calibrated and not plan.is_exact and plan.method.uses_text:
         notes.append("no calibration text: converting by weights alone costs quality; name a text with calibrate")

@@ -19,6 +19,7 @@ from headwise.specs.gguf.config import read_gguf_spec
 from headwise.specs.gguf.parts import are_of_one_model, first_part
 from headwise.specs.huggingface import read_config
 from headwise.specs.model import ModelSpec
+from headwise.specs.stored_head import with_stored_head
 
 LARGEST_CONFIG = 2**20
 """Bytes that a ``config.json`` may have: what a class or a label costs, transformers pays for each several times."""
@@ -167,8 +168,9 @@ def read_spec(source: str | Path) -> ModelSpec:
     assert located.path is not None
     if located.kind == "gguf":
         return read_gguf_spec(located.path)
-    path = located.path / "config.json" if located.kind == "folder" else located.path
-    return read_config(read_json(path, LARGEST_CONFIG))
+    if located.kind == "config":
+        return read_config(read_json(located.path, LARGEST_CONFIG))
+    return read_config(with_stored_head(read_json(located.path / "config.json", LARGEST_CONFIG), located.path))
 
 
 def layer_spec(source: str | Path | ModelSpec | AttentionSpec, index: int = 0) -> AttentionSpec:

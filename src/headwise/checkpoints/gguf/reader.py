@@ -83,6 +83,7 @@ class GgufCheckpoint(Checkpoint):
         if not self.tensors:
             raise CheckpointError("file", str(path), "has no tensors")
         self.quantization = self._commonest_quantization()
+        self._take_as_transformers()
 
     @property
     def files(self) -> tuple[Path, ...]:
