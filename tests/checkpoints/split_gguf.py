@@ -8,11 +8,17 @@ import gguf
 
 
 def split(
-    path: Path, folder: Path, tensors: int, *, first_is_empty: bool = False, count: int | None = None
+    path: Path,
+    folder: Path,
+    tensors: int,
+    *,
+    first_is_empty: bool = False,
+    count: int | None = None,
+    without: tuple[str, ...] = (),
 ) -> list[Path]:
     """Write a file's model as parts of so many tensors each, by the gguf package's own writer.
 
-    ``count`` is the ``split.count`` of a model that fits in one part.
+    ``count`` is the ``split.count`` of a model that fits in one part; tensors that end in ``without`` are left out.
     """
     folder.mkdir()
     reader = gguf.GGUFReader(path)
@@ -27,7 +33,8 @@ def split(
     if count is not None:
         writer.add_uint16("split.count", count)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        if not tensor.name.endswith(without):
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
