@@ -142,13 +142,12 @@ def test_one_bad_number_in_a_large_tensor_is_found(tiny_llama: Path, edit_weight
         FolderCheckpoint(tiny_llama).read("large")
 
 
-def test_an_index_and_shards_that_disagree(sharded: Path) -> None:
-    index = json.loads((sharded / INDEX).read_text())
-    first = index["weight_map"]["model.embed_tokens.weight"]
-    index["weight_map"]["ghost"] = first
-    (sharded / INDEX).write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=rf"^tensor = 'ghost': is in {INDEX} but not in {first}"):
-        FolderCheckpoint(sharded)
+def test_a_config_with_a_byte_order_mark_is_refused_as_by_transformers(tiny_llama: Path) -> None:
+    (tiny_llama / "config.json").write_text((tiny_llama / "config.json").read_text(), encoding="utf-8-sig")
+    with pytest.raises(OSError, match="not a valid JSON file"):
+        AutoModelForCausalLM.from_pretrained(tiny_llama)
+    with pytest.raises(CheckpointError, match=r"config.json': is not valid JSON: Unexpected UTF-8 BOM"):
+        FolderCheckpoint(tiny_llama)
 
 
 def test_a_tensor_nobody_has(tiny_llama_folder: Path) -> None:

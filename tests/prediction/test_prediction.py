@@ -226,6 +226,9 @@ def test_devices_of_ones_own(tmp_path: Path) -> None:
     mine = device("mine", file)
     assert (mine.memory_bytes, mine.peak("float32"), mine.peak("bfloat16")) == (2**33, 1e12, 1e12)
     assert "h100" in devices(file)
+    file.write_text(file.read_text(), encoding="utf-8-sig")  # with a byte order mark
+    assert device("mine", file) == mine
+    file.write_text(file.read_text(encoding="utf-8-sig"))
     with pytest.raises(ArgumentError, match="dtype = 'float64'"):
         mine.peak("float64")
     good = file.read_text()

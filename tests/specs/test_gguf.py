@@ -42,7 +42,7 @@ FIELDS: dict[str, Any] = {
 }
 
 
-def write(path: Path, arch: str = "llama", *, tokens: int = 5, **fields: Any) -> Path:
+def write(path: Path, arch: str = "llama", *, tokens: int = 5, eos: int = 2, **fields: Any) -> Path:
     """A GGUF file by the gguf package's own writer; None leaves a field out."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {**FIELDS, **{key.replace("__", "."): value for key, value in fields.items()}}.items():
@@ -51,7 +51,7 @@ def write(path: Path, arch: str = "llama", *, tokens: int = 5, **fields: Any) ->
             add[type(value)](f"{arch}.{key}", value)
     writer.add_token_list([f"tök{i}" for i in range(tokens)])
     writer.add_array("tokenizer.ggml.scores", [float(i) for i in range(tokens)])
-    writer.add_eos_token_id(2)
+    writer.add_eos_token_id(eos)
     writer.add_bool("tokenizer.ggml.add_bos_token", True)
     for name, tensor in TENSORS.items():
         writer.add_tensor(name, tensor)
@@ -119,6 +119,13 @@ def test_the_spec_and_the_config(tmp_path: Path) -> None:
     assert config["eos_token_id"] == 2
     assert "bos_token_id" not in config
     assert config["tie_word_embeddings"]
+
+
+def test_a_special_token_beyond_the_vocabulary_is_none(tmp_path: Path) -> None:
+    """As llama.cpp takes it: -1, its word for none, is 4294967295 in a file."""
+    for token, expected in ((4, 4), (5, None), (2**32 - 1, None)):
+        path = write(tmp_path / "a.gguf", eos=token)
+        assert gguf_config(read_gguf_header(path)).get("eos_token_id") == expected
 
 
 def test_head_width_and_bias_by_architecture(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from headwise.checkpoints import load_tokenizer
 from headwise.errors import ArgumentError, MissingExtraError
 from headwise.texts import calibration_windows, hold_out, named_texts, read_source, text_identity, windows_beyond
+from headwise.texts.files import read_jsonl, read_text
 from tests.real_models import save_character_tokenizer
 
 LETTERS = "abcd"
@@ -255,6 +256,32 @@ def test_local_files_of_rows(tmp_path: Path, rows: list[dict[str, str]]) -> None
     (tmp_path / "jsonl" / "a.jsonl").write_text("no json")
     with pytest.raises(ArgumentError, match=r"^calibrate = .*: could not be read: "):
         read_source(tmp_path / "jsonl")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "folder", "rows"])
+def test_a_byte_order_mark_is_no_part_of_a_text(name: str, tmp_path: Path) -> None:
+    """As Windows' programs write it, at the beginning of every file."""
+    datasets.disable_progress_bars()
+    rows = "".join(json.dumps({"text": line}) + "\n" for line in ("one", "two"))
+    for folder in ("folder", "rows"):
+        (tmp_path / folder).mkdir()
+    for file in ("a.txt", "folder/a.txt", "folder/b.txt"):
+        (tmp_path / file).write_text("one\ntwo\n", encoding="utf-8-sig")
+    for file in ("a.jsonl", "rows/a.jsonl", "rows/b.jsonl"):
+        (tmp_path / file).write_text(rows, encoding="utf-8-sig")
+    expected = "one\ntwo\n" * (1 if name.startswith("a.") else 2)
+    assert read_source(tmp_path / name) == read_source(tmp_path / name, characters=100) == expected
+    assert read_text(tmp_path / "a.txt", characters=3) == "one"
+    assert read_jsonl(tmp_path / "a.jsonl", name="choices") == [{"text": "one"}, {"text": "two"}]
+
+
+def test_a_text_in_utf_16_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one", encoding="utf-16")
+    with pytest.raises(ArgumentError, match=r"^calibrate = '.*a.txt': must be UTF-8 text$"):
+        read_source(tmp_path / "a.txt")
+    with pytest.raises(ArgumentError, match=r"^choices = '.*a.txt': must be UTF-8 text$"):
+        read_jsonl(tmp_path / "a.txt", name="choices")
 
 
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from headwise.bench.engine_process import Apart, Engine
 from headwise.bench.report import UnableError
 from headwise.checkpoints import load_tokenizer, model_path
 from headwise.hf import load
+from headwise.specs import read_gguf_header
 
 PEERS_PIP = "pip install 'headwise[peers]'"
 
@@ -104,21 +105,22 @@ _OWN_FIELDS = ("general.architecture", "general.file_type", "general.alignment")
 
 
 def widen(source: Path, output: Path) -> None:
-    """Copy a ``.gguf`` file with every tensor in float32."""
+    """Copy a ``.gguf`` model with every tensor in float32, as one file."""
     import gguf
 
-    reader = gguf.GGUFReader(source)
-    architecture = reader.fields["general.architecture"]
+    readers = [gguf.GGUFReader(file) for file in read_gguf_header(source).files]
+    fields = readers[0].fields
+    architecture = fields["general.architecture"]
     writer = gguf.GGUFWriter(output, str(architecture.contents()), use_temp_file=True)
-    if (alignment := reader.fields.get("general.alignment")) is not None:
+    if (alignment := fields.get("general.alignment")) is not None:
         writer.add_custom_alignment(int(alignment.contents()))
-    for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name in _OWN_FIELDS:
+    for field in fields.values():
+        if field.name.startswith(("GGUF.", "split.")) or field.name in _OWN_FIELDS:
             continue
         kind = field.types[0]
         inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(field.name, field.contents(), kind, sub_type=inner)
-    for tensor in reader.tensors:
+    for tensor in (tensor for reader in readers for tensor in reader.tensors):
         numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         writer.add_tensor(tensor.name, np.ascontiguousarray(numbers))
     writer.write_header_to_file()

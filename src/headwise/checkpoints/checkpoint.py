@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints.family import Family, family_of
-from headwise.errors import CheckpointError, StorageError
-from headwise.specs import ModelSpec, read_config
+from headwise.checkpoints.family import Family, family_of, has_family
+from headwise.errors import CheckpointError, SpecError, StorageError
+from headwise.specs import GroupedSpec, ModelSpec, read_config
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The dtypes that weights are read in, by their names in safetensors and in GGUF."""
@@ -54,14 +56,16 @@ class Checkpoint(ABC):
     Attributes:
         path: the folder or file.
         config: the content of its ``config.json``; for a GGUF file, the ``config.json`` that its metadata amount to.
-        tensors: shape and dtype of every stored tensor, by transformers' name.
-        notes: what a user should know of how it is read.
+        tensors: shape and dtype of every tensor, by transformers' name.
+        zeros: the names of those that are not stored, and are zeros.
+        notes: what a user should know of the files, where they are no whole model that agrees with its config.
         read_seconds: spent so far on reading and checking tensors.
     """
 
     path: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    zeros: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
     read_seconds: float = 0.0
 
@@ -107,7 +111,8 @@ class Checkpoint(ABC):
             raise CheckpointError("tensor", name, f"is missing from {self.path}")
         start = time.perf_counter()
         try:
-            tensor = self._read(name)
+            info = self.tensors[name]
+            tensor = torch.zeros(info.shape, dtype=info.dtype) if name in self.zeros else self._read(name)
         except OSError as error:
             raise StorageError("tensor", name, f"could not be read: {error.strerror or error}") from None
         # In pieces: `isfinite` of the whole would take the tensor's memory twice over.
@@ -116,6 +121,50 @@ class Checkpoint(ABC):
             raise CheckpointError("tensor", name, f"holds {kind}")
         self.read_seconds += time.perf_counter() - start
         return tensor
+
+    def _take_as_transformers(self) -> None:
+        """Take tensors as transformers does where there are too many or too few, and note that.
+
+        Layers beyond the config's, such as DeepSeek's and GLM's for predicting several tokens, are not read. Biases
+        that the config asks for are zeros where they are missing.
+        """
+        if not has_family(self.config.get("model_type")):
+            return  # transformers itself loads it
+        try:
+            spec = self.spec
+        except SpecError:
+            return  # refused by whoever needs it
+        layer = re.compile(re.escape(self.family.layer).replace(r"\{layer\}", r"(\d+)") + r"\.")
+        matches = {name: layer.match(name) for name in self.tensors}
+        beyond = [name for name, match in matches.items() if match and int(match[1]) >= spec.num_layers]
+        for name in beyond:
+            del self.tensors[name]
+        if beyond:
+            note = f"tensors of layers beyond the config's {spec.num_layers} are not read, such as {beyond[0]}"
+            self.notes = (*self.notes, f"{note} ({len(beyond)} in all)")
+        absent = [bias for bias in self._optional_biases(spec) if bias not in self.tensors]
+        for bias in absent:
+            if (weight := self.tensors.get(f"{bias.removesuffix('bias')}weight")) is not None:
+                self.tensors[bias] = TensorInfo(weight.shape[:1], weight.dtype)
+                self.zeros |= {bias}
+        if self.zeros:
+            note = f"biases that the config asks for are missing and taken as zeros, such as {min(self.zeros)}"
+            self.notes = (*self.notes, f"{note} ({len(self.zeros)} in all)")
+
+    def _optional_biases(self, spec: ModelSpec) -> Iterator[str]:
+        """The names of the biases that a field of the config asks for, where the family has such a field."""
+        for index, layer in enumerate(spec.layers[: len(self.tensors)]):  # a damaged config may have any number
+            if self.config.get("attention_bias") and isinstance(layer, GroupedSpec):
+                yield from (name for name in self.family.stored_shapes(index, layer) if name.endswith(".bias"))
+            network = None if spec.body is None else spec.body.feed_forward[index]
+            if self.config.get("mlp_bias") and network is not None and network.bias:
+                place = self.family.layer.format(layer=index)
+                yield from (f"{place}.mlp.{name}_proj.bias" for name in ("gate", "up", "down"))
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of the weights: a folder's, or a ``.gguf`` file, or all parts of one that is split."""
+        return tuple(sorted(self.path.glob("*.safetensors")))
 
     @property
     def left_out(self) -> tuple[str, ...]:

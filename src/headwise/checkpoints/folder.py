@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,14 @@ from headwise.checkpoints.unsafe import ADAPTER, refuse_unsafe
 from headwise.documents import RECORDS
 from headwise.errors import CheckpointError, StorageError
 from headwise.specs import LARGEST_CONFIG, read_json
+from headwise.specs.stored_head import INDEX, SINGLE, with_stored_head
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
 class FolderCheckpoint(Checkpoint):
-    """A model folder.
+    """A model folder, read as transformers reads it where its files disagree; `notes` says where they do.
 
     Args:
         path: the folder.
@@ -39,40 +39,52 @@ class FolderCheckpoint(Checkpoint):
         self.path = path
         if not (path / "config.json").is_file():
             raise CheckpointError("folder", str(path), "has no config.json")
-        self.config = read_json(path / "config.json", LARGEST_CONFIG)
-        refuse_unsafe(self.config, path)
-        if self.config.pop("auto_map", None):  # what is read, run and written is transformers' class
-            own = f"transformers' own {self.config['model_type']} is used"
+        config = read_json(path / "config.json", LARGEST_CONFIG)
+        refuse_unsafe(config, path)
+        if config.pop("auto_map", None):  # what is read, run and written is transformers' class
+            own = f"transformers' own {config['model_type']} is used"
             self.notes = (*self.notes, f"config.json names code in auto_map, which is not run: {own}")
-        self._files = _shards(path)
+        self.config = with_stored_head(config, path)
+        if self.config is not config:
+            note = "the stored head differs from the embedding, so tie_word_embeddings is taken as false"
+            self.notes = (*self.notes, note)
+        named = _shards(path)
+        self._files: dict[str, Path] = {}
         self._open: dict[Path, Any] = {}
         self.tensors = {}
         model_type = self.config.get("model_type")
         family = family_of(str(model_type)) if has_family(model_type) else None
         unread = family.buffers if family else ()
-        for file in sorted(set(self._files.values())):
-            self._read_header(file, unread)
-        for name, file in self._files.items():
-            if name and name not in self.tensors:
-                raise CheckpointError("tensor", name, f"is in {INDEX} but not in {file.name}")
+        for file in sorted(set(named.values())):
+            self._read_header(file, unread, named)
         if not self.tensors:
             raise CheckpointError("folder", str(path), "has no tensors in its files of weights")
+        if absent := [name for name in named if name and name not in self.tensors and not name.endswith(unread)]:
+            note = f"{INDEX} names tensors that no file has, such as {absent[0]} ({len(absent)} in all)"
+            self.notes = (*self.notes, note)
         self._stored = family.names_today(self.tensors) if family else {name: name for name in self.tensors}
         self.tensors = {name: self.tensors[stored] for name, stored in self._stored.items()}
+        self._take_as_transformers()
 
-    def _read_header(self, file: Path, unread: tuple[str, ...]) -> None:
-        """Note the tensors of one file, except those with an ending of ``unread``."""
+    def _read_header(self, file: Path, unread: tuple[str, ...], named: Mapping[str, Path]) -> None:
+        """Note the tensors of one file, except those with an ending of ``unread``.
+
+        Args:
+            file: the file.
+            unread: the endings.
+            named: the file of each tensor by the index.
+        """
         handle = self._handle(file)
         for name in handle.keys():  # noqa: SIM118  (a handle is not a mapping)
             if name.endswith(unread):
-                self._files.pop(name, None)
                 continue
             header = handle.get_slice(name)
             dtype = header.get_dtype()
             if dtype not in DTYPES:
                 rule = f"must be one of {', '.join(DTYPES)}: quantised weights are not read"
                 raise CheckpointError(f"{name} dtype", dtype, rule)
-            if self._files.setdefault(name, file) == file:  # of a tensor in two files, the one the index names
+            if name not in self._files or named.get(name) == file:  # of two files, the one the index names
+                self._files[name] = file
                 self.tensors[name] = TensorInfo(tuple(header.get_shape()), DTYPES[dtype])
 
     def _handle(self, file: Path) -> Any:

@@ -29,7 +29,7 @@ def run_identity(checkpoint: Checkpoint, **decides: object) -> str:
         decides: everything else that the output depends on, as JSON-able values: target, stages, digests of texts, ….
     """
     path = checkpoint.path
-    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else checkpoint.files
     stats = [(file.name, file.stat()) for file in files]
     inputs = {
         "path": os.path.realpath(path),
@@ -58,11 +58,9 @@ def model_identity(checkpoint: Checkpoint) -> str:
     Raises:
         StorageError: a file of it cannot be read.
     """
-    path = checkpoint.path
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     config = {key: value for key, value in checkpoint.config.items() if key not in _NOT_OF_THE_MODEL}
     total = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for file in files:
+    for file in checkpoint.files:
         with clearly("file", file, "read"), file.open("rb", buffering=0) as opened:
             size = os.fstat(opened.fileno()).st_size
             total.update(f"{size} ".encode())

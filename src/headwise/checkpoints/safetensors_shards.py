@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from headwise.checkpoints.checkpoint import DTYPES, TensorInfo
-from headwise.checkpoints.folder import SINGLE
 from headwise.disk import replace
+from headwise.specs.stored_head import SINGLE
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = ("F64", "F32", "BF16", "F16")  # safetensors': wide dtypes first, so that all are aligned

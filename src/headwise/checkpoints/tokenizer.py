@@ -100,11 +100,11 @@ def load_gguf_tokenizer(path: Path) -> Any:
 def _read_gguf_tokenizer(path: Path, *_changed: int) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    header = read_gguf_header(path)
     # AutoTokenizer asks for the config, and transformers cannot read that of a deepseek2 file.
-    is_latent = read_gguf_header(path).architecture == "deepseek2"
-    loader = PreTrainedTokenizerFast if is_latent else AutoTokenizer
+    loader = PreTrainedTokenizerFast if header.architecture == "deepseek2" else AutoTokenizer
     with TemporaryDirectory() as alone:  # transformers would take a tokenizer.json that lies beside the file
-        (Path(alone) / path.name).symlink_to(path.absolute())
+        (Path(alone) / path.name).symlink_to(header.files[0].absolute())
         tokenizer = loader.from_pretrained(alone, gguf_file=path.name, local_files_only=True, trust_remote_code=False)
     tokenizer.name_or_path = str(path)
     return tokenizer

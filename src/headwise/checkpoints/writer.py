@@ -16,7 +16,6 @@ from typing import Any, Self
 from torch import Tensor
 
 from headwise.checkpoints.checkpoint import Checkpoint, TensorInfo, dtype_name
-from headwise.checkpoints.folder import INDEX, SINGLE
 from headwise.checkpoints.safetensors_shards import ShardWriter, is_whole, split_into_shards
 from headwise.disk import (
     clearly,
@@ -31,6 +30,7 @@ from headwise.disk import (
 )
 from headwise.documents import MEASURED
 from headwise.errors import ArgumentError, HeadwiseError, StorageError
+from headwise.specs.stored_head import INDEX, SINGLE
 
 MODEL = "config.json"
 """The file that every model folder has."""

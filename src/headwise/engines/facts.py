@@ -46,6 +46,11 @@ class ModelFacts:
         return isinstance(self.checkpoint, GgufCheckpoint)
 
     @property
+    def is_split(self) -> bool:
+        """Whether it is split over several ``.gguf`` files."""
+        return self.is_gguf and len(self.checkpoint.files) > 1
+
+    @property
     def config(self) -> Mapping[str, Any]:
         """The content of its ``config.json``, or what GGUF's metadata amount to."""
         return self.checkpoint.config

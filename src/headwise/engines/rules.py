@@ -23,6 +23,7 @@ from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, read_config
 DEEPSEEK = "with --format deepseek"
 BIAS_FREE = "with --format deepseek --bias-free"
 FOLDER = "convert without --format gguf, or give the folder that it was made of"
+MERGE = "one file of its parts, by llama.cpp's llama-gguf-split --merge"
 
 Refusal = tuple[str, str]
 """Why an engine does not serve a model, and what to write instead."""
@@ -79,6 +80,8 @@ def _place(facts: ModelFacts) -> str:
 def _transformers(facts: ModelFacts) -> Refusal | None:
     if facts.is_gguf and facts.is_deepseek:  # integrations/ggml.py, GGUF_CONFIG_MAPPING
         return "its GGUF reader has no deepseek2", FOLDER
+    if facts.is_split:  # modeling_gguf_pytorch_utils.py, load_gguf_checkpoint
+        return "its GGUF reader takes one part of a split model for the whole, in silence", MERGE
     return None
 
 
@@ -227,6 +230,12 @@ def _vllm_caution(facts: ModelFacts) -> str | None:
     return "on a CPU it decodes MLA of 512 + 64 alone (v1/attention/backends/mla/cpu_mla.py)"
 
 
+def _ollama(facts: ModelFacts) -> Refusal | None:
+    if facts.is_split:  # server/create.go
+        return "imports one file, and this model is split over several", MERGE
+    return _llama_cpp(facts)
+
+
 def _ollama_caution(facts: ModelFacts) -> str | None:
     return "keeps MLA's keys and values expanded in some versions" if facts.is_deepseek else None
 
@@ -285,7 +294,7 @@ ENGINES = (
         "",
         "ollama",
         "from source",
-        _llama_cpp,
+        _ollama,
         lambda facts: f"ollama create NAME -f Modelfile  (FROM {_place(facts)})",
         _ollama_caution,
     ),

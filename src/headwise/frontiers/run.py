@@ -73,7 +73,7 @@ def frontier(
     refuse_unexamined(checkpoint.spec)
     candidates, notes = list_candidates(checkpoint, options.targets, methods=options.methods, dtype=dtype)
     exam = choose_exam(checkpoint, named, calibrate=texts, window=options.window, windows=options.windows)
-    notes += [*overlap_notes(checkpoint, exam, texts), *window_notes(checkpoint, exam)]
+    notes += [*checkpoint.notes, *overlap_notes(checkpoint, exam, texts), *window_notes(checkpoint, exam)]
     with _shared_work_folder(folder) as work:
         setting = Setting(
             checkpoint=checkpoint,

@@ -344,7 +344,7 @@ def _report(
     prepared: _Prepared, done: Progressed, count: int, before: Evaluation | str | None, after: Evaluation | str | None
 ) -> Healing:
     options, windows = prepared.options, prepared.windows
-    notes = [one for one in (before, after) if isinstance(one, str)]
+    notes = [*prepared.checkpoint.notes, *(one for one in (before, after) if isinstance(one, str))]
     if done.best_step == 0:
         notes.append(NOTHING_GAINED)
     elif options.rank_curriculum is not None and done.best_step == done.counted[0][0] < done.step:

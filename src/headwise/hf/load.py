@@ -87,7 +87,7 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
         except Exception as error:  # such as a generation_config.json that is not JSON
             raise refused("folder", str(source), error) from None
     # For other families only transformers knows which tensors are missing: it may rename or fuse them.
-    for name in sorted(loading["missing_keys"]):
+    for name in sorted(set(loading["missing_keys"]) - checkpoint.zeros):
         raise CheckpointError("tensor", name, f"is missing from {checkpoint.path}")
     check_finite(model)
     _check_cache(model)

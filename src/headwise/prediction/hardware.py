@@ -109,7 +109,7 @@ def _catalog() -> dict[str, Device]:
 
 def _read(file: Path) -> dict[str, Device]:
     try:
-        entries = tomllib.loads(file.read_text(encoding="utf-8"))
+        entries = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise StorageError("hardware file", str(file), f"cannot be read: {error}") from None
     return {name: _device(name, entry) for name, entry in entries.items()}

@@ -6,8 +6,8 @@ from headwise.specs.compressed import CompressedSpec
 from headwise.specs.expert_latent import ExpertLatentSpec
 from headwise.specs.feed_forward import FeedForwardSpec
 from headwise.specs.gguf.config import gguf_config
-from headwise.specs.gguf.header import read_gguf_header
 from headwise.specs.gguf.metadata import GGUF_ARCHITECTURES, GgufModel, gguf_model
+from headwise.specs.gguf.parts import read_gguf_header
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.huggingface import HOSTED_PREFIX, hosted_attention, read_config
 from headwise.specs.indexed_latent import IndexedLatentSpec

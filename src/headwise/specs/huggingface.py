@@ -73,6 +73,8 @@ def read_config(config: Config) -> ModelSpec:
     if isinstance(nested := config.get("text_config"), Mapping) and "num_hidden_layers" not in config:
         outer = {key: config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in config}
         config = {**outer, **nested}
+        if outer.get("tie_word_embeddings"):  # the class of the whole ties them, whatever its text part says
+            config["tie_word_embeddings"] = outer["tie_word_embeddings"]
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise SpecError("model_type", model_type, "must be present: it names the architecture")

@@ -16,8 +16,10 @@ from headwise.errors import ArgumentError, CheckpointError, MissingExtraError, S
 from headwise.hub import fetch_hub
 from headwise.specs.base import AttentionSpec
 from headwise.specs.gguf.config import read_gguf_spec
+from headwise.specs.gguf.parts import are_of_one_model, first_part
 from headwise.specs.huggingface import read_config
 from headwise.specs.model import ModelSpec
+from headwise.specs.stored_head import with_stored_head
 
 LARGEST_CONFIG = 2**20
 """Bytes that a ``config.json`` may have: what a class or a label costs, transformers pays for each several times."""
@@ -44,7 +46,8 @@ def locate(source: str | Path) -> Source:
     For example ``locate("llama-3-8b").kind`` is ``"catalog"``.
 
     A path takes precedence over a catalog name. A hub model must be written ``hf://owner/name``. A folder without a
-    ``config.json`` that holds one ``.gguf`` is that file.
+    ``config.json`` that holds one ``.gguf`` is that file. Any part of a model that is split over several ``.gguf``
+    files stands for its first part, and so does a folder with its parts and no other.
 
     Raises:
         ArgumentError: there is no such path or name.
@@ -59,7 +62,7 @@ def locate(source: str | Path) -> Source:
     if path.is_dir():
         return Source(name, "folder", path) if (file := _only_gguf(path)) is None else Source(name, "gguf", file)
     if path.suffix == ".gguf":
-        return Source(name, "gguf", path)
+        return Source(name, "gguf", first_part(path))
     if path.suffix == ".json":
         return Source(name, "config", path)
     if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):
@@ -77,12 +80,12 @@ def _exists(path: Path) -> bool:
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    """The file of a folder that has one ``.gguf`` and no config; None for every other folder."""
+    """The file, or the first part, of a folder with one ``.gguf`` model and no config; None for any other folder."""
     try:
         files = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
     except OSError:
         return None
-    return files[0] if len(files) == 1 else None
+    return files[0] if len(files) == 1 or are_of_one_model(files) else None
 
 
 def _named(name: str) -> Source:
@@ -165,8 +168,9 @@ def read_spec(source: str | Path) -> ModelSpec:
     assert located.path is not None
     if located.kind == "gguf":
         return read_gguf_spec(located.path)
-    path = located.path / "config.json" if located.kind == "folder" else located.path
-    return read_config(read_json(path, LARGEST_CONFIG))
+    if located.kind == "config":
+        return read_config(read_json(located.path, LARGEST_CONFIG))
+    return read_config(with_stored_head(read_json(located.path / "config.json", LARGEST_CONFIG), located.path))
 
 
 def layer_spec(source: str | Path | ModelSpec | AttentionSpec, index: int = 0) -> AttentionSpec:

@@ -24,7 +24,7 @@ def read_text(path: str | Path, *, characters: int | None = None, name: str = "t
         ArgumentError: there is no such file, or the part that is read is not UTF-8.
     """
     try:
-        with Path(path).open(encoding="utf-8") as file:
+        with Path(path).open(encoding="utf-8-sig") as file:  # a byte order mark is no part of the text
             return file.read(characters)
     except UnicodeDecodeError:
         raise ArgumentError(name, str(path), "must be UTF-8 text") from None

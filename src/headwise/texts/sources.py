@@ -62,7 +62,9 @@ def read_source(source: str | Path, *, characters: int | None = None, name: str 
                 raise ArgumentError(name, str(source), f"{path} has no columns; name it without #{column}")
             return read_text(path, characters=characters, name=name)
         kind, files = local_files(path, name)
-        rows = _dataset_rows(source, name, kind, data_files=files, split="train")
+        # A byte order mark is no part of a text; that of JSON lines is skipped anyway.
+        encoding = {"encoding": "utf-8-sig"} if kind == "text" else {}
+        rows = _dataset_rows(source, name, kind, data_files=files, split="train", **encoding)
     return _text(rows, column or COLUMN, characters, source, name)
 
 

@@ -35,16 +35,16 @@ class _Stored(NamedTuple):
 
 
 class GgufCheckpoint(Checkpoint):
-    """A ``.gguf`` file, its tensors under transformers' names. Quantised tensors are read as float32.
+    """A ``.gguf`` model, its tensors under transformers' names. Quantised tensors are read as float32.
 
     Args:
-        path: the file.
+        path: the file, or any part of a model that is split over several.
 
     Attributes:
         quantization: the GGML type that most quantised values have, such as ``Q4_1``; None where none are quantised.
 
     Raises:
-        CheckpointError: the file is cut short, or holds a tensor that has no place in the model.
+        CheckpointError: a file is missing or cut short, or holds a tensor that has no place in the model.
         SpecError: its architecture is not understood.
         StorageError: it cannot be read.
     """
@@ -52,14 +52,14 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        self.path = path
         header = read_gguf_header(path)
+        self.path, self._files = header.files[0], header.files
         self.config = gguf_config(header)
         self._layout = gguf_layout(self.config["model_type"])
         self._stored: dict[str, dict[str, _Stored]] = {}
         self.tensors = {}
         self._has_tokenizer = "tokenizer.ggml.model" in header.metadata
-        size = path.stat().st_size
+        sizes = {file: file.stat().st_size for file in header.files}
         for stored in header.tensors.values():
             try:
                 kind = GGMLQuantizationType(stored.ggml_type)
@@ -74,8 +74,8 @@ class GgufCheckpoint(Checkpoint):
                 rule = f"rows must be a multiple of {block}, as {kind.name} packs that many numbers together"
                 raise CheckpointError(f"{stored.name} shape", stored.shape, rule)
             nbytes = math.prod(stored.shape) // block * block_bytes
-            if stored.offset + nbytes > size:
-                raise CheckpointError("file", str(path), f"ends before tensor {stored.name}: it is cut short")
+            if stored.offset + nbytes > sizes[stored.file]:
+                raise CheckpointError("file", str(stored.file), f"ends before tensor {stored.name}: it is cut short")
             name = self._transformers_name(stored.name)
             self._stored.setdefault(name, {})[stored.name.split(".")[-2]] = _Stored(stored, kind, nbytes)
         for name, parts in self._stored.items():
@@ -83,6 +83,12 @@ class GgufCheckpoint(Checkpoint):
         if not self.tensors:
             raise CheckpointError("file", str(path), "has no tensors")
         self.quantization = self._commonest_quantization()
+        self._take_as_transformers()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """See `Checkpoint.files`."""
+        return self._files
 
     def _commonest_quantization(self) -> str | None:
         """The quantised type of most of the model's values; None where none are quantised."""
@@ -147,7 +153,7 @@ class GgufCheckpoint(Checkpoint):
         from gguf.quants import dequantize
 
         stored, kind, nbytes = entry
-        with self.path.open("rb") as file:
+        with stored.file.open("rb") as file:
             file.seek(stored.offset)
             raw = np.frombuffer(bytearray(file.read(nbytes)), dtype=np.uint8)
         if kind.name in DTYPES:

@@ -95,8 +95,6 @@ def _copied(path: Path, vocab_size: int) -> list[TokenizerField]:
 
 
 def _of_json(folder: Path, vocab_size: int, loaded: Any) -> list[TokenizerField]:
-    from gguf import SpecialVocab
-
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     model = tokenizer["model"]
     if model.get("type") != "BPE":
@@ -133,7 +131,7 @@ def _of_json(folder: Path, vocab_size: int, loaded: Any) -> list[TokenizerField]
         TokenizerField("tokenizer.ggml.token_type", types, "ARRAY", "INT32"),
     ]
     with refused_tokenizer(folder, "names special tokens in a way that GGUF cannot hold"):
-        special = SpecialVocab(folder, n_vocab=vocab_size)
+        special = _special_vocab(folder, vocab_size)
     words = {"unk": "unknown", "sep": "seperator", "pad": "padding"}  # "seperator" is GGUF's spelling
     for kind, number in special.special_token_ids.items():
         fields.append(TokenizerField(f"tokenizer.ggml.{words.get(kind, kind)}_token_id", number, "UINT32"))
@@ -143,6 +141,18 @@ def _of_json(folder: Path, vocab_size: int, loaded: Any) -> list[TokenizerField]
     if isinstance(special.chat_template, str):
         fields.append(TokenizerField("tokenizer.chat_template", special.chat_template, "STRING"))
     return fields
+
+
+def _special_vocab(folder: Path, vocab_size: int) -> Any:
+    """The special tokens that a folder names, by the gguf package; -1 is none, as configs of Llama say of padding."""
+    from gguf import SpecialVocab
+
+    class Named(SpecialVocab):  # type: ignore[misc]
+        def _set_special_token(self, typ: str, tid: Any) -> None:
+            if tid != -1:
+                super()._set_special_token(typ, tid)
+
+    return Named(folder, n_vocab=vocab_size)
 
 
 def _type(number: int, names: Mapping[int, str], added: Mapping[int, Any], model: Mapping[str, Any]) -> int:

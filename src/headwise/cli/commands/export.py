@@ -23,11 +23,15 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a model as one GGUF file, which llama.cpp loads."""
+    from headwise.checkpoints import open_checkpoint
     from headwise.conversion import export_gguf
 
     with progress_bar() as progress:
+        notes = open_checkpoint(source).notes
         size = export_gguf(source, output, outtype=kind, overwrite=overwrite, progress=progress)  # type: ignore[arg-type]
     if as_json:
-        emit({"source": source, "output": str(output), "bytes": size})
+        emit({"source": source, "output": str(output), "bytes": size, "notes": list(notes)})
         return
     out.print(f"[bold]{escape(source)}[/bold] → {escape(str(output))}, {bytes_text(size)}", soft_wrap=True)
+    for note in notes:
+        out.print(f"note: {note}", markup=False)

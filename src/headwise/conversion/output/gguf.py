@@ -116,11 +116,9 @@ def export_gguf(
     if path.exists() and not overwrite:
         raise ArgumentError("output", str(output), "exists; say --overwrite to replace it")
     checkpoint = open_checkpoint(source)
-    if path.exists() and path.samefile(checkpoint.path):
+    if path.exists() and any(path.samefile(file) for file in checkpoint.files):
         raise ArgumentError("output", str(output), "must not be the source")
     config = engine_config({**checkpoint.config, "dtype": dtype_name(checkpoint.dtype)})
-    if "lm_head.weight" in checkpoint.tensors:
-        config["tie_word_embeddings"] = False  # what is stored is what transformers computes with
     gguf_model(config)  # refused where llama.cpp has no such model, before a large one is looked through
     check_complete(checkpoint)
     tensors = tensors_of(config, checkpoint.dtype)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import SpecError
-from headwise.specs.gguf.header import GgufHeader, read_gguf_header
+from headwise.specs.gguf.header import GgufHeader
+from headwise.specs.gguf.parts import read_gguf_header
 from headwise.specs.huggingface import read_config
 from headwise.specs.model import ModelSpec
 
@@ -75,8 +76,9 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
         # The file holds a float32; the shortest decimal that rounds to it is the number its author wrote.
         config["rms_norm_eps"] = _shortest_float32(config["rms_norm_eps"])
     for key, name in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
-        if (token := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
-            config[name] = token
+        token, count = metadata.get(f"tokenizer.ggml.{key}_token_id"), config["vocab_size"]
+        if token is not None and not (isinstance(count, int) and isinstance(token, int) and token >= count):
+            config[name] = token  # one beyond the vocabulary, such as -1 as an unsigned number, is none
     return config
 
 

@@ -30,27 +30,30 @@ _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """The place of one tensor; ``shape`` is in torch's order, and ``offset`` in bytes from the start of the file."""
+    """The place of one tensor; ``shape`` is in torch's order, and ``offset`` in bytes from the start of ``file``."""
 
     name: str
     shape: tuple[int, ...]
     ggml_type: int
     offset: int
+    file: Path
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The part of a GGUF file before the weights.
+    """The part of a GGUF file, or of all files of a split model, before the weights.
 
     Attributes:
         metadata: the values of its keys.
         tensors: the places of its tensors, without those in ``factors``.
         factors: factors of rotary frequencies, by the tensor's name.
+        files: the file, or the parts of the model in order.
     """
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
     factors: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -58,12 +61,10 @@ class GgufHeader:
         return str(self.metadata.get("general.architecture"))
 
 
-def read_gguf_header(path: Path) -> GgufHeader:
-    """Parse the header of a GGUF file.
+def read_part_header(path: Path) -> GgufHeader:
+    """Parse the header of one GGUF file, which may be a part of a model; see `read_gguf_header`.
 
-    For example ``read_gguf_header(Path("model.gguf")).architecture``.
-
-    An array of more than 1024 items (the vocabulary) is stepped over, and its value is its length.
+    For example ``read_part_header(Path("model-00002-of-00003.gguf")).metadata["split.no"]`` is 1.
 
     Raises:
         CheckpointError: the file is not GGUF, is of an unknown version, or ends before its header does.
@@ -78,7 +79,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
             raise CheckpointError(str(path), "not GGUF", "the file must begin with the bytes GGUF")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
-                return _parse(data)
+                return _parse(data, path)
             except (struct.error, IndexError, UnicodeDecodeError, OverflowError, RecursionError):
                 raise CheckpointError(
                     str(path), f"{len(data)} bytes", "the GGUF header is cut short or damaged"
@@ -138,7 +139,7 @@ class _Reader:
                 self.value(item)
 
 
-def _parse(data: mmap.mmap) -> GgufHeader:
+def _parse(data: mmap.mmap, path: Path) -> GgufHeader:
     reader = _Reader(data)
     version, tensor_count, entry_count = reader.number("I"), reader.number("Q"), reader.number("Q")
     if version not in (2, 3):
@@ -153,9 +154,9 @@ def _parse(data: mmap.mmap) -> GgufHeader:
     if reader.position > len(data) or not isinstance(alignment, int) or alignment < 1:
         raise IndexError
     start = -(-reader.position // alignment) * alignment
-    tensors = {name: GgufTensor(name, shape, kind, start + offset) for name, shape, kind, offset in table}
+    tensors = {name: GgufTensor(name, shape, kind, start + offset, path) for name, shape, kind, offset in table}
     factors = {name: _floats(data, tensors.pop(name)) for name in _FACTORS if name in tensors}
-    return GgufHeader(metadata, tensors, factors)
+    return GgufHeader(metadata, tensors, factors, (path,))
 
 
 def _floats(data: mmap.mmap, tensor: GgufTensor) -> tuple[float, ...]:
