@@ -23,8 +23,9 @@ from torch import Tensor
 import headwise
 from headwise.hf import HeadwiseCache
 from headwise.kernels import attend
-from headwise.kernels.native.codes.attention import TURN, attend_coded
+from headwise.kernels.native.codes.attention import attend_coded
 from headwise.kernels.native.codes.heads import attend_heads
+from headwise.kernels.native.codes.sizes import TURN
 from headwise.measurement.machine_limits import Probes
 from headwise.measurement.timing import seconds
 from headwise.quantization import SINKS, TransformCode

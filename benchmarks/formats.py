@@ -18,12 +18,13 @@ from benchmarks.kept import Kept, say
 import headwise
 from benchmarks import data
 from headwise.checkpoints import open_checkpoint
+from headwise.cost.default_targets import PLAIN_FORMATS
 from headwise.evaluation import open_pair
-from headwise.evaluation.plain_cache import PLAIN_FORMATS, bfloat16_bytes
+from headwise.evaluation.plain_cache import bfloat16_bytes
 
 SOURCE = "smollm2-135m"
 FORMATS = (
-    *PLAIN_FORMATS,
+    *map(str, PLAIN_FORMATS),
     "int8:32/int4:32",
     "kivi2:128",
     "kivi4:32",

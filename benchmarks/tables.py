@@ -358,8 +358,8 @@ def beginnings(document: Document) -> str:
     lines = [
         [
             f"{Path(row['model']).stem}, {_text_name(row['text'])}",
-            *(_number(row[kind]["None"]["perplexity"]) for kind in ("without", "with")),
-            *(_ratio(row[kind]["int4"]["perplexity_ratio"]) for kind in ("without", "with")),
+            *(_number(row[kind][0]) for kind in ("without", "with")),
+            *(_ratio(row[kind][1] / row[kind][0]) for kind in ("without", "with")),
         ]
         for row in document["rows"].values()
     ]

@@ -7,15 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import headwise
 from benchmarks import glassllm
+from headwise.checkpoints import tokenizer
 from headwise.conversion import export_deepseek
 from headwise.hf import HeadwiseCache
 from headwise.measurement import cache_nbytes
+from headwise.specs.sources import bundled_gguf
 from tests.closeness import assert_close
 from tests.one_size import convert_to_one_size
 
@@ -55,6 +59,21 @@ def expected(smollm2: Path, ids: torch.Tensor) -> torch.Tensor:
 def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     out: torch.Tensor = headwise.load(folder)(ids).logits
     return out
+
+
+def test_the_tokenizer_of_a_gguf_is_transformers_own_and_takes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = bundled_gguf()
+    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+    def reads_everything(*args: Any, **options: Any) -> Any:
+        raise AssertionError("a string is made of every entry of the vocabulary")
+
+    monkeypatch.setattr("transformers.modeling_gguf_pytorch_utils.load_gguf_checkpoint", reads_everything)
+    tokenizer._read_gguf_tokenizer.cache_clear()
+    ours = tokenizer.load_gguf_tokenizer(path)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.special_tokens_map == theirs.special_tokens_map
 
 
 @pytest.fixture(scope="module")

@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from headwise.advice import Measured, Question, advise_on, candidates, design, ranked, read_measured
 from headwise.advice.advise import MOST_SEQUENCES
-from headwise.cost.default_targets import PLAIN_FORMATS
+from headwise.cost.default_targets import plain_formats
 from headwise.cost.model import weights
 from headwise.errors import HeadwiseError
 from headwise.prediction import Pass, device, devices, largest_batch, operators, peak_memory, seconds
 from headwise.prediction.allocation import cache_bytes
-from headwise.quantization.formats import parse_format
-from headwise.quantization.kivi import KiviCode
 from headwise.specs import ModelSpec, read_spec
 from tests.cli.conftest import cli, here, refused
 from tests.cli.without_torch import answered_without_torch
@@ -170,24 +167,14 @@ def test_what_would_change_the_answer_is_said(total: int, batch: int) -> None:
     assert list(advise_on(model, question, measured).changes) == expected
 
 
-def test_bits_are_those_of_the_formats() -> None:
-    tokens, width = 128, 128
-    states = torch.randn(1, 1, tokens, width)
-    for name, known in PLAIN_FORMATS.items():
-        form = parse_format(name)
-        if isinstance(form, KiviCode):
-            codes, scales = form.encode_keys(states)
-            taken = codes.nbytes + scales.nbytes + form.values.encode(states).nbytes
-        else:
-            taken = form.keys.encode(states).nbytes + form.values.encode(states).nbytes
-        assert known.bits == 8 * taken / (2 * tokens * width), name
-
-
-@pytest.mark.parametrize(("name", "refused"), [("phi-2", 8), ("gpt-neox-20b", 6), ("llama-3-8b", 0)])
-def test_formats_that_a_model_cannot_have_are_no_candidates(name: str, refused: int) -> None:
-    found = [each.target for each in candidates(read_spec(name))]
-    left_out = [form for form in PLAIN_FORMATS if form not in found]
-    assert len(left_out) == refused, left_out
+@pytest.mark.parametrize("name", ["phi-2", "gpt-neox-20b", "llama-3-8b"])
+def test_formats_are_those_that_the_models_conversions_are_compared_with(name: str) -> None:
+    model = read_spec(name)
+    found = {each.target: each.cache_bits for each in candidates(model)}
+    formats = plain_formats(model)
+    assert len(formats) >= 5
+    for spelling, form in formats.items():
+        assert found[spelling] == form.bits(model)
 
 
 def test_a_frontier_is_read(tmp_path: Path) -> None:

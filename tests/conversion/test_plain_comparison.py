@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,25 +36,42 @@ def card(source: Path) -> str:
     return (source.parent / "out/README.md").read_text()
 
 
-def test_the_source_is_measured_in_the_nearest_format_on_the_same_text(source: Path) -> None:
+def test_the_source_is_measured_in_the_nearest_formats_on_the_same_text(source: Path) -> None:
     done = convert(source, to="mla", kv_budget=0.5)
     plain = done.plain
     assert plain is not None
     assert done.evaluation is not None
-    again = headwise.evaluate(source, against=source, text=source.parent / "exam.txt", windows=2, cache=plain.format)
-    assert (plain.evaluation.perplexity_ratio, plain.evaluation.kl) == (again.perplexity_ratio, again.kl)
-    assert plain.evaluation.texts[0].text == done.evaluation.texts[0].text
     checkpoint = open_checkpoint(source)
-    assert plain.source_bytes_per_token == bfloat16_bytes(checkpoint, 256)
-    assert plain.bytes_per_token == bfloat16_bytes(checkpoint, 256, plain.format)
-    assert plain.converted_bytes_per_token == plain.source_bytes_per_token / 2
-    assert plain.bytes_per_token <= plain.converted_bytes_per_token
-    assert plain.line.startswith("at these bytes plain quantisation loses ")
-    assert plain.is_better == (" loses less: " in plain.line)
-    assert f"{plain.format} of the source has perplexity ×{again.perplexity_ratio:.3f} at " in plain.line
-    assert (plain.evaluation.model, plain.evaluation.against) == (str(source), str(source))
+    whole = bfloat16_bytes(checkpoint, 256)
+    assert plain.source_bytes_per_token == whole
+    assert plain.converted_bytes_per_token == whole / 2
+    below, above = plain.formats
+    assert below.bytes_per_token <= whole / 2 < above.bytes_per_token
+    for each in plain.formats:
+        again = headwise.evaluate(
+            source, against=source, text=source.parent / "exam.txt", windows=2, cache=each.format
+        )
+        assert (each.evaluation.perplexity_ratio, each.evaluation.kl) == (again.perplexity_ratio, again.kl)
+        assert each.evaluation.texts[0].text == done.evaluation.texts[0].text
+        assert each.bytes_per_token == bfloat16_bytes(checkpoint, 256, each.format)
+        assert (each.evaluation.model, each.evaluation.against) == (str(source), str(source))
+        assert f"(×{again.perplexity_ratio:.3f} at {each.bytes_per_token / whole:.1%})" in plain.line
     assert f"- {plain.line}\n" in card(source)
-    assert done.to_dict()["plain"]["evaluation"]["cache"] == plain.format
+    told = done.to_dict()["plain"]["formats"]
+    assert [each["evaluation"]["cache"] for each in told] == [below.format, above.format]
+
+
+@pytest.mark.parametrize("width", [80, 96, 100])
+def test_heads_of_any_width_are_compared_with_what_has_about_their_bytes(width: int, tmp_path: Path) -> None:
+    (tmp_path / "exam.txt").write_text(OTHER)
+    source = save_tiny(tmp_path / "source", head_dim=width, num_attention_heads=2, num_key_value_heads=2)
+    done = headwise.convert(source, tmp_path / "out", to="mla", kv_budget=0.405, evaluate=tmp_path / "exam.txt")
+    assert done.plain is not None
+    whole = done.plain.source_bytes_per_token
+    beyond = [(each.bytes_per_token - done.plain.converted_bytes_per_token) / whole for each in done.plain.formats]
+    assert -0.02 < beyond[0] < 0 < beyond[1] < 0.13
+    for each in done.plain.formats:  # each with its bytes
+        assert f"at {each.bytes_per_token / whole:.1%})" in done.plain.line
 
 
 def test_codes_are_compared_by_what_they_allocate(source: Path) -> None:
@@ -67,9 +85,10 @@ def test_below_the_smallest_format_the_line_says_so(source: Path) -> None:
     done = convert(source, to="mla", kv_bytes=0.1)
     plain = done.plain
     assert plain is not None
-    assert plain.bytes_per_token > plain.converted_bytes_per_token
-    assert not plain.is_better
-    assert plain.line.startswith("plain quantisation ")
+    (smallest,) = plain.formats
+    assert smallest.bytes_per_token > plain.converted_bytes_per_token
+    assert f"of the source's plain formats, none is so small, and {smallest.format} loses " in plain.line
+    assert " at more bytes (" in plain.line
     assert "at these bytes" not in plain.line
 
 
@@ -102,22 +121,32 @@ def test_a_comparison_that_fails_is_noted_and_costs_nothing_else(
 
 
 @pytest.mark.parametrize(
-    ("bytes_ratio", "plain", "converted", "words"),
+    ("shares", "plain", "words"),
     [
-        (1.0, 1.03, 1.1, "at these bytes plain quantisation loses less"),
-        (1.0, 1.1, 1.03, "at these bytes plain quantisation loses more"),
-        (0.8, 1.031, 1.03, "at these bytes plain quantisation loses as much, within chance"),
-        (2.0, 1.1, 1.03, "plain quantisation loses more at more bytes"),
-        (2.0, 1.03, 1.1, "plain quantisation does not go down to these bytes"),
-        (1.005, 1.03, 1.1, "at these bytes plain quantisation loses less"),
+        (
+            [0.25, 0.281],
+            [1.09, 1.02],
+            "a loses more at these bytes (×1.090 at 25.0%), and b loses less at more bytes",
+        ),
+        ([0.25, 0.281], [1.031, 1.03], "a loses as much, within chance, at these bytes (×1.031 at 25.0%), and b"),
+        ([0.24, 0.4], [1.02, 1.01], "a loses less at these bytes (×1.020 at 24.0%), and b loses less at more bytes"),
+        ([0.239, 0.26], [1.1, 1.1], "a loses more at fewer bytes (×1.100 at 23.9%), and b loses more at these bytes"),
+        ([0.53], [1.0], "none is so small, and a loses less at more bytes (×1.000 at 53.0%)"),
+        ([0.14], [1.1], "a loses more at fewer bytes (×1.100 at 14.0%)"),
     ],
 )
-def test_the_outcome_in_words(bytes_ratio: float, plain: float, converted: float, words: str) -> None:
-    class Scored:
-        kl, tokens = 0.01, 12_000
+def test_the_comparison_in_words(shares: list[float], plain: list[float], words: str) -> None:
+    def scored(ratio: float) -> Any:
+        return SimpleNamespace(kl=0.01, tokens=12_000, perplexity=ratio, perplexity_ratio=ratio)
 
-        def __init__(self, perplexity: float) -> None:
-            self.perplexity = perplexity
-
-    outcome: Any = plain_comparison._outcome
-    assert outcome(bytes_ratio, Scored(plain), Scored(converted)) == words
+    made: Any = plain_comparison
+    formats = []
+    for name, share, ratio in zip("ab", shares, plain, strict=False):
+        loses = made._loses(scored(ratio), scored(1.03))
+        facts = {"format": name, "bytes_per_token": 100 * share, "loses": loses, "evaluation": scored(ratio)}
+        formats.append(SimpleNamespace(**facts))
+    line = made._line(formats, scored(1.03), 25.0, 100.0)
+    assert line.startswith(
+        "this conversion has perplexity ×1.030 at 25.0% of a bfloat16 cache; of the source's plain "
+    )
+    assert words in line

@@ -1,7 +1,8 @@
-"""The bytes of a cache where numbers are bfloat16, the format nearest to them, and what chance may do."""
+"""The bytes of a cache where numbers are bfloat16, the formats nearest to them, and what chance may do."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 import headwise
 from headwise.checkpoints import Checkpoint, open_checkpoint
 from headwise.cost import model as cost
-from headwise.cost.default_targets import PLAIN_FORMATS
-from headwise.evaluation.plain_cache import bfloat16_bytes, margin, nearest_format
+from headwise.cost.default_targets import PLAIN_FORMATS, plain_formats
+from headwise.evaluation.plain_cache import bfloat16_bytes, margin, nearest_formats
 from headwise.quantization.formats import TokenFormat, parse_format
 from headwise.quantization.kivi import KiviCode
 from tests.real_models import save_tiny
@@ -30,7 +31,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 def test_bytes_are_those_of_the_codes_and_bfloat16_for_the_rest(source: Checkpoint) -> None:
     assert bfloat16_bytes(source, 128) == cost.cache_bytes_per_token(source.spec) == LAYERS * HEADS * 2 * WIDTH * 2
-    for spelling in PLAIN_FORMATS:
+    for spelling in map(str, PLAIN_FORMATS):
         code = parse_format(spelling)
         if isinstance(code, TokenFormat):
             expected = code.keys.token_bytes(WIDTH) + code.values.token_bytes(WIDTH)
@@ -46,9 +47,31 @@ def test_bytes_are_those_of_the_codes_and_bfloat16_for_the_rest(source: Checkpoi
             )
 
 
-def test_formats_run_from_the_most_bytes_to_the_least(source: Checkpoint) -> None:
-    sizes = [bfloat16_bytes(source, 2048, spelling) for spelling in PLAIN_FORMATS]
-    assert sizes == sorted(sizes, reverse=True)
+@pytest.mark.parametrize("width", [4, 14, 32, 64, 72, 80, 96, 100, 112, 120, 128, 160, 192, 200, 256])
+def test_heads_of_every_width_have_every_format_but_rotated_ones(width: int, tmp_path: Path) -> None:
+    source = open_checkpoint(save_tiny(tmp_path / "source", head_dim=width))
+    formats = plain_formats(source.spec)
+    kinds = [re.sub(r":\d+", "", name) for name in formats]
+    is_power = width & (width - 1) == 0
+    wanted = ["int8", "int8/int4", "kivi4", *(["int4+hadamard/int4"] if is_power else []), "kivi3", "kivi2"]
+    assert list(dict.fromkeys(kinds)) == wanted
+    tokens = 512  # whole blocks of every format
+    sizes = {name: bfloat16_bytes(source, tokens, name) for name in formats}
+    if width >= 64:  # scales of narrower heads weigh more than bits
+        assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
+    for name, form in formats.items():
+        assert str(parse_format(name)) == name
+        assert form.bits(source.spec) == 16 * sizes[name] / bfloat16_bytes(source, tokens), name
+
+
+def test_windows_stay_as_they_are_beside_blocks_of_tokens(tmp_path: Path) -> None:
+    mixed = open_checkpoint(save_family(tmp_path / "source", "gemma3_text"))
+    assert {layer.sliding_window is None for layer in mixed.spec.layers} == {True, False}
+    formats = plain_formats(mixed.spec)
+    assert {name.partition(":")[0] for name in formats} >= {"int8", "kivi4", "kivi2"}
+    assert formats["kivi4"].bits(mixed.spec) > formats["int8"].bits(mixed.spec)
+    sliding = open_checkpoint(save_family(tmp_path / "other", "mistral"))
+    assert not any(name.startswith("kivi") for name in plain_formats(sliding.spec))
 
 
 def test_a_window_that_slides_holds_its_own_tokens_only(tmp_path: Path) -> None:
@@ -59,20 +82,30 @@ def test_a_window_that_slides_holds_its_own_tokens_only(tmp_path: Path) -> None:
         bfloat16_bytes(sliding, 64, "kivi4")
 
 
-def test_the_nearest_format_is_the_largest_that_is_no_larger(source: Checkpoint, tmp_path: Path) -> None:
+def test_the_nearest_formats_are_the_largest_that_is_no_larger_and_the_smallest_that_is(source: Checkpoint) -> None:
     whole = bfloat16_bytes(source, 2048)
     for share, nearest in [
-        (0.9, "int8"),
-        (0.5, "int8/int4"),
-        (0.30, "kivi4"),
-        (0.28, "kivi4"),  # which has 28.1 %
-        (0.27, "kivi3:32"),
-        (0.19, "kivi2:32"),
-        (0.06, "kivi2"),
+        (0.9, ["int8"]),
+        (0.5, ["int8/int4", "int8"]),
+        (0.30, ["kivi4", "int8/int4"]),
+        (0.28, ["kivi4", "int8/int4"]),  # which has 28.1 %
+        (0.27, ["kivi3:32", "kivi4"]),
+        (0.19, ["kivi2:32", "kivi3"]),
+        (0.06, ["kivi2"]),
     ]:
-        assert nearest_format(source, 2048, share * whole) == nearest, share
-    odd = open_checkpoint(save_family(tmp_path / "source", "qwen3"))  # heads that no rotation suits
-    assert nearest_format(odd, 2048, 1e9) == "int8"
+        found = nearest_formats(source, 2048, share * whole)
+        assert found == {name: bfloat16_bytes(source, 2048, name) for name in nearest}, share
+        assert list(found) == nearest
+
+
+@pytest.mark.parametrize(("width", "below", "above"), [(80, 0.400, 0.525), (96, 0.396, 0.521), (100, 0.395, 0.520)])
+def test_a_conversion_to_two_fifths_has_a_format_of_about_its_bytes(
+    width: int, below: float, above: float, tmp_path: Path
+) -> None:
+    odd = open_checkpoint(save_tiny(tmp_path / "source", head_dim=width))
+    whole = bfloat16_bytes(odd, 2048)
+    shares = [size / whole for size in nearest_formats(odd, 2048, 0.405 * whole).values()]
+    assert shares == pytest.approx([below, above], abs=1e-3)
 
 
 def test_the_margin_is_two_standard_errors_of_a_difference_of_logits() -> None:

@@ -9,7 +9,7 @@ import pytest
 import headwise
 from headwise.checkpoints import open_checkpoint
 from headwise.conversion import STAGES
-from headwise.cost.default_targets import BYTES, PLAIN_FORMATS
+from headwise.cost.default_targets import BYTES, PLAIN_FORMATS, plain_formats
 from headwise.frontiers.candidate import Candidate, read_target
 from headwise.frontiers.ladder import list_candidates
 from tests.real_models import save_tiny
@@ -129,17 +129,26 @@ def test_the_ladder(heads: int, grouped: list[str], tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "source", hidden_size=144, num_attention_heads=12, num_key_value_heads=heads)
     candidates, notes = list_candidates(open_checkpoint(source))
     coded = [f"mla@{share:g}" for share in BYTES]
-    ladder = [*PLAIN_FORMATS, "mla:0.5", "mla:0.25", *grouped, *coded]
+    ladder = [*map(str, PLAIN_FORMATS), "mla:0.5", "mla:0.25", *grouped, *coded]
     # Heads of 12 channels cannot be rotated by a Hadamard matrix.
     assert [candidate.target for candidate in candidates] == [name for name in ladder if "hadamard" not in name]
     assert [note.partition(" (")[0] for note in notes] == ["not tried: int4+hadamard/int4"]
+
+
+def test_formats_have_groups_that_divide_the_heads(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save_tiny(tmp_path / "source", head_dim=96))
+    formats = [candidate.target for candidate in list_candidates(checkpoint)[0] if candidate.cache is not None]
+    assert formats == [
+        *("int8:128", "int8:128/int4:128", "kivi4:128", "kivi3:32", "kivi3:128", "kivi2:32", "kivi2:128")
+    ]
+    assert formats == list(plain_formats(checkpoint.spec))
 
 
 def test_targets_that_a_family_cannot_have_are_left_out_and_noted(tmp_path: Path) -> None:
     source = save_family(tmp_path / "source", "qwen3", attention_bias=True)
     checkpoint = open_checkpoint(source)
     candidates, notes = list_candidates(checkpoint)
-    formats = [name for name in PLAIN_FORMATS if "hadamard" not in name]  # for heads of 14 channels
+    formats = [name for name in map(str, PLAIN_FORMATS) if "hadamard" not in name]  # for heads of 14 channels
     assert [candidate.target for candidate in candidates] == [*formats, "mqa"]
     latent = ", ".join(("mla:0.5", "mla:0.25", *(f"mla@{share:g}" for share in BYTES)))
     assert [note.partition(" (")[0] for note in notes] == [

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from headwise.cost.default_targets import GROUPS
 from headwise.kernels.native import built
 from headwise.kernels.native.codes.integers.affine import AffineRows, KeyBlocks, attend_affine
 from headwise.kernels.reference import attend_reference
-from headwise.quantization.groups import GROUPS, GroupCode
+from headwise.quantization.groups import GroupCode
 from headwise.quantization.kivi import KiviCode
 from tests.kernels.test_coded import CLOSE, draw_mask
 
@@ -130,6 +131,23 @@ def reference(query: Tensor, keys: Tensor, values: Tensor, options: tuple[Tensor
     groups = query.shape[1] // keys.shape[1]
     keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
     return attend_reference(query.double(), keys, values, mask, options[2], 0.0)[0]
+
+
+def of_bits(bits: int) -> tuple[list[AffineRows], list[Tensor], Tensor]:
+    """Keys and values of 48 channels in codes of so many bits, what they stand for in float64, and queries."""
+    noise = torch.Generator().manual_seed(bits)
+    code, query = GroupCode(bits, 16), torch.randn(1, 4, 1, 48, generator=noise)
+    rows = [code.encode(states_of(noise, (1, 2, 48, 48), torch.float32)) for _ in range(2)]
+    states = [code.decode(part, 48, torch.float64) for part in rows]
+    return [AffineRows(part, 48, bits, 3) for part in rows], states, query
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codes_of_every_number_of_bits_are_read(bits: int) -> None:
+    (key, value), states, query = of_bits(bits)
+    expected = reference(query, *states, (None, False, 0.1))
+    out = attend_affine(query, key, value, None, False, 0.1)
+    assert (out - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("part", range(10))

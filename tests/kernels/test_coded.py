@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from headwise.attention.rope import rotate
-from headwise.kernels import native
-from headwise.kernels.native import built
-from headwise.kernels.native.codes.attention import CHANNELS, TURN, attend_coded
+from headwise.kernels.native import build, built
+from headwise.kernels.native.codes import sizes
+from headwise.kernels.native.codes.attention import attend_coded
+from headwise.kernels.native.codes.sizes import TURN
 from headwise.quantization import SINKS, TransformCode
 from headwise.quantization.layout import kernel_layout
-from headwise.quantization.transform_code import BLOCK, blocks
+from headwise.quantization.transform_code import blocks
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")
 
@@ -152,9 +153,30 @@ def test_it_is_attention_to_the_decoded_values(part: int) -> None:
         assert (out[~case.seen().any(-1)] == 0).all(), seed
 
 
-def test_sources_and_python_agree_on_sizes() -> None:
-    folder = Path(native.__file__).parent / "codes"
-    sources = "".join((folder / name).read_text() for name in ("stored_tokens.h", "levels.h"))
-    constants = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", sources)}
-    assert (constants["SINKS"], constants["TURN"], constants["CHANNELS"]) == (SINKS, TURN, CHANNELS)
-    assert BLOCK == CHANNELS
+def check_sources(rule: str) -> str:
+    """What a compiler says of the kernels' headers and a rule about their sizes; nothing where they hold."""
+    compiler = build._compiler([])
+    assert compiler is not None
+    source = f'#include "codes/stored_tokens.h"\nstatic_assert({rule}, "not so");\n'
+    command = [*compiler, *build._flags(), "-fsyntax-only", f"-I{Path(build.__file__).parent}", "-x", "c++", "-"]
+    return subprocess.run(command, input=source, capture_output=True, text=True, check=False).stderr
+
+
+def test_sizes_that_change_in_python_change_in_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {name: getattr(sizes, name) for name in ("SINKS", "TURN", "CHANNELS")}
+    rule = "SINKS == {SINKS} && TURN == {TURN} && CHANNELS == {CHANNELS}"
+    assert check_sources(rule.format(**now)) == ""
+    monkeypatch.setattr(sizes, "SINKS", 8)
+    monkeypatch.setattr(sizes, "TURN", 128)
+    assert "not so" in check_sources(rule.format(**now))
+    assert check_sources(rule.format(**now | {"SINKS": 8, "TURN": 128})) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"), [("CHANNELS", 8, "sixteen channels"), ("TURN", 32, "share a rotated query")]
+)
+def test_sizes_that_the_kernels_do_not_support_are_not_compiled(
+    name: str, value: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizes, name, value)
+    assert why in check_sources("true")

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from headwise.errors import ArgumentError
 from headwise.kernels import attend, choose_backend
 from headwise.kernels.native import build, built
+from headwise.kernels.native.codes.sizes import definitions
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")
 
@@ -391,6 +392,7 @@ def test_sanitizers_find_nothing(sanitizer: str, processor: str, source: str, tm
         "-std=c++17",
         "-w",
         "-DFRESH_THREADS",
+        *definitions(),
         f"-fsanitize={sanitizer}",
         f"-march={processor}",
         "-pthread",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from headwise.kernels.gpu import attend_codes, codes, why_not_codes
 from headwise.kernels.native.codes.integers.affine import AffineRows, KeyBlocks
 from headwise.quantization.groups import GroupCode
 from headwise.quantization.kivi import KiviCode
-from tests.kernels.test_affine import allowed, group_code, in_memory, poison, reference, states_of
+from tests.kernels.test_affine import allowed, group_code, in_memory, of_bits, poison, reference, states_of
 from tests.kernels.test_coded import CLOSE, draw_mask
 from tests.kernels.test_split import DEVICE, on_device
 
@@ -114,6 +115,28 @@ def in_memory_of_halves(scales: Tensor) -> Tensor:
     memory = scales.new_full((*scales.shape[:2], scales.shape[2] + 3, scales.shape[3]), torch.nan)
     memory[:, :, : scales.shape[2]] = scales
     return memory[:, :, : scales.shape[2]]
+
+
+@with_triton
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codes_of_every_number_of_bits_are_read(bits: int) -> None:
+    (key, value), states, query = of_bits(bits)
+    out = attend_codes(moved(query), *(replace(x, rows=moved(x.rows)) for x in (key, value)), None, False, 0.1)
+    expected = reference(query, *states, (None, False, 0.1))
+    assert (out.cpu() - expected).abs().max() < 1e-5 * expected.abs().max()
+    blocks = KiviCode(bits, 16)
+    rows, scales = blocks.encode_keys(states[0])
+    out = attend_codes(
+        moved(query),
+        AffineRows(moved(rows), 48, bits, 0),
+        replace(value, rows=moved(value.rows)),
+        None,
+        False,
+        0.1,
+        blocks=KeyBlocks(moved(scales), 16),
+    )
+    expected = reference(query, blocks.decode_keys(rows, scales, torch.float64), states[1], (None, False, 0.1))
+    assert (out.cpu() - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @with_triton

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headwise.kernels.gpu import attend_latents, latents, why_not_latents
-from headwise.kernels.native.codes.attention import TURN
+from headwise.kernels.native.codes.sizes import TURN
 from headwise.quantization import SINKS
 from headwise.quantization.layout import latent_layout
 from tests.kernels.test_coded import CLOSE, Case, draw, random_code

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from headwise.attention.rope import rotate
 from headwise.kernels.native import built
-from headwise.kernels.native.codes.attention import TURN
 from headwise.kernels.native.codes.heads import attend_heads
+from headwise.kernels.native.codes.sizes import TURN
 from headwise.quantization import SINKS, TransformCode
 from headwise.quantization.layout import heads_layout
 from headwise.quantization.transform_code import blocks

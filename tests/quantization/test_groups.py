@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from headwise.cost.default_targets import GROUPS
 from headwise.errors import ArgumentError
-from headwise.quantization.groups import BITS, GROUPS, Float8Code, GroupCode, affine_codes, rotated
+from headwise.quantization.groups import BITS, Float8Code, GroupCode, affine_codes, rotated
 from tests.quantization.by_hand import codes_of, hadamard, halves
 
 WIDTHS = (8, 16, 20, 32, 64, 96, 128, 192)

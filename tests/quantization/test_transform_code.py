@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from headwise.errors import CheckpointError
+from headwise.kernels.native.codes.sizes import CHANNELS
 from headwise.quantization import TransformCode, transform_code
 from headwise.quantization.files import FILE, code_from, code_tensors, codes_content, read_codes
-from headwise.quantization.transform_code import BLOCK, GAIN_STEP, blocks
+from headwise.quantization.transform_code import GAIN_STEP, blocks
 from tests.closeness import assert_close
 
 
@@ -137,7 +138,7 @@ def test_more_bits_lose_less() -> None:
 
 
 def test_blocks_end_with_their_section() -> None:
-    assert list(blocks((20, 5))) == [(0, BLOCK), (BLOCK, 20), (20, 25)]
+    assert list(blocks((20, 5))) == [(0, CHANNELS), (CHANNELS, 20), (20, 25)]
 
 
 def test_the_file_gives_codes_back(tmp_path: Path) -> None:

@@ -235,7 +235,8 @@ def _measure_next(
     """What would be recommended if everything lost what is expected of it, where that was not measured."""
     if question.max_quality_loss is None:
         return None
-    expected = expected_losses(measured, [each.target for each in tried if not each.is_exact])
+    bits = {each.target: each.cache_bits for each in tried if each.cache_bits is not None}
+    expected = expected_losses(measured, [each.target for each in tried if not each.is_exact], bits)
     supposed = {
         each.target: Measured(target=each.target, cache_fraction=1.0, loss=each.loss, kl=None, file="")
         for each in expected.values()

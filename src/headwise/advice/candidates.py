@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from headwise.advice.measured import Measured
-from headwise.cost.default_targets import PLAIN_FORMATS, conversions
+from headwise.cost.default_targets import conversions, plain_formats
 from headwise.cost.layer import cache_values
 from headwise.cost.target import Target, convert_spec, parse_target, refuse_codes, target_options
 from headwise.errors import HeadwiseError
@@ -52,16 +52,20 @@ def candidates(source: ModelSpec, measured: Mapping[str, Measured] = _NOTHING) -
         source: the model.
         measured: of it, by target.
     """
-    has_tokens = any(cache_values(layer) for layer in source.layers)
-    formats = [name for name, form in PLAIN_FORMATS.items() if has_tokens and all(map(form.suits, source.layers))]
-    formats += [name for name, point in measured.items() if point.is_format and name not in PLAIN_FORMATS]
+    has_windows = any(layer.sliding_window is not None for layer in source.layers)
+    # What is left of a cache whose windows stay as they are is not one number of bits: it depends on the tokens.
+    formats = {
+        name: form.bits(source)
+        for name, form in plain_formats(source).items()
+        if not (form.has_blocks and has_windows)
+    }
+    formats |= {
+        name: 16 * point.cache_fraction for name, point in measured.items() if point.is_format and name not in formats
+    }
     ladder = conversions(source)
     others = [name for name, point in measured.items() if not point.is_format and name not in ladder]
     found = [Candidate(target=AS_IT_IS, model=source, is_exact=True)]
-    for name in formats:
-        known = PLAIN_FORMATS.get(name)
-        bits = 16 * measured[name].cache_fraction if known is None else known.bits
-        found.append(Candidate(target=name, model=source, cache_bits=bits))
+    found += [Candidate(target=name, model=source, cache_bits=bits) for name, bits in formats.items()]
     converted = (_converted(source, target, measured.get(target)) for target in (*ladder, *others))
     return (*found, *(candidate for candidate in converted if candidate is not None))
 

@@ -6,9 +6,9 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from headwise.advice.measured import Measured
-from headwise.cost.default_targets import PLAIN_FORMATS
 
 _LEAST = 3e-4
 """The least loss whose logarithm is taken: differences below it are chance."""
@@ -18,6 +18,9 @@ _FAMILIES = (
     ("latents", r"mla:([\d.]+)"),
     ("key–value heads", r"gqa:(\d+)"),
 )
+
+
+_NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,9 @@ class Expected:
     between: tuple[str, str]
 
 
-def expected_losses(measured: Mapping[str, Measured], targets: Iterable[str]) -> dict[str, Expected]:
+def expected_losses(
+    measured: Mapping[str, Measured], targets: Iterable[str], bits: Mapping[str, float] = _NOTHING
+) -> dict[str, Expected]:
     """The loss of each target that was not measured, where two of its family were.
 
     The logarithm of the loss is taken to be linear in the size: between the nearest smaller and larger one, or beyond
@@ -46,15 +51,16 @@ def expected_losses(measured: Mapping[str, Measured], targets: Iterable[str]) ->
     Args:
         measured: by target.
         targets: that losses are wanted of; those that were measured are left out.
+        bits: of one cached value in formats of the model's cache, by target; of those that were measured it is known.
     """
     families: dict[str, list[tuple[float, Measured]]] = {}
     for point in measured.values():
-        place = _place(point.target, point)
+        place = _place(point.target, bits.get(point.target, 16 * point.cache_fraction))
         if place is not None and math.isfinite(point.loss):
             families.setdefault(place[0], []).append((place[1], point))
     found = {}
     for target in targets:
-        place = None if target in measured else _place(target)
+        place = None if target in measured else _place(target, bits.get(target))
         if place is None:
             continue
         family, size = place
@@ -66,19 +72,15 @@ def expected_losses(measured: Mapping[str, Measured], targets: Iterable[str]) ->
     return found
 
 
-def _place(target: str, measured: Measured | None = None) -> tuple[str, float] | None:
-    """The family of a target, and its size there; None where it has no family."""
+def _place(target: str, bits: float | None) -> tuple[str, float] | None:
+    """The family of a target, and its size there; None where it has no family, or its size is not known."""
     if target == "mqa":
         return "key–value heads", 1.0
     for family, pattern in _FAMILIES:
         match = re.fullmatch(pattern, target)
         if match:
             return family, float(match[1])
-    if target.startswith("kivi"):
-        if target in PLAIN_FORMATS:
-            return "kivi", PLAIN_FORMATS[target].bits
-        return None if measured is None else ("kivi", 16 * measured.cache_fraction)
-    return None
+    return ("kivi", bits) if bits is not None and target.startswith("kivi") else None
 
 
 def _nearest(

@@ -15,7 +15,8 @@ from typing import Any
 from headwise.checkpoints.unsafe import refuse_tokenizer_class
 from headwise.disk import clearly
 from headwise.errors import CheckpointError, HeadwiseError
-from headwise.specs import read_gguf_header
+from headwise.specs import gguf_config, read_gguf_header
+from headwise.specs.gguf.header import GgufHeader
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
@@ -98,16 +99,30 @@ def load_gguf_tokenizer(path: Path) -> Any:
 
 @lru_cache(maxsize=1)
 def _read_gguf_tokenizer(path: Path, *_changed: int) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     header = read_gguf_header(path)
-    # AutoTokenizer asks for the config, and transformers cannot read that of a deepseek2 file.
-    loader = PreTrainedTokenizerFast if header.architecture == "deepseek2" else AutoTokenizer
+    loader = _gguf_tokenizer_class(header)
     with TemporaryDirectory() as alone:  # transformers would take a tokenizer.json that lies beside the file
         (Path(alone) / path.name).symlink_to(header.files[0].absolute())
         tokenizer = loader.from_pretrained(alone, gguf_file=path.name, local_files_only=True, trust_remote_code=False)
     tokenizer.name_or_path = str(path)
     return tokenizer
+
+
+def _gguf_tokenizer_class(header: GgufHeader) -> Any:
+    """The class that transformers has for the tokenizer of a file.
+
+    `AutoTokenizer` would choose it by the config, and make a string of every entry of the vocabulary to read that:
+    tens of seconds for a large one. It cannot read that of a deepseek2 file.
+    """
+    from transformers import CONFIG_MAPPING, TOKENIZER_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
+
+    if header.architecture == "deepseek2":
+        return PreTrainedTokenizerFast
+    try:
+        config = CONFIG_MAPPING[gguf_config(header)["model_type"]]
+    except (HeadwiseError, KeyError):
+        return AutoTokenizer
+    return TOKENIZER_MAPPING.get(config, PreTrainedTokenizerFast)
 
 
 @contextmanager

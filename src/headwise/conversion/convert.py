@@ -56,8 +56,8 @@ def convert(
     ``headwise.load``, or with transformers after ``import headwise.hf``.
 
     ``calibrate`` and ``evaluate`` take the sources that `headwise.texts.read_source` reads. The evaluation also
-    measures what plain quantisation of the source loses at these bytes. ``evaluate=False`` skips both; if one of them
-    is not possible, a note of the report says why.
+    measures what plain quantisation of the source loses at about these bytes. ``evaluate=False`` skips both; if one
+    of them is not possible, a note of the report says why.
 
     Args:
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.

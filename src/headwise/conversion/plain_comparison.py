@@ -1,49 +1,64 @@
-"""What plain quantisation of the source loses at a conversion's bytes, which need no conversion."""
+"""What plain quantisation of the source loses at about a conversion's bytes, which needs no conversion."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headwise.checkpoints import Checkpoint, open_checkpoint
 from headwise.conversion.closing_evaluation import EVALUATING, Exam, prove
 from headwise.documents import as_document
 from headwise.errors import HeadwiseError
 from headwise.evaluation import Evaluation
-from headwise.evaluation.plain_cache import SAME_BYTES, bfloat16_bytes, margin, nearest_format, served_bytes
+from headwise.evaluation.plain_cache import A_POINT, bfloat16_bytes, margin, nearest_formats, served_bytes
 from headwise.progress import Progress, silent
 
 COMPARING = "comparing with plain quantisation"
 """The name of the stage, for progress."""
 
+Loses = Literal["less", "as much", "more"]
+"""What a format loses beside a conversion; as much where they differ by no more than chance."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class PlainComparison:
-    """A conversion beside its source with the cache in one of the field's formats, on the same text.
-
-    Bytes are those that a cache allocates for an evaluation window, a token; numbers that are not in codes count as
-    bfloat16.
+class ComparedFormat:
+    """The source with its cache in one of the field's formats, beside a conversion on the same text.
 
     Attributes:
-        format: the format: the largest that takes no more bytes than the conversion, or else the smallest.
-        bytes_per_token: of the source's cache in the format.
-        converted_bytes_per_token: of the conversion's cache.
-        source_bytes_per_token: of the source's cache as it is.
-        is_better: whether the format takes no more bytes and has the lower perplexity, by more than chance
-            (`headwise.evaluation.plain_cache.margin`).
-        line: the comparison in words.
+        format: the format.
+        bytes_per_token: of the source's cache in it.
+        loses: whether the format loses less than the conversion, as much or more, by
+            `headwise.evaluation.plain_cache.margin`.
         evaluation: the source with the format beside the source without it.
     """
 
     format: str
     bytes_per_token: float
+    loses: Loses
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainComparison:
+    """A conversion beside its source with the cache in the nearest of the field's formats, on the same text.
+
+    Bytes are those that a cache allocates for an evaluation window, a token; numbers that are not in codes count as
+    bfloat16.
+
+    Attributes:
+        formats: the largest format that takes no more bytes than the conversion, and the smallest that takes more;
+            one of them where there is no other.
+        converted_bytes_per_token: of the conversion's cache.
+        source_bytes_per_token: of the source's cache as it is.
+        line: the comparison in words.
+    """
+
+    formats: tuple[ComparedFormat, ...]
     converted_bytes_per_token: float
     source_bytes_per_token: float
-    is_better: bool
     line: str
-    evaluation: Evaluation
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON-able values."""
@@ -58,7 +73,7 @@ def compare_plain(
     *,
     progress: Progress = silent,
 ) -> PlainComparison | str | None:
-    """Evaluate the source with its cache in the format that is nearest to a conversion's bytes.
+    """Evaluate the source with its cache in the formats that are nearest to a conversion's bytes, below and above.
 
     Args:
         source: what was converted.
@@ -75,51 +90,54 @@ def compare_plain(
     try:
         own = bfloat16_bytes(source, tokens)
         converted = served_bytes(open_checkpoint(folder), evaluation)
-        spelling = nearest_format(source, tokens, converted) if converted < own else None
+        nearest = nearest_formats(source, tokens, converted) if converted < own else {}
     except HeadwiseError:  # a source whose layers cache something else
         return None
-    if spelling is None:
-        return None
     name = evaluation.against or source.path  # as the user named it
+    formats: list[ComparedFormat] = []
 
     def comparing(stage: str, done: int, total: int) -> None:
-        progress(COMPARING if stage == EVALUATING else stage, done, total)
+        if stage == EVALUATING:
+            stage, done, total = COMPARING, done + len(formats) * total, total * len(nearest)
+        progress(stage, done, total)
 
-    plain = prove(name, name, exam, comparing, cache=spelling, dtype=evaluation.dtype, device=evaluation.device)
-    if isinstance(plain, str):
-        return plain
-    taken = bfloat16_bytes(source, tokens, spelling)
-    outcome = _outcome(taken / converted, plain, evaluation)
+    for spelling, taken in nearest.items():
+        plain = prove(name, name, exam, comparing, cache=spelling, dtype=evaluation.dtype, device=evaluation.device)
+        if isinstance(plain, str):
+            return plain
+        loses = _loses(plain, evaluation)
+        formats.append(ComparedFormat(format=spelling, bytes_per_token=taken, loses=loses, evaluation=plain))
+    if not formats:
+        return None
     return PlainComparison(
-        format=spelling,
-        bytes_per_token=taken,
+        formats=tuple(formats),
         converted_bytes_per_token=converted,
         source_bytes_per_token=own,
-        is_better=outcome == _BETTER,
-        line=f"{outcome}: {spelling} of the source has perplexity ×{plain.perplexity_ratio:.3f} at {taken / own:.1%} "
-        f"of a bfloat16 cache, this conversion ×{evaluation.perplexity_ratio:.3f} at {converted / own:.1%}",
-        evaluation=plain,
+        line=_line(formats, evaluation, converted, own),
     )
 
 
-_BETTER = "at these bytes plain quantisation loses less"
-
-
-def _outcome(ratio_of_bytes: float, plain: Evaluation, converted: Evaluation) -> str:
-    """In words, whether a format or a conversion loses less.
-
-    Args:
-        ratio_of_bytes: bytes of the format over those of the conversion.
-        plain: the source with the format beside the source.
-        converted: the conversion beside the source, on the same text.
-    """
+def _loses(plain: Evaluation, converted: Evaluation) -> Loses:
+    """What the source with a format loses beside the conversion; both evaluated on the same text."""
     assert plain.kl is not None
     assert converted.kl is not None
     gain = math.log(plain.perplexity / converted.perplexity)  # above 0 where the conversion loses less
     chance = margin(plain.kl, converted.kl, converted.tokens)
-    if ratio_of_bytes > SAME_BYTES:
-        is_worse = gain > chance
-        return f"plain quantisation {'loses more at more bytes' if is_worse else 'does not go down to these bytes'}"
-    if gain > chance:
-        return "at these bytes plain quantisation loses more"
-    return _BETTER if gain < -chance else "at these bytes plain quantisation loses as much, within chance"
+    return "more" if gain > chance else "less" if gain < -chance else "as much"
+
+
+def _line(formats: list[ComparedFormat], evaluation: Evaluation, converted: float, own: float) -> str:
+    """The comparison in words; bytes are called the same only within a point of the source's cache."""
+    clauses = []
+    for each in formats:
+        beyond = (each.bytes_per_token - converted) / own
+        where = "these" if abs(beyond) <= A_POINT else "more" if beyond > 0 else "fewer"
+        if where == "more" and not clauses:
+            clauses.append("none is so small")
+        loses = "as much, within chance," if each.loses == "as much" else each.loses
+        ratio = f"×{each.evaluation.perplexity_ratio:.3f} at {each.bytes_per_token / own:.1%}"
+        clauses.append(f"{each.format} loses {loses} at {where} bytes ({ratio})")
+    return (
+        f"this conversion has perplexity ×{evaluation.perplexity_ratio:.3f} at {converted / own:.1%} of a bfloat16 "
+        f"cache; of the source's plain formats, {', and '.join(clauses)}"
+    )

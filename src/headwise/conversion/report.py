@@ -53,8 +53,8 @@ class Conversion:
         peak_device_bytes: the most memory of a GPU that the conversion had; None on a CPU.
         dry_run: whether nothing was written.
         evaluation: the result beside its source, on text that it was not calibrated on; None if it was skipped.
-        plain: the source with its cache quantised to about as many bytes, on the same text; None if it was not
-            evaluated or its cache is no larger.
+        plain: the source with its cache in the nearest plain formats below and above these bytes, on the same text;
+            None if it was not evaluated or its cache is no larger.
         stock: the loss by a stock folder's format; None for ``format="headwise"``.
         spread: the allocation of an MLA's cache to layers; None if none was searched.
         notes: notes for the user.

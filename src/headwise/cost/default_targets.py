@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 
-from headwise.specs import AttentionSpec, GroupedSpec, ModelSpec, RecurrentSpec
+from headwise.specs import GroupedSpec, ModelSpec, RecurrentSpec
+
+GROUPS = (16, 32, 64, 128, 256)
+"""The numbers of channels that may share a scale and a zero point; one that is larger than a head holds all of it."""
+
+GROUP = 64
+"""The channels of a group where a format's spelling names no other number."""
+
+_SCALES = 32
+"""The bits of a group's scale and zero point, which are float16."""
 
 
 @dataclass(frozen=True)
@@ -14,49 +21,126 @@ class PlainFormat:
     """A format of a cache of keys and values.
 
     Attributes:
-        bits: of one value, scales included.
-        group: the channels, or tokens of a channel, that share a scale.
-        needs_power_of_two: whether heads are rotated by a Hadamard matrix, which their width must suit.
-        has_blocks: whether keys share scales over a block of tokens.
+        keys: the bits of a key's channel, without scales.
+        values: the bits of a value's channel.
+        group: the channels that share a scale; with blocks also the tokens of a key's channel that do. One of
+            `GROUPS`.
+        has_blocks: whether keys share scales over a block of tokens (KIVI).
+        is_rotated: whether keys are rotated by a Hadamard matrix, which their width must suit.
     """
 
-    bits: float
-    group: int
-    needs_power_of_two: bool = False
+    keys: int
+    values: int
+    group: int = GROUP
     has_blocks: bool = False
+    is_rotated: bool = False
 
-    def suits(self, layer: AttentionSpec) -> bool:
-        """Whether a layer's cache can be stored in it: groups divide the width of a head, or hold all of it.
+    def __str__(self) -> str:
+        group = "" if self.group == GROUP else f":{self.group}"
+        if self.has_blocks:
+            return f"kivi{self.keys}{group}"
+        keys, values = f"int{self.keys}{group}{'+hadamard' * self.is_rotated}", f"int{self.values}{group}"
+        return keys if keys == values else f"{keys}/{values}"
 
-        Latents are not stored in formats, and blocks of tokens not within windows; states of recurrent layers stay as
-        they are.
+    def suits(self, model: ModelSpec) -> bool:
+        """Whether a model's cache can be stored in it.
 
-        For example ``PLAIN_FORMATS["int8"].suits(layer_spec("llama-3-8b"))`` is True.
+        Groups divide the width of a head, or hold all of it. Latents are not stored in formats. Windows that slide
+        are not stored in blocks of tokens, and stay as they are beside other layers, as states of recurrent layers
+        do.
+
+        For example ``PlainFormat(8, 8).suits(read_spec("llama-3-8b"))`` is True.
+
+        Args:
+            model: the model.
         """
-        if isinstance(layer, RecurrentSpec):
-            return True
-        if not isinstance(layer, GroupedSpec) or layer.shares_kv:
-            return False
-        if self.has_blocks and layer.sliding_window is not None:
-            return False
-        widths = (layer.head_dim, layer.value_dim)
-        fits = all(width % self.group == 0 or self.group >= width for width in widths)
-        return fits and not (self.needs_power_of_two and any(width & (width - 1) for width in widths))
+        layers = [layer for layer in model.layers if not isinstance(layer, RecurrentSpec)]
+        heads = [layer for layer in layers if isinstance(layer, GroupedSpec) and not layer.shares_kv]
+        stored = [layer for layer in heads if self._stores(layer)]
+        return len(heads) == len(layers) and bool(stored) and all(map(self._fits, stored))
+
+    def fitted(self, model: ModelSpec) -> PlainFormat:
+        """The format with groups that suit a model, of about as many bytes; itself where it suits, or none does.
+
+        For example ``str(PlainFormat(8, 8).fitted(read_spec("phi-2")))``, whose heads have 80 channels, is
+        ``"int8:128"``, a group for a whole head.
+
+        Args:
+            model: the model.
+        """
+        if self.suits(model):
+            return self
+        others = [other for other in (replace(self, group=group) for group in GROUPS) if other.suits(model)]
+        wanted = self.keys + self.values + 2 * _SCALES / self.group
+        return min(others, key=lambda other: abs(2 * other.bits(model) - wanted), default=self)
+
+    def bits(self, model: ModelSpec) -> float:
+        """The mean bits of a cached value, scales included, of a model that it `suits`.
+
+        For example ``PlainFormat(8, 8).bits(read_spec("llama-3-8b"))`` is 8.5.
+
+        Args:
+            model: the model.
+        """
+        taken = values = 0.0
+        for layer in model.layers:
+            if isinstance(layer, GroupedSpec):
+                width = layer.head_dim + layer.value_dim
+                values += layer.num_kv_heads * width
+                taken += layer.num_kv_heads * (self._head_bits(layer) if self._stores(layer) else 16 * width)
+        return taken / values
+
+    def _stores(self, layer: GroupedSpec) -> bool:
+        """Whether it is what a layer's keys and values are stored in."""
+        return not (self.has_blocks and layer.sliding_window is not None)
+
+    def _fits(self, layer: GroupedSpec) -> bool:
+        """Whether its groups divide a layer's heads, or hold all of one."""
+        D, V = layer.head_dim, layer.value_dim
+        grouped = (V,) if self.has_blocks else (D, V)
+        is_turned = not self.is_rotated or D & (D - 1) == 0
+        return is_turned and all(width <= self.group or width % self.group == 0 for width in grouped)
+
+    def _head_bits(self, layer: GroupedSpec) -> float:
+        """Bits of a token's key and value in one head."""
+        D, V = layer.head_dim, layer.value_dim
+        of_keys = D * _SCALES / self.group if self.has_blocks else _SCALES * max(D // self.group, 1)
+        return _packed(D, self.keys) + of_keys + _packed(V, self.values) + _SCALES * max(V // self.group, 1)
 
 
-PLAIN_FORMATS: Mapping[str, PlainFormat] = MappingProxyType(
-    {
-        "int8": PlainFormat(8.5, 64),
-        "int8/int4": PlainFormat(6.5, 64),
-        "kivi4": PlainFormat(4.5, 64, has_blocks=True),
-        "int4+hadamard/int4": PlainFormat(4.5, 64, needs_power_of_two=True),
-        "kivi3:32": PlainFormat(4.0, 32, has_blocks=True),
-        "kivi3": PlainFormat(3.5, 64, has_blocks=True),
-        "kivi2:32": PlainFormat(3.0, 32, has_blocks=True),
-        "kivi2": PlainFormat(2.5, 64, has_blocks=True),
-    }
+def _packed(width: int, bits: int) -> int:
+    """Bits of the bytes that hold a row of codes."""
+    return -(-width * bits // 8) * 8
+
+
+PLAIN_FORMATS = (
+    PlainFormat(8, 8),
+    PlainFormat(8, 4),
+    PlainFormat(4, 4, has_blocks=True),
+    PlainFormat(4, 4, is_rotated=True),
+    PlainFormat(3, 3, 32, has_blocks=True),
+    PlainFormat(3, 3, has_blocks=True),
+    PlainFormat(2, 2, 32, has_blocks=True),
+    PlainFormat(2, 2, has_blocks=True),
 )
-"""The formats that conversions are compared with, from the most bytes to the least; of equal bytes the best first."""
+"""The formats that conversions are compared with, from the most bytes to the least; of equal bytes the best first.
+
+A model whose heads their groups do not divide has them with other groups (`plain_formats`).
+"""
+
+
+def plain_formats(model: ModelSpec) -> dict[str, PlainFormat]:
+    """The formats that a model's conversions are compared with, by their spellings, as in `PLAIN_FORMATS`.
+
+    For example ``list(plain_formats(read_spec("phi-2")))[:2]`` is ``["int8:128", "int8:128/int4:128"]``, as 64
+    channels do not divide its heads of 80.
+
+    Args:
+        model: the model whose cache is stored.
+    """
+    fitted = (form.fitted(model) for form in PLAIN_FORMATS)
+    return {str(form): form for form in fitted if form.suits(model)}
+
 
 BUDGETS = (0.5, 0.25)
 """The fractions of the source's values that MLA keeps."""

@@ -13,8 +13,8 @@ import math
 import torch
 
 from headwise.checkpoints import Checkpoint
-from headwise.cost.default_targets import PLAIN_FORMATS
-from headwise.errors import HeadwiseError, SpecError
+from headwise.cost.default_targets import plain_formats
+from headwise.errors import SpecError
 from headwise.evaluation.evaluate import Evaluation
 from headwise.hf import HeadwiseCache, stock_config
 from headwise.quantization.files import FILE as CODES
@@ -22,6 +22,9 @@ from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec
 
 SAME_BYTES = 1.01
 """A cache that takes at most this many times the bytes of another is no larger: sizes cannot be met exactly."""
+
+A_POINT = 0.01
+"""Two caches are said to have the same bytes where they differ by at most this part of the cache in bfloat16."""
 
 
 @torch.inference_mode()
@@ -69,29 +72,27 @@ def served_bytes(checkpoint: Checkpoint, evaluation: Evaluation) -> float:
     return bfloat16_bytes(checkpoint, evaluation.window, evaluation.cache)
 
 
-def nearest_format(checkpoint: Checkpoint, tokens: int, most: float) -> str | None:
-    """The one of `PLAIN_FORMATS` to compare a cache with: the largest that is no larger, or else the smallest.
+def nearest_formats(checkpoint: Checkpoint, tokens: int, size: float) -> dict[str, float]:
+    """The formats of `plain_formats` to compare a cache with, and their bytes a token: one below and one above.
 
-    For example ``nearest_format(open_checkpoint("smollm2-135m"), 2048, 7_000)`` is ``"kivi4"``.
+    They are the largest that is no larger, and the smallest that is larger, or one of them where there is no other.
+    For example ``nearest_formats(open_checkpoint("smollm2-135m"), 2048, 7_000)`` is
+    ``{"kivi4": 6480.0, "int8/int4": 9360.0}``.
 
     Args:
         checkpoint: the model that would be quantised.
         tokens: see `bfloat16_bytes`.
-        most: bytes a token of the other cache.
+        size: bytes a token of the other cache.
 
     Returns:
-        The format; None where none suits the model.
+        At most two, the smaller first; none where none suits the model.
     """
-    sizes = {}
-    for spelling in PLAIN_FORMATS:
-        try:
-            sizes[spelling] = bfloat16_bytes(checkpoint, tokens, spelling)
-        except HeadwiseError:  # such as a rotation of heads whose width is no power of two
-            continue
-    within = {spelling: size for spelling, size in sizes.items() if size <= SAME_BYTES * most}
-    if within:
-        return max(within, key=within.__getitem__)
-    return min(sizes, key=sizes.__getitem__, default=None)
+    sizes = {spelling: bfloat16_bytes(checkpoint, tokens, spelling) for spelling in plain_formats(checkpoint.spec)}
+    below = {spelling: taken for spelling, taken in sizes.items() if taken <= SAME_BYTES * size}
+    above = {spelling: taken for spelling, taken in sizes.items() if spelling not in below}
+    nearest = [max(below, key=below.__getitem__)] if below else []
+    nearest += [min(above, key=above.__getitem__)] if above else []
+    return {spelling: sizes[spelling] for spelling in nearest}
 
 
 def margin(kl: float, other_kl: float, tokens: int) -> float:

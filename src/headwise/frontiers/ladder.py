@@ -70,7 +70,8 @@ def list_candidates(
 
 def default_targets(checkpoint: Checkpoint) -> list[str]:
     """The ladder of targets for a user who names none: formats of the source's cache, then `conversions`."""
-    return [*PLAIN_FORMATS, *conversions(checkpoint.spec)]
+    formats = dict.fromkeys(str(form.fitted(checkpoint.spec)) for form in PLAIN_FORMATS)
+    return [*formats, *conversions(checkpoint.spec)]
 
 
 def _ablations(candidate: Candidate, checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Candidate]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from headwise.cost.default_targets import GROUP, GROUPS
 from headwise.errors import ArgumentError
 from headwise.quantization import kivi
-from headwise.quantization.groups import BITS, GROUP, GROUPS, HADAMARD, Float8Code, GroupCode, TokenCode
+from headwise.quantization.groups import BITS, HADAMARD, Float8Code, GroupCode, TokenCode
 from headwise.quantization.kivi import KiviCode
 
+_SIZES = f"{', '.join(f':{size}' for size in GROUPS[:-1])} or :{GROUPS[-1]}"
 SPELLINGS = (
-    "int8, int4, int3 or int2, with :16, :32, :64 or :128 for the channels of a group and +hadamard for a rotation"
+    f"int8, int4, int3 or int2, with {_SIZES} for the channels of a group and +hadamard for a rotation"
     " (int4:32+hadamard); fp8; two of these for keys and values (int8/int4); or kivi4, kivi3 or kivi2, with the"
     " tokens of a block and the latest tokens that stay as they are (kivi2:32:128)"
 )

@@ -12,17 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headwise.cost.default_targets import GROUP, GROUPS
 from headwise.errors import ArgumentError
 from headwise.quantization.packing import pack_bits, packed_bytes, unpack_bits
 
 BITS = (8, 4, 3, 2)
 """The numbers of bits that an integer code may have."""
-
-GROUPS = (16, 32, 64, 128)
-"""The numbers of channels that may share a scale and a zero point."""
-
-GROUP = 64
-"""The channels of a group where the user names no other number."""
 
 HADAMARD = "+hadamard"
 """The end of the spelling of a code whose channels are rotated first."""
@@ -57,7 +52,8 @@ class GroupCode:
 
     Attributes:
         bits: one of `BITS`.
-        group: the channels of a group, one of `GROUPS`; heads with fewer channels have one group.
+        group: the channels of a group, one of `headwise.cost.default_targets.GROUPS`; heads with fewer channels have
+            one group.
         hadamard: whether a head's channels are multiplied by a Hadamard matrix before they are coded and after they
             are decoded, so that a large channel is spread over all. D must then be a power of two.
     """

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headwise.cost.default_targets import GROUP
 from headwise.quantization.groups import GroupCode, affine_codes
 from headwise.quantization.packing import pack_bits, packed_bytes, unpack_bits
 
 BITS = (4, 3, 2)
 """The numbers of bits that a code may have."""
 
-BLOCK = 64
+BLOCK = GROUP
 """The tokens of a block where the user names no other number."""
 
 

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headwise.kernels.gpu import LatentLayout
-from headwise.kernels.native.codes.attention import CHANNELS, TURN, CodedLayout
+from headwise.kernels.native.codes.attention import CodedLayout
 from headwise.kernels.native.codes.heads import HeadsLayout
+from headwise.kernels.native.codes.sizes import CHANNELS, TURN
 from headwise.quantization.transform_code import (
     GAIN_STEP,
     GAIN_ZERO,

@@ -14,8 +14,9 @@ from torch import Tensor
 from headwise.kernels.gpu import LatentLayout, attend_latents, why_not_latents
 from headwise.kernels.mask import as_bool_mask
 from headwise.kernels.native import are_plain, why_not
-from headwise.kernels.native.codes.attention import TURN, CodedLayout, attend_coded
+from headwise.kernels.native.codes.attention import CodedLayout, attend_coded
 from headwise.kernels.native.codes.heads import HeadsLayout, attend_heads
+from headwise.kernels.native.codes.sizes import TURN
 from headwise.kernels.packed import FEW_TOKENS
 from headwise.quantization.layout import heads_layout, kernel_layout, latent_layout
 from headwise.quantization.stored import is_on_gpu

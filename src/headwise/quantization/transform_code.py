@@ -16,16 +16,9 @@ from torch import Tensor
 
 from headwise.kernels.native.build import are_plain
 from headwise.kernels.native.codes.encoding.trellis import can_encode, choose_gains
+from headwise.kernels.native.codes.sizes import CHANNELS, SINKS
 from headwise.quantization.trellis import NOISE, REACH, decode, encode
 from headwise.specs import GroupedSpec, LatentSpec
-
-BLOCK = 16
-"""Channels that share a number of bits, so that a kernel decodes them together; a section's last block may be
-smaller."""
-
-SINKS = 4
-"""The first tokens of a sequence, which are stored without codes: attention rests on them, and their values are
-unlike any others."""
 
 CONTEXT = 2048
 """The number of tokens that the first ones' bytes are counted over where a cache's bytes a token are planned."""
@@ -54,7 +47,7 @@ class TransformCode:
     Attributes:
         offset: float32 ``[W]``.
         scale: float32 ``[W]``, positive.
-        bits: the number of bits of each block of `BLOCK` channels, section after section.
+        bits: the number of bits of each block of `CHANNELS` channels, section after section.
         sections: the widths of the sections; blocks do not reach over their ends.
         parts: the widths of the parts of a token that have a gain of their own; two at most.
     """
@@ -198,8 +191,8 @@ def blocks(sections: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """First and last channel, exclusive, of each block: ``list(blocks((20,)))`` is ``[(0, 16), (16, 20)]``."""
     start = 0
     for width in sections:
-        for first in range(start, start + width, BLOCK):
-            yield first, min(first + BLOCK, start + width)
+        for first in range(start, start + width, CHANNELS):
+            yield first, min(first + CHANNELS, start + width)
         start += width
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from headwise.kernels.native.codes.sizes import CHANNELS
 from headwise.quantization import TransformCode
-from headwise.quantization.transform_code import BLOCK, blocks
+from headwise.quantization.transform_code import blocks
 from headwise.quantization.trellis import encode
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
@@ -68,7 +69,7 @@ def fit_scales(values: Tensor, parts: tuple[int, ...], importance: Tensor, *, to
     width = len(offset)
     scales, errors = torch.ones(9, width), torch.zeros(9, width)
     for bits in WIDTHS:
-        code = TransformCode(offset, deviation, (bits,) * -(-width // BLOCK), (width,), parts)
+        code = TransformCode(offset, deviation, (bits,) * -(-width // CHANNELS), (width,), parts)
         scales[bits], errors[bits] = _best_scales(code, deviation, sample, weights)
     return ScaleTable(offset, scales, errors, deviation.square(), sample, weights)
 

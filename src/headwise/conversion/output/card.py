@@ -43,7 +43,7 @@ class CardFacts:
         calibration_tokens: the number of calibration tokens; 0 without a text.
         calibration_window: tokens in each calibration window.
         evaluation: an `Evaluation` as a dict; None if the result was not evaluated.
-        plain: what plain quantisation of the source loses at these bytes, in words; None if that was not measured.
+        plain: what plain quantisation of the source loses at about these bytes, in words; None if not measured.
         base_model: the source's name on the hub, if it has one (`base_model_of`).
         license: the licence that the source's card names (`source_license`).
         versions: the versions of headwise and its libraries, by name.

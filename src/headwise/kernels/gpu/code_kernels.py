@@ -25,7 +25,7 @@ def unpacked(at, is_seen, CODE_BYTES: tl.constexpr, BITS: tl.constexpr, WIDTH: t
     byte = first // 8
     places = at[:, None] + byte[None, :]
     codes = tl.load(places, mask=is_seen[:, None] & (byte < CODE_BYTES)[None, :], other=0).to(tl.int32)
-    if BITS == 3:  # a code may lie in two bytes
+    if 8 % BITS:  # a code may lie in two bytes
         high = tl.load(places + 1, mask=is_seen[:, None] & (byte + 1 < CODE_BYTES)[None, :], other=0).to(tl.int32)
         codes = codes | (high << 8)
     return ((codes >> (first % 8)[None, :]) & ((1 << BITS) - 1)).to(tl.float32)

@@ -154,7 +154,7 @@ def _fill_parts(
     parts, tiles, V = len(mixtures), triton.cdiv(H // K * S, ROWS), value.width
     main, width = (max(16, triton.next_power_of_2(size)) for size in (D, V))
     block = 0 if blocks is None else blocks.tokens
-    tokens, warps = _tile(max(main, width), query.element_size(), 3 in (key.bits, value.bits))
+    tokens, warps = _tile(max(main, width), query.element_size(), bool(8 % key.bits or 8 % value.bits))
     tokens = min(block or tokens, tokens)
     # Parts are whole tiles, so that a tile lies in one block.
     each = triton.cdiv(triton.cdiv(N, parts), tokens) * tokens
@@ -186,19 +186,19 @@ def _fill_parts(
     )
 
 
-def _tile(width: int, size: int, has_threes: bool) -> tuple[int, int]:
+def _tile(width: int, size: int, is_split: bool) -> tuple[int, int]:
     """Tokens of a tile and warps: the most with which the compiled kernel keeps a tile in registers, or nearly.
 
     Args:
         width: of the wider of keys and values, a power of two.
         size: bytes of a number of the query.
-        has_threes: whether there are codes of 3 bits, each of which is read from two bytes.
+        is_split: whether codes may lie in two bytes, from which each is read then, as those of 3 bits do.
     """
     if size == 4:  # products in float32 are not the matrix units', and take more registers
         return 16, 4 if width <= 64 else 8
     if width > 128:
         return 16, 8
-    return (64 if width <= 64 else 32) // (2 if has_threes else 1), 4
+    return (64 if width <= 64 else 32) // (2 if is_split else 1), 4
 
 
 def _about(name: str, coded: AffineRows, rows: Tensor) -> dict[str, int]:

@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from headwise.kernels.native.codes.sizes import definitions
+
 _SOURCES = (
     *("attention.cpp", "linear.cpp"),
     *("codes/coded.cpp", "codes/heads.cpp", "codes/integers/affine.cpp"),
@@ -88,7 +90,7 @@ def _built() -> Build:
     compiler = _compiler(cxx)
     if compiler is None:
         return Build(None, None, f"no C++ compiler: neither $CXX nor {', '.join(_COMPILERS)}")
-    command = [*compiler, *_FLAGS, _native()]
+    command = [*compiler, *_flags()]
     try:
         path = _folder() / f"kernels-{_fingerprint(command)}.so"
         if not _is_whole(path):
@@ -102,6 +104,10 @@ def _built() -> Build:
     is_missing = bool(cxx) and not shutil.which(cxx[0])
     note = f"; $CXX, {cxx[0]}, is not there" if is_missing else ""
     return Build(library, path, f"compiled by {compiler[0]}{note}", has_pairs, has_half)
+
+
+def _flags() -> tuple[str, ...]:
+    return *_FLAGS, *definitions(), _native()
 
 
 def why_not(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = False) -> str | None:

@@ -13,12 +13,7 @@ from torch import Tensor
 
 from headwise.kernels.mask import mask_strides
 from headwise.kernels.native.build import TYPES, built
-
-CHANNELS = 16
-"""Channels in a block, at most."""
-
-TURN = 64
-"""Slots whose rotation a layout holds."""
+from headwise.kernels.native.codes.sizes import SINKS, TURN
 
 # `CodedArguments` of coded.cpp and `HeadsArguments` of heads.cpp: `Arguments` of sight.h, then
 # eleven pointers, five numbers.
@@ -56,7 +51,7 @@ class CodedLayout(TrellisLayout):
     """How the kernel reads latents.
 
     Levels lie in rows of columns: the latent's channels, then the two halves of the rotary key, each padded to a
-    multiple of `CHANNELS`.
+    multiple of `headwise.kernels.native.codes.sizes.CHANNELS`.
 
     Attributes:
         rank: R.
@@ -84,7 +79,7 @@ def attend_coded(
     Args:
         query: absorbed and rotated, ``[B, H, S, R + P]``, or ``[B, H, S, P]`` where it has no content.
         codes: uint8 ``[B, 1, T, bytes]``.
-        wide: bfloat16 ``[B, sinks, R + P]``, values of each sequence's first tokens, which replace their codes.
+        wide: bfloat16 ``[B, SINKS, R + P]``, values of each sequence's first tokens, which replace their codes.
         first: int64 ``[B]``, the slot of each sequence's first token.
         layout: of the codes.
         rotation: cos and sin of at least T slots, float32 ``[slots, F]``.
@@ -147,6 +142,8 @@ def call_on_codes(
     query = query if query.stride(3) == 1 else query.contiguous()
     codes = codes if codes.stride(3) == 1 else codes.contiguous()
     wide, first = wide.contiguous(), first.contiguous()
+    assert wide.shape[1] == SINKS
+    assert layout.turn.shape[1] == TURN
     cos, sin = (table.contiguous() for table in rotation)
     out = query.new_empty(B, S, H, columns).transpose(1, 2)
     if out.numel() == 0:

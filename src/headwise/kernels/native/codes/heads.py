@@ -18,7 +18,7 @@ class HeadsLayout(TrellisLayout):
     """How the kernel reads the codes of a layer's keys and values.
 
     Levels lie in rows of columns: all heads' keys, then all values, each padded to a multiple of
-    `headwise.kernels.native.codes.attention.CHANNELS`. The two dims of a rotary pair are P/2 apart.
+    `headwise.kernels.native.codes.sizes.CHANNELS`. The two dims of a rotary pair are P/2 apart.
 
     Attributes:
         heads: K.
@@ -48,7 +48,7 @@ def attend_heads(
     Args:
         query: rotated, ``[B, H, S, D]``.
         codes: uint8 ``[B, 1, T, bytes]``.
-        wide: bfloat16 ``[B, sinks, K · (D + V)]``, keys and values of each sequence's first tokens, which replace
+        wide: bfloat16 ``[B, SINKS, K · (D + V)]``, keys and values of each sequence's first tokens, which replace
             their codes.
         first: int64 ``[B]``, the slot of each sequence's first token.
         layout: of the codes.

@@ -19,7 +19,8 @@
 
 namespace {
 
-constexpr int CHANNELS = 16;  // in a block, at most
+constexpr int CHANNELS = HEADWISE_CHANNELS;  // in a block, at most; as all numbers HEADWISE_…, from sizes.py
+static_assert(CHANNELS == 16, "blocks are decoded by sixteen channels");
 constexpr int OVERRUN = 32;   // bytes behind a token's codes that may be read
 
 struct CodedBlock {

@@ -9,9 +9,10 @@
 
 namespace {
 
-constexpr int SINKS = 4;  // tokens without codes
-constexpr int TURN = 64;  // slots that share a rotated query
-constexpr int KEYS = 16;  // tokens whose keys are computed at a time
+constexpr int SINKS = HEADWISE_SINKS;  // tokens without codes
+constexpr int TURN = HEADWISE_TURN;    // slots that share a rotated query
+constexpr int KEYS = 16;               // tokens whose keys are computed at a time
+static_assert(TURN % BLOCK == 0, "the tokens of a block share a rotated query");
 
 struct StoredTokens {
   // K is 1 and G all query heads. The keys are the codes, uint8 [B, T, bytes], and the values those without codes, bfloat16

@@ -1,5 +1,5 @@
-// softmax(scale · Q Kᵀ) V on the CPU over keys and values that are read as they are stored: whole numbers of 2, 3, 4 or 8
-// bits with a scale and a zero point.
+// softmax(scale · Q Kᵀ) V on the CPU over keys and values that are read as they are stored: whole numbers of 1 to 8 bits
+// with a scale and a zero point.
 //
 // Those belong to a group of a token's channels, or, for keys, to a channel in a block of tokens. Scores and mixtures are of
 // the whole numbers: scales are multiplied into scores and weights, or into the queries of a block, and zero points meet

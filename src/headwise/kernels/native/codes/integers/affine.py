@@ -28,7 +28,7 @@ class AffineRows:
         rows: uint8 ``[B, K, N, bytes]``, of each token the codes, and then the scales and the zero points of its
             groups of channels in float16.
         width: D or V.
-        bits: of a code: 2, 3, 4 or 8.
+        bits: of a code, 1 to 8.
         groups: the number of groups, each of as many channels: several only of a multiple of 16; 0 for keys without
             scales in their rows.
     """
