@@ -21,6 +21,7 @@ from headwise.specs import LARGEST_CONFIG, read_json
 from headwise.specs.stored_head import INDEX, SINGLE, with_stored_head
 
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+_TEMPLATES = "additional_chat_templates/*.jinja"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
@@ -121,7 +122,9 @@ class FolderCheckpoint(Checkpoint):
             (destination / folder.relative_to(self.path)).mkdir(exist_ok=True)
         for file in self._companions():
             if (inner := inner_file(file, self.path)) is not None:
-                shutil.copyfile(inner, destination / file.relative_to(self.path))
+                place = destination / file.relative_to(self.path)
+                place.parent.mkdir(exist_ok=True)
+                shutil.copyfile(inner, place)
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -131,7 +134,7 @@ class FolderCheckpoint(Checkpoint):
 
     def _companions(self) -> list[Path]:
         """Every path beside the weights with the name of a companion file: files, links and devices, not folders."""
-        paths = [path for pattern in _COMPANIONS for path in self.path.glob(pattern)]
+        paths = [path for pattern in (*_COMPANIONS, _TEMPLATES) for path in self.path.glob(pattern)]
         paths = [path for path in paths if path.name not in ("config.json", INDEX, ADAPTER, *RECORDS)]
         for folder in _module_folders(self.path):
             paths += [path for pattern in (*_COMPANIONS, "*.safetensors") for path in folder.glob(pattern)]

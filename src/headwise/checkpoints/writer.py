@@ -305,7 +305,7 @@ class FolderWriter:
     def _write_index(self) -> None:
         if self._tensors and [shard.file for shard in self._shards] != [SINGLE]:
             weight_map = {name: shard.file for name, shard in self._shard_of.items()}
-            total = sum(shard.nbytes for shard in self._shards)
+            total = sum(info.nbytes for info in self._tensors.values())
             self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
     def _move_into_place(self) -> None:

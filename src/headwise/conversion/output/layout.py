@@ -18,6 +18,17 @@ from headwise.errors import CheckpointError
 from headwise.hf import expected_tensors, model_class, stock_config
 from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, hosted_attention
 
+_OF_A_LOADED_MODEL = {
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_attn_implementation_internal",
+    "_commit_hash",
+    "_experts_implementation",
+    "_experts_implementation_internal",
+    "_name_or_path",
+}
+"""Fields of a config that say where a model came from and how it was run, and not what it is."""
+
 FORMAT = 1
 """The version of the ``headwise`` block in a converted ``config.json``."""
 
@@ -59,7 +70,7 @@ class OutputLayout:
         """
         checkpoint, after = self.plan.checkpoint, self.plan.after
         family = checkpoint.family
-        config = {key: value for key, value in checkpoint.config.items() if not key.startswith("_")}
+        config = {key: value for key, value in checkpoint.config.items() if key not in _OF_A_LOADED_MODEL}
         config.pop("torch_dtype", None)
         config["dtype"] = dtype_name(self.plan.dtype)
         config["model_type"] = family.model_type

@@ -75,11 +75,18 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     if config["rms_norm_eps"] is not None:
         # The file holds a float32; the shortest decimal that rounds to it is the number its author wrote.
         config["rms_norm_eps"] = _shortest_float32(config["rms_norm_eps"])
-    for key, name in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
-        token, count = metadata.get(f"tokenizer.ggml.{key}_token_id"), config["vocab_size"]
-        if token is not None and not (isinstance(count, int) and isinstance(token, int) and token >= count):
-            config[name] = token  # one beyond the vocabulary, such as -1 as an unsigned number, is none
+    # A text ends with its own token, and in a conversation with that of a turn or of a message.
+    for name, *keys in (("bos_token_id", "bos"), ("eos_token_id", "eos", "eot", "eom"), ("pad_token_id", "padding")):
+        tokens = {metadata.get(f"tokenizer.ggml.{key}_token_id"): None for key in keys}  # in order, each once
+        known = [token for token in tokens if token is not None and not _is_beyond(token, config["vocab_size"])]
+        if known:
+            config[name] = known[0] if len(known) == 1 else known
     return config
+
+
+def _is_beyond(token: object, count: object) -> bool:
+    """Whether a token is beyond a vocabulary, such as -1 as an unsigned number, and so means none."""
+    return isinstance(count, int) and isinstance(token, int) and token >= count
 
 
 def read_gguf_spec(path: Path) -> ModelSpec:

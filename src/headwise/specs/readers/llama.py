@@ -196,7 +196,7 @@ def _smollm3_windows(config: Config, layers: int) -> Windows:
     return switched(unrotated)(config, layers)
 
 
-_QWEN_WINDOWS = switched(upper_layers)
+_QWEN_WINDOWS = switched(partial(upper_layers, absent=28), absent=4096)
 _GEMMA: dict[str, Any] = {"head_dim": 256, "refused": ("use_bidirectional_attention",)}
 _FOUR_NORMS = {"norms": 4, "tied": True}
 _PHI3_KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
@@ -232,14 +232,14 @@ FAMILIES = {
     "qwen2": Family(bias=_qkv, windows=_QWEN_WINDOWS),
     "qwen2_moe": Family(
         bias=_bias("qkv_bias", True, "qkv"),
-        windows=switched(must_be_listed),
+        windows=switched(must_be_listed, absent=4096),
         feed_forward=qwen_experts(shared=True),
     ),
     "qwen3": Family(head_dim=128, qk_norm="head", windows=_QWEN_WINDOWS),
     "qwen3_moe": Family(
         kv_heads=4,
         qk_norm="head",
-        windows=switched(all_layers),
+        windows=switched(all_layers, absent=4096),
         feed_forward=qwen_experts(shared=False),
     ),
     "gemma": Family(**_GEMMA, around={"tied": True}),
@@ -251,7 +251,7 @@ FAMILIES = {
         kv_heads=4,
         qk_norm="head",
         scale=_scalar,
-        windows=every_nth_full(6),
+        windows=every_nth_full(6, field="sliding_window_pattern"),
         rope={"theta": 1e6, "local": ("rope_local_base_freq", 1e4)},
         around=_FOUR_NORMS,
     ),
@@ -296,7 +296,7 @@ FAMILIES = {
         refused=("use_qk_norm",), rope={"theta": 5e5, "interleaved": True}, around={"norms": 1, "tied": True}
     ),
     "cohere2": Family(
-        windows=every_nth_full(4),
+        windows=every_nth_full(4, field="sliding_window_pattern"),
         rope={"interleaved": True},
         unrotated=_full_unrotated,
         around={"norms": 1, "tied": True},
@@ -313,7 +313,7 @@ FAMILIES = {
     "exaone4": Family(
         bias=_no_bias,
         qk_norm="head",
-        windows=every_nth_full(4, may_be_null=True),
+        windows=every_nth_full(4, field="sliding_window_pattern", may_be_null=True),
         unrotated=_full_unrotated_among_sliding,
     ),
     "seed_oss": Family(kv_heads=8, head_dim=128, bias=_seed_bias, feed_forward=dense(bias="mlp_bias")),

@@ -37,35 +37,38 @@ def every_layer(absent: int | None = None) -> Rule:
     return rule
 
 
-def every_nth_full(period: int, *, may_be_null: bool = False) -> Rule:
-    """A rule for windows in all layers but every ``period``-th, or every ``sliding_window_pattern``-th.
+def every_nth_full(period: int, *, field: str | None = None, may_be_null: bool = False) -> Rule:
+    """A rule for windows in all layers but every ``period``-th, where the file does not list the layers' types.
 
     Args:
-        period: the default of ``sliding_window_pattern``.
+        period: of the family, or the default of a field.
+        field: that the family's class reads the period from; None where it reads none.
         may_be_null: whether ``sliding_window`` may be null, for no window in any layer.
     """
 
     def rule(config: Config, num_layers: int) -> Windows:
         window = optional_integer(config, "sliding_window")
-        nth = optional_integer(config, "sliding_window_pattern", "_sliding_window_pattern") or period
         if window is None and may_be_null and "sliding_window" in config:
             return [None] * num_layers
+        is_listed = config.get("layer_types") is not None  # the field then says nothing, whatever it holds
+        nth = period if field is None or is_listed else optional_integer(config, field) or period
         types = [FULL if (i + 1) % nth == 0 else SLIDING for i in range(num_layers)]
         return _by_type(config, num_layers, window, types)
 
     return rule
 
 
-def switched(default: Callable[[Config, int], list[str]]) -> Rule:
+def switched(default: Callable[[Config, int], list[str]], *, absent: int | None = None) -> Rule:
     """Qwen's rule: windows only with ``use_sliding_window``; without, ``sliding_window`` may be any number, even 0.
 
     Args:
         default: the type of each layer where ``layer_types`` is absent.
+        absent: the window where the file has the switch alone.
     """
 
     def rule(config: Config, num_layers: int) -> Windows:
         is_on = flag(config, "use_sliding_window", False)
-        window = optional_integer(config, "sliding_window") if is_on else None
+        window = optional_integer(config, "sliding_window", absent=absent) if is_on else None
         types = (
             [FULL] * num_layers
             if window is None or config.get("layer_types") is not None
@@ -76,11 +79,11 @@ def switched(default: Callable[[Config, int], list[str]]) -> Rule:
     return rule
 
 
-def upper_layers(config: Config, num_layers: int) -> list[str]:
-    """Layer types with windows from layer ``max_window_layers`` on."""
-    if config.get("max_window_layers") is None:
+def upper_layers(config: Config, num_layers: int, absent: int | None = None) -> list[str]:
+    """Layer types with windows from layer ``max_window_layers`` on, which is ``absent`` where the file has none."""
+    if config.get("max_window_layers", absent) is None:
         raise NotSaidError("max_window_layers", None, "must be a whole number of at least 0")
-    first = count(config, "max_window_layers", 0)
+    first = count({"max_window_layers": absent, **config}, "max_window_layers", 0)
     return [SLIDING if i >= first else FULL for i in range(num_layers)]
 
 
