@@ -158,6 +158,24 @@ def test_fields_of_configs_within(
         FolderCheckpoint(tiny_llama)
 
 
+def test_no_code_is_run_where_transformers_has_the_class(
+    tiny_llama: Path, tmp_path: Path, edit_config: Edit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (tiny_llama / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    autos = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")
+    edit_config(auto_map=dict.fromkeys(autos, "evil.Evil"))
+    opened = FolderCheckpoint(tiny_llama)
+    assert "auto_map" not in opened.config
+    assert opened.notes == ("config.json names code in auto_map, which is not run: transformers' own llama is used",)
+    assert type(headwise.load(tiny_llama)) is transformers.LlamaForCausalLM
+    assert load_encoder(tiny_llama).tokenizer("ab")["input_ids"] == [2, 3]
+    LayerwiseModel(opened)
+    edit_config(auto_map={"AutoModel": "owner/other--evil.Evil"})  # of another repository
+    load_encoder(tiny_llama)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_weights_that_transformers_would_read_instead(tiny_llama: Path, tmp_path: Path) -> None:
     weights = tiny_llama / "shard-00000-model-00001-of-00001.safetensors"
     weights.write_bytes((tiny_llama / "model.safetensors").read_bytes())

@@ -44,6 +44,7 @@ CASES: dict[str, tuple[str, Config]] = {
         {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     ),
     "gemma, by layers": ("gemma3_text", GEMMA),
+    "gemma, a window that never acts": ("gemma3_text", {"sliding_window": 64, "rope_local_base_freq": 500.0}),
     "gpt_neox, usual names": ("gpt_neox", {"rope_parameters": {}, "rotary_pct": 1.0, "rope_theta": 1e6, **PART}),
     "phi3, two lengths": (
         "phi3",
