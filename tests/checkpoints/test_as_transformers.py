@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import headwise
-from headwise.checkpoints import family_of, open_checkpoint
+from headwise.checkpoints import FolderWriter, family_of, open_checkpoint
 from headwise.cli.app import app
 from headwise.cli.main import register_commands
 from headwise.conversion import export_gguf
@@ -212,3 +212,36 @@ def test_export_prints_the_note(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["export", str(folder), str(tmp_path / "model.gguf")])
     (note,) = open_checkpoint(folder).notes
     assert f"note: {note}" in " ".join(result.stdout.split())
+
+
+def test_a_field_with_an_underscore_is_kept(tmp_path: Path) -> None:
+    source = save_family(tmp_path / "opt", "opt", _remove_final_layer_norm=True)
+    edit_config(source, _name_or_path="/home/somebody/opt", _commit_hash="0123abcd")
+    expected = stock(source)
+    headwise.convert(source, tmp_path / "out", to="mha", evaluate=False)
+    assert_close(stock(tmp_path / "out"), expected, 1e-12)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert [key for key in written if key.startswith("_")] == ["_remove_final_layer_norm"]
+
+
+def test_all_chat_templates_are_kept(tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(source)
+    (source / "additional_chat_templates" / "linked.jinja").symlink_to("/etc/hostname")
+    headwise.convert(source, tmp_path / "out", to="mha", evaluate=False)
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    assert found == tokenizer.chat_template
+
+
+def test_an_index_counts_the_bytes_of_tensors(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save_tiny(tmp_path / "source"))
+    with FolderWriter(tmp_path / "out", checkpoint.tensors, shard_bytes=20_000) as writer:
+        for name in checkpoint.tensors:
+            writer.add(name, checkpoint.read(name))
+        writer.write_json("config.json", checkpoint.config)
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    tensors = [tensor for file in (tmp_path / "out").glob("*.safetensors") for tensor in load_file(file).values()]
+    assert len(set(index["weight_map"].values())) > 1
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors)

@@ -42,7 +42,9 @@ FIELDS: dict[str, Any] = {
 }
 
 
-def write(path: Path, arch: str = "llama", *, tokens: int = 5, eos: int = 2, **fields: Any) -> Path:
+def write(
+    path: Path, arch: str = "llama", *, tokens: int = 5, eos: int = 2, turn: int | None = None, **fields: Any
+) -> Path:
     """A GGUF file by the gguf package's own writer; None leaves a field out."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {**FIELDS, **{key.replace("__", "."): value for key, value in fields.items()}}.items():
@@ -52,6 +54,8 @@ def write(path: Path, arch: str = "llama", *, tokens: int = 5, eos: int = 2, **f
     writer.add_token_list([f"tök{i}" for i in range(tokens)])
     writer.add_array("tokenizer.ggml.scores", [float(i) for i in range(tokens)])
     writer.add_eos_token_id(eos)
+    if turn is not None:
+        writer.add_eot_token_id(turn)
     writer.add_bool("tokenizer.ggml.add_bos_token", True)
     for name, tensor in TENSORS.items():
         writer.add_tensor(name, tensor)
@@ -119,6 +123,12 @@ def test_the_spec_and_the_config(tmp_path: Path) -> None:
     assert config["eos_token_id"] == 2
     assert "bos_token_id" not in config
     assert config["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize(("turn", "expected"), [(3, [2, 3]), (2, 2), (2**32 - 1, 2)])
+def test_the_end_of_a_turn_ends_a_text_too(turn: int, expected: int | list[int], tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", turn=turn)
+    assert gguf_config(read_gguf_header(path))["eos_token_id"] == expected
 
 
 def test_a_special_token_beyond_the_vocabulary_is_none(tmp_path: Path) -> None:

@@ -592,7 +592,7 @@ def test_a_size_of_the_wrong_type_is_named(config: Config, field: str, value: ob
             r"sliding_window_pattern = 0: must be a whole number",
         ),
         (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8},
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": None},
             r"max_window_layers = None: must be a whole number of at least 0",
         ),
         (
