@@ -9,6 +9,7 @@ from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec, positive
 from headwise.specs.feed_forward import FeedForwardSpec
 from headwise.specs.latent import LatentSpec
+from headwise.specs.weights.stored import StoredWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,7 @@ class ModelSpec:
         dtype: of the stored weights, where the config has it.
         body: the rest of the model, where the config is complete and the family's body is understood.
         cross_layers: the spec of each layer's attention to an encoder's output (Whisper's decoder), or none.
+        stored: the formats of weights that are stored quantised; None where all are in one dtype.
     """
 
     model_type: str
@@ -66,6 +68,7 @@ class ModelSpec:
     dtype: str | None = None
     body: BodySpec | None = None
     cross_layers: tuple[AttentionSpec, ...] = ()
+    stored: StoredWeights | None = None
 
     def __post_init__(self) -> None:
         positive("hidden_size", self.hidden_size)
