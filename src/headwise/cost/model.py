@@ -74,7 +74,7 @@ def weights(model: ModelSpec, *, active: bool = False) -> Weights:
 def weight_bytes(model: ModelSpec, dtype: str = "bfloat16", *, active: bool = False) -> Weights:
     """Bytes of the weights by part, in the formats that they are stored in (`headwise.specs.ModelSpec.stored`).
 
-    For example ``weight_bytes(read_spec("gpt-oss-20b")).total`` is 13,760,754,432.
+    For example ``weight_bytes(read_spec("gpt-oss-20b")).total`` is 13,761,264,768.
 
     Args:
         model: with its body.

@@ -104,7 +104,8 @@ class Linear:
 class Product:
     """A product of each head with a small matrix of its own: ``macs`` multiply-adds, ``moved`` values in and out.
 
-    ``part_of`` names the stage whose weights it multiplies with, where it has no parameters of its own.
+    ``outputs`` are the rows of all matrices as they are stored. ``part_of`` names the stage whose weights it
+    multiplies with, where it has no parameters of its own.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Product:
     moved: int
     over: Over = "new"
     parameters: int = 0
+    outputs: int = 1
     part_of: str = ""
 
     def forward_flops(self, call: Call, kernel: Kernel) -> Size:
@@ -259,7 +261,8 @@ def held_stage(stage: Stage, form: MatrixFormat | None = None, vector_bytes: flo
         outputs = int(stage.out_features)
         return held_matrix(outputs, int(stage.in_features), outputs * stage.bias, form, vector_bytes)
     if isinstance(stage, Product):
-        return held_matrix(1, int(stage.parameters), 0, form, vector_bytes)
+        outputs = int(stage.outputs)
+        return held_matrix(outputs, int(stage.parameters) // outputs, 0, form, vector_bytes)
     return held_matrix(0, 0, int(stage.parameters), None, vector_bytes)
 
 

@@ -82,6 +82,8 @@ def read_config(config: Config) -> ModelSpec:
     reader = _reader(model_type, config)
     config = {**reader.absent, **config}
     layers = reader.layers(config)
+    body = _body(reader, config, len(layers))
+    networks = [None] * len(layers) if body is None else body.feed_forward
     return ModelSpec(
         model_type=model_type,
         hidden_size=layers[0].hidden_size,
@@ -97,9 +99,9 @@ def read_config(config: Config) -> ModelSpec:
             "max_target_positions",
         ),
         dtype=config.get("dtype", config.get("torch_dtype")),
-        body=_body(reader, config, len(layers)),
+        body=body,
         cross_layers=reader.cross(config) if reader.cross else (),
-        stored=read_stored(config, model_type, len(layers)),
+        stored=read_stored(config, model_type, layers, networks),
     )
 
 

@@ -1,24 +1,18 @@
 """The names that transformers and published files give the matrices of a layer, by which quantisers skip some.
 
-A matrix has several names: files of a mixture of experts were published before transformers joined its experts, and
-the text part of a multimodal model lies under another name than a model of text alone.
+A matrix has several names: families have their own, and files of a mixture of experts were published before
+transformers joined its experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-_LAYERS = (
-    "model.layers",
-    "model.language_model.layers",
-    "language_model.model.layers",
-    "transformer.h",
-    "gpt_neox.layers",
-    "model.decoder.layers",
-    "backbone.layers",
-)
+from headwise.specs.base import AttentionSpec
+from headwise.specs.feed_forward import FeedForwardSpec
+
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention", "mixer")
 _MIXERS = ("linear_attn", "mamba", "mixer", "conv", "self_attn")
 _NETWORKS = ("mlp", "feed_forward", "block_sparse_moe", "mixer")
@@ -29,35 +23,41 @@ _MATRICES = {
 }
 _QUERIES_KEYS_VALUES = ("query_key_value", "c_attn")
 
-_OWN = {
+_GROUPED = {
     "q_proj": ("q_proj", *_QUERIES_KEYS_VALUES),
     "k_proj": ("k_proj", *_QUERIES_KEYS_VALUES),
     "v_proj": ("v_proj", *_QUERIES_KEYS_VALUES),
     "o_proj": ("o_proj", "out_proj", "dense", "c_proj"),
     "q_a_proj": ("q_a_proj",),
     "q_b_proj": ("q_b_proj",),
-    "kv_a_proj_with_mqa": ("kv_a_proj_with_mqa",),
-    "kv_b_proj": ("kv_b_proj",),
-    "index wq_b": ("indexer.wq_b",),
-    "index wk": ("indexer.wk",),
-    "index weights_proj": ("indexer.weights_proj", "compressor.indexer.scorer.weights_proj"),
-    "kv_proj": ("kv_proj",),
-    "o_a_proj": ("o_a_proj",),
-    "o_b_proj": ("o_b_proj",),
-    "entry kv_proj": ("compressor.kv_proj",),
-    "entry gate_proj": ("compressor.gate_proj",),
-    "index entry kv_proj": ("compressor.indexer.kv_proj",),
-    "index entry gate_proj": ("compressor.indexer.gate_proj",),
-    "index q_b_proj": ("compressor.indexer.q_b_proj",),
 }
-_RECURRENT = {
-    "in_proj": ("in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
-    "out_proj": ("out_proj", "o_proj"),
-    "x_proj": ("x_proj",),
-    "dt_proj": ("dt_proj",),
-    "f_b_proj": ("f_b_proj", "forget_gate.f_b_proj"),
-    "g_b_proj": ("g_b_proj",),
+_LATENT = {
+    **{name: (name,) for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")},
 }
+_OWN = {
+    "grouped": _GROUPED,
+    "latent": _LATENT,
+    "indexed_latent": {
+        **_LATENT,
+        **{f"index {name}": (f"indexer.{name}",) for name in ("wq_b", "wk", "weights_proj")},
+    },
+    "compressed": {
+        **{name: (name,) for name in ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj")},
+        **{f"entry {name}": (f"compressor.{name}",) for name in ("kv_proj", "gate_proj")},
+        **{f"index entry {name}": (f"compressor.indexer.{name}",) for name in ("kv_proj", "gate_proj")},
+        "index q_b_proj": ("compressor.indexer.q_b_proj",),
+        "index weights_proj": ("compressor.indexer.scorer.weights_proj",),
+    },
+    "recurrent": {
+        "in_proj": ("in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
+        "out_proj": ("out_proj", "o_proj"),
+        "x_proj": ("x_proj",),
+        "dt_proj": ("dt_proj",),
+        "f_b_proj": ("f_b_proj", "forget_gate.f_b_proj"),
+        "g_b_proj": ("g_b_proj",),
+    },
+}
+"""The matrices of each kind of attention, by the names of their stages."""
 _FUSED = {
     **{name: ("self_attn.qkv_proj",) for name in ("q_proj", "k_proj", "v_proj")},
     **{f"feed_forward {name}": ("mlp.gate_up_proj",) for name in ("gate_proj", "up_proj")},
@@ -69,7 +69,7 @@ _FUSED_IN = {
     "glm4": ("feed_forward gate_proj", "feed_forward up_proj"),
 }
 
-HEAD = ("lm_head", "language_model.lm_head", "model.lm_head", "embed_out", "output")
+HEAD = ("lm_head", "model.lm_head", "embed_out")
 """Names of the head."""
 ROUTER, SHARED_GATE = "router router", "shared_experts shared gate"
 
@@ -88,32 +88,58 @@ class Module:
         return self.stage.startswith("experts ")
 
 
-def modules(model_type: str, num_layers: int) -> Iterator[Module]:
-    """Every matrix that a model of a type may have: the head, then those of each layer.
+def modules(
+    model_type: str, layers: Sequence[AttentionSpec], networks: Sequence[FeedForwardSpec | None]
+) -> Iterator[Module]:
+    """Every matrix that a model may have: the head, then those of each layer.
 
-    For example ``next(modules("llama", 1)).stage`` is ``"head"``.
+    For example ``next(modules("llama", (), ())).stage`` is ``"head"``.
+
+    Args:
+        model_type: of the text part.
+        layers: of the model.
+        networks: of each layer.
     """
     yield Module("head", HEAD)
-    for layer in range(num_layers):
-        for stage, names in _within_a_layer(model_type):
-            yield Module(stage, tuple(f"{place}.{layer}.{name}" for place in _LAYERS for name in names), layer)
+    for layer, (spec, network) in enumerate(zip(layers, networks, strict=True)):
+        for stage, names in (*_of_attention(model_type, spec.kind), *_of_network(model_type, network)):
+            yield Module(stage, tuple(f"model.layers.{layer}.{name}" for name in names), layer)
+
+
+_Names = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @cache
-def _within_a_layer(model_type: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    def under(places: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(f"{place}.{name}" for place in places for name in names)
+def _of_attention(model_type: str, kind: str) -> _Names:
+    places = _MIXERS if kind == "recurrent" else _ATTENTION
+    return _own_names(model_type, {stage: _under(places, names) for stage, names in _OWN.get(kind, {}).items()})
 
-    found = {stage: under(_ATTENTION, names) for stage, names in _OWN.items()}
-    found |= {stage: under(_MIXERS, names) for stage, names in _RECURRENT.items()}
+
+@cache
+def _of_network(model_type: str, network: FeedForwardSpec | None) -> _Names:
+    found: dict[str, tuple[str, ...]] = {}
+    if network is None:
+        return ()
     for stage, names in _MATRICES.items():
-        plain = tuple(name for name in names if name.startswith("fc"))  # OPT's stand in the layer itself
-        found[f"feed_forward {stage}"] = (*under(_NETWORKS, names), *plain)
+        if network.num_experts is None:
+            plain = tuple(name for name in names if name.startswith("fc"))  # OPT's stand in the layer itself
+            found[f"feed_forward {stage}"] = (*_under(_NETWORKS, names), *plain)
+            continue
         experts = tuple(f"experts.0.{name}" for name in names)
-        found[f"experts {stage}"] = under(_NETWORKS, (*experts, "experts"))
+        found[f"experts {stage}"] = _under(_NETWORKS, (*experts, "experts"))
         shared = tuple(f"{place}.{name}" for place in ("shared_experts", "shared_expert") for name in names)
-        found[f"shared_experts {stage}"] = (*under(_NETWORKS, shared), *under(("shared_mlp",), names))
-    found[ROUTER] = under(_NETWORKS, ("gate", "router"))
-    found[SHARED_GATE] = under(_NETWORKS, ("shared_expert_gate",))
-    found |= {stage: _FUSED[stage] for stage in _FUSED_IN.get(model_type, ())}
-    return tuple(found.items())
+        found[f"shared_experts {stage}"] = (*_under(_NETWORKS, shared), *_under(("shared_mlp",), names))
+    if network.num_experts is not None:
+        found[ROUTER] = _under(_NETWORKS, ("gate", "router"))
+        found[SHARED_GATE] = _under(_NETWORKS, ("shared_expert_gate",))
+    return _own_names(model_type, found)
+
+
+def _under(places: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{place}.{name}" for place in places for name in names)
+
+
+def _own_names(model_type: str, found: dict[str, tuple[str, ...]]) -> _Names:
+    """Names of a family whose matrices are fused in place of the usual ones."""
+    fused = {stage: _FUSED[stage] for stage in _FUSED_IN.get(model_type, ()) if stage in found}
+    return tuple((found | fused).items())

@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headwise.specs.base import AttentionSpec
+from headwise.specs.feed_forward import FeedForwardSpec
 from headwise.specs.weights.modules import ROUTER, SHARED_GATE, Module, modules
-from headwise.specs.weights.skipped import Matcher, by_boundary, by_name, by_wildcard
+from headwise.specs.weights.skipped import Patterns, by_boundary, by_name, by_wildcard
 from headwise.specs.weights.stored import MatrixFormat, StoredWeights
 
 Config = Mapping[str, Any]
+Matcher = Callable[[Module], bool]
 Rule = tuple[Matcher, MatrixFormat | None]
 """Matrices, and their format; None for those that stay in the dtype. The first rule that a matrix matches holds."""
 
@@ -36,8 +39,7 @@ class _Scheme:
 
     name: str
     rules: list[Rule]
-    skipped: Sequence[str] = ()
-    skips: Callable[[Sequence[str]], Matcher] = by_boundary
+    skipped: Patterns | None = None
     unknown: list[str] = field(default_factory=list)
 
     def of(self, module: Module) -> MatrixFormat | None:
@@ -45,10 +47,15 @@ class _Scheme:
         return next((form for matches, form in self.rules if matches(module)), None)
 
 
-def read_stored(config: Config, model_type: str, num_layers: int) -> StoredWeights | None:
+def read_stored(
+    config: Config,
+    model_type: str,
+    layers: Sequence[AttentionSpec],
+    networks: Sequence[FeedForwardSpec | None],
+) -> StoredWeights | None:
     """The formats of a model's matrices; None where the config has no ``quantization_config``.
 
-    For example ``read_stored({"quantization_config": {"quant_method": "mxfp4"}}, "gpt_oss", 1).scheme`` is
+    For example ``read_stored({"quantization_config": {"quant_method": "mxfp4"}}, "gpt_oss", (), ()).scheme`` is
     ``"mxfp4"``.
 
     What is not known is not an error: the matrices count in the dtype, and a note says so.
@@ -56,7 +63,8 @@ def read_stored(config: Config, model_type: str, num_layers: int) -> StoredWeigh
     Args:
         config: of the model.
         model_type: of the text part.
-        num_layers: of the model.
+        layers: of the model.
+        networks: of each layer.
     """
     given = config.get("quantization_config") or config.get("compression_config")
     if not given:
@@ -67,22 +75,22 @@ def read_stored(config: Config, model_type: str, num_layers: int) -> StoredWeigh
         scheme = _Scheme("not known", [], unknown=[str(error)])
     except (AttributeError, TypeError):
         scheme = _Scheme("not known", [], unknown=["quantization_config: a field has a value of another type"])
-    every = list(modules(model_type, num_layers))
-    layers: list[dict[str, MatrixFormat]] = [{} for _ in range(num_layers)]
+    every = list(modules(model_type, layers, networks))
+    inside: list[dict[str, MatrixFormat]] = [{} for _ in layers]
     outside = {}
     for module in every:
         if (form := scheme.of(module)) is not None:
-            (outside if module.layer is None else layers[module.layer])[module.stage] = form
-    notes = (*scheme.unknown, *_not_found(scheme, every, num_layers))
-    return StoredWeights.of_layers(scheme.name, layers, outside, is_bound=bool(scheme.unknown), notes=notes)
+            (outside if module.layer is None else inside[module.layer])[module.stage] = form
+    notes = (*scheme.unknown, *_not_found(scheme, every, len(layers)))
+    return StoredWeights.of_layers(scheme.name, inside, outside, is_bound=bool(scheme.unknown), notes=notes)
 
 
 def _not_found(scheme: _Scheme, every: Sequence[Module], num_layers: int) -> Iterator[str]:
     """A note for each matrix that is to be left alone and is not among those that are counted."""
-    for pattern in scheme.skipped:
+    for pattern in scheme.skipped.unmatched(every) if scheme.skipped else ():
         layer = re.search(r"\.(\d+)(\.|$)", pattern)
         is_outside = _OUTSIDE.search(pattern) or (layer is not None and int(layer[1]) >= num_layers)
-        if not is_outside and not any(map(scheme.skips([pattern]), every)):
+        if not is_outside:
             yield f"quantization_config: {pattern!r} is to be left alone, and names no matrix that is counted"
 
 
@@ -125,9 +133,9 @@ def _patterns(given: Config, *names: str) -> list[str] | None:
 
 def _by_transformers(name: str, given: Config, form: MatrixFormat, *lists: str, first: Sequence[Rule] = ()) -> _Scheme:
     """A scheme of all matrices but those that a list names; where there is no list, all but the head."""
-    skipped = _patterns(given, *(lists or ("modules_to_not_convert",)))
-    alone: Rule = (_is_head, None) if skipped is None else (by_boundary(skipped), None)
-    return _Scheme(name, [alone, *first, (_every, form)], skipped or ())
+    listed = _patterns(given, *(lists or ("modules_to_not_convert",)))
+    skipped = None if listed is None else by_boundary(listed)
+    return _Scheme(name, [(skipped or _is_head, None), *first, (_every, form)], skipped)
 
 
 def _number(given: Config, name: str, known: Sequence[int], absent: int | None = None) -> int:
@@ -171,8 +179,8 @@ def _fp8(given: Config, config: Config) -> _Scheme:
 
 def _mxfp4(given: Config, config: Config) -> _Scheme:
     form = MatrixFormat(name="mxfp4", bits=4, block=(1, 32), scale_bits=8)
-    skipped = _patterns(given, "modules_to_not_convert") or []
-    rules: list[Rule] = [(by_boundary(skipped), None), (lambda module: module.is_expert, form)]
+    skipped = by_boundary(_patterns(given, "modules_to_not_convert") or [])
+    rules: list[Rule] = [(skipped, None), (lambda module: module.is_expert, form)]
     return _Scheme("mxfp4", rules, skipped)
 
 
@@ -226,8 +234,8 @@ def _awq(given: Config, config: Config) -> _Scheme:
     form = MatrixFormat(
         name=f"AWQ {bits} bits{_in_groups(group)}", bits=bits, block=(1, group), scale_bits=16 + bits
     )
-    skipped = _patterns(given, "modules_to_not_convert") or []
-    rules: list[Rule] = [(_is_narrow, None), (_is_head, None), (by_boundary(skipped), None), (_every, form)]
+    skipped = by_boundary(_patterns(given, "modules_to_not_convert") or [])
+    rules: list[Rule] = [(_is_narrow, None), (_is_head, None), (skipped, None), (_every, form)]
     return _Scheme(form.name, rules, skipped)
 
 
@@ -253,7 +261,8 @@ def _hqq(given: Config, config: Config) -> _Scheme:
     name = f"HQQ {bits} bits{_in_groups(group)}"
     form = MatrixFormat(name=name, bits=packed, block=(1, group), scale_bits=32)
     skipped = _patterns(given, "skip_modules")
-    return _by_transformers(name, {"skip_modules": ["lm_head"] if skipped is None else skipped}, form, "skip_modules")
+    listed = ["lm_head"] if skipped is None else skipped
+    return _by_transformers(name, {"skip_modules": listed}, form, "skip_modules")
 
 
 def _torchao(given: Config, config: Config) -> _Scheme:
@@ -279,9 +288,8 @@ def _modelopt(given: Config, config: Config) -> _Scheme:
         form = MatrixFormat(name="nvfp4", bits=4, block=(1, 16), scale_bits=8, matrix_bytes=8)
     else:
         raise _UnknownError("quant_algo", kind)
-    skipped = _patterns(given, "ignore", "exclude_modules") or []
-    name = f"ModelOpt {form.name}"
-    return _Scheme(name, [(by_wildcard(skipped), None), (_every, form)], skipped, by_wildcard)
+    skipped = by_wildcard(_patterns(given, "ignore", "exclude_modules") or [])
+    return _Scheme(f"ModelOpt {form.name}", [(skipped, None), (_every, form)], skipped)
 
 
 # --- compressed-tensors, whose groups of matrices each have a format
@@ -292,13 +300,13 @@ _MICROSCALED = {"nvfp4-pack-quantized": (4, 16), "mxfp4-pack-quantized": (4, 32)
 
 
 def _compressed(given: Config, config: Config) -> _Scheme:
-    groups, ignored = given.get("config_groups"), _patterns(given, "ignore") or []
+    groups, ignored = given.get("config_groups"), by_name(_patterns(given, "ignore") or [])
     if not isinstance(groups, Mapping) or not groups:
         raise _UnknownError("config_groups", groups)
     sparsity = given.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format") not in (None, "dense"):
         raise _UnknownError("sparsity_config.format", sparsity.get("format"))
-    scheme = _Scheme("", [(by_name(ignored), None)], ignored, by_name)
+    scheme = _Scheme("", [(ignored, None)], ignored)
     names = []
     for group in groups.values():
         try:

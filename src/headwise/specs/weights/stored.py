@@ -94,6 +94,11 @@ class StoredWeights:
     def counted(self, dtype: str) -> str:
         """How weights are counted, in words, where those without a format are in a dtype."""
         dtype = dtype.removeprefix("torch.")
-        if not any(self.kinds):
+        if not any((*self.kinds, self.outside)):
             return dtype
         return self.scheme if self.vector_bytes is not None else f"{self.scheme}, the rest {dtype}"
+
+    def warnings(self) -> tuple[str, ...]:
+        """What is not known of the formats, in sentences."""
+        bound = ("what is not known of the weights counts in the dtype, which is an upper bound",)
+        return (*self.notes, *(bound if self.is_bound else ()))
