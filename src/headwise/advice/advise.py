@@ -28,7 +28,7 @@ from headwise.prediction import (
 from headwise.prediction.allocation import cache_bytes
 from headwise.prediction.memory import check_usable
 from headwise.prediction.operators import USUAL_DTYPE
-from headwise.prediction.predict import check_context, counted_weights
+from headwise.prediction.predict import check_context, counted_weights, timed_note
 from headwise.specs import ModelSpec, read_spec
 from headwise.type_checks import typed
 
@@ -226,7 +226,7 @@ def advise_on(
         measure_next=_measure_next(tried, question, measured),
         absorbed_tokens=None if best is None else _absorbed_tokens(tried, best, question),
         weights=counted_weights(model, question.step.dtype),
-        notes=weight_notes(model, tried),
+        notes=(*weight_notes(model, tried), *timed_note(model, question.hardware, question.step.dtype)),
     )
 
 
@@ -238,7 +238,9 @@ def weight_notes(model: ModelSpec, tried: Sequence[Candidate]) -> tuple[str, ...
     if model.stored is None:
         return ()
     converted = any(each.model.stored is None for each in tried)
-    rule = "conversions count in the dtype: headwise converts the original, or a GGUF, and writes no quantised weights"
+    rule = (
+        "conversions count in the dtype: headwise converts the original, or a GGUF, and writes no quantised weights"
+    )
     return (*model.stored.warnings(), *([rule] if converted else []))
 
 

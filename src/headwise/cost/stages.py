@@ -216,7 +216,13 @@ Stage = Linear | Product | Vector | Core | IndexScores
 
 @dataclass(frozen=True)
 class Held:
-    """Weights in memory: how many, how many of them are in the dtype that the model runs in, and the others' bytes."""
+    """Weights in memory.
+
+    Attributes:
+        values: how many.
+        wide: those in the dtype that the model runs in.
+        packed: bytes of the others.
+    """
 
     values: float = 0
     wide: float = 0

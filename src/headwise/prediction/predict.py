@@ -149,7 +149,7 @@ def predict(
         trained_context=model.max_position_embeddings,
         weights=counted_weights(model, dtype),
         is_bound=model.stored is not None and model.stored.is_bound,
-        notes=notes,
+        notes=(*notes, *timed_note(model, hosted, dtype)),
     )
 
 
@@ -177,6 +177,18 @@ def counted_in(model: ModelSpec, dtype: str | None) -> tuple[ModelSpec, str, tup
         return model, dtype or USUAL_DTYPE, () if model.stored is None else model.stored.warnings()
     note = f"weights count in {dtype.removeprefix('torch.')}, as asked; they are stored as {model.stored.scheme}"
     return replace(model, stored=None), dtype, (note,)
+
+
+def timed_note(model: ModelSpec, device: Device, dtype: str) -> tuple[str, ...]:
+    """What is to be said where times of weights in a dtype were measured, and those of a model are quantised.
+
+    For example ``timed_note(read_spec("llama-3-8b"), device("h100"), "bfloat16")`` is empty.
+    """
+    dtype = dtype.removeprefix("torch.")
+    if model.stored is None or dtype not in device.curves:
+        return ()
+    rule = "a byte of quantised weights counts as read as fast as one of others; headwise itself computes with"
+    return (f"{rule} {dtype}: ask for --dtype {dtype}",)
 
 
 def _engines(model: ModelSpec, step: Pass, usable: int) -> Iterator[tuple[Allocation, int]]:

@@ -246,19 +246,20 @@ def model_work(model: ModelSpec, ranks: int = 1) -> ModelWork:
         ),
         *_streams(model, body),
         *(_links(model, body, ranks) if ranks > 1 else ()),
-        Work(
-            name="head",
-            part="head",
-            flops={"sequences": 2 * E * vocab},
-            **_weights(_head(model, body), E * vocab),
-            moved={"sequences": E + vocab},
-            formula="2·B·E·vocabulary",
-            kind="linear",
+        _reading(
+            Work(
+                name="head",
+                part="head",
+                flops={"sequences": 2 * E * vocab},
+                moved={"sequences": E + vocab},
+                formula="2·B·E·vocabulary",
+                kind="linear",
+            ),
+            _head(model, body),
+            E * vocab,
         ),
     ]
-    layers = (
-        _layer(spec, network, dict(formats), times, ranks) for (spec, network, formats), times in kinds.items()
-    )
+    layers = (_layer(spec, network, dict(formats), times, ranks) for (spec, network, formats), times in kinds.items())
     return ModelWork(layers=tuple(layers), body=tuple(around))
 
 
@@ -268,14 +269,11 @@ def _head(model: ModelSpec, body: BodySpec) -> Held:
     return held_matrix(body.vocab_size, model.hidden_size, form=outside.get("embedding" if body.tied else "head"))
 
 
-def _weights(matrix: Held, read: float) -> dict[str, float]:
-    """What `Work` says of weights, where so many values are read of a matrix, or of one like it."""
-    share = read / matrix.values if matrix.packed else 0
-    return {
-        "weights": read,
-        "packed": (matrix.values - matrix.wide) * share,
-        "packed_bytes": matrix.packed * share,
-    }
+def _reading(work: Work, matrix: Held, values: float) -> Work:
+    """An operator that reads so many values of a matrix, or of one like it."""
+    share = values / matrix.values if matrix.packed else 0
+    packed = (matrix.values - matrix.wide) * share
+    return replace(work, weights=values, packed=packed, packed_bytes=matrix.packed * share)
 
 
 def _streams(model: ModelSpec, body: BodySpec) -> Iterator[Work]:
@@ -386,15 +384,15 @@ def _product(stage: Linear | Product, part: str, matrix: Held) -> Work:
         kind: Kind = "latent input" if stage.name == "kv_a_proj_with_mqa" else "linear"
     else:
         macs, weights, moved, kind = int(stage.macs), int(stage.macs), int(stage.moved), "product"
-    return Work(
+    work = Work(
         name=stage.name,
         part=part,
         flops={over: 2 * macs},
-        **_weights(matrix, weights),
         moved={over: moved},
         kind=kind,
         hidden_size=int(stage.in_features) if isinstance(stage, Linear) else 1,
     )
+    return _reading(work, matrix, weights)
 
 
 def _core(stage: Core, spec: AttentionSpec, *, decodes: bool) -> Work:
@@ -448,16 +446,16 @@ def _network(part: Part, formats: _Formats, ranks: int) -> Iterator[Work]:
         if isinstance(stage, Linear):
             read = stage.parameters / (1 if has_experts else ranks / part.stored)
             sizes = f"{int(stage.in_features):,}·{int(stage.out_features):,}"
-            yield Work(
+            work = Work(
                 name=_NAMES.get(part.name, "") + stage.name,
                 part="feed_forward",
                 flops={"new": 2 * part.used * stage.in_features * stage.out_features / ranks},
-                **_weights(held_stage(stage, formats.get(f"{part.name} {stage.name}")), read),
                 experts=(part.stored, part.used, ranks) if has_experts else None,
                 moved={"new": part.used * (stage.in_features + stage.out_features) / ranks},
                 kind="linear",
                 formula=f"2·B·S·{sizes}{f'·{part.used}' if part.used > 1 else ''}{f'/{ranks}' if ranks > 1 else ''}",
             )
+            yield _reading(work, held_stage(stage, formats.get(f"{part.name} {stage.name}")), read)
 
 
 def expected_experts(stored: int, used: int, tokens: int) -> float:

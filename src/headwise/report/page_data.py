@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from headwise.advice import MOST_SEQUENCES, Candidate, Measured, Question, candidates
@@ -52,6 +53,10 @@ def page_data(
         HeadwiseError: a number is impossible, or the heads cannot be shared out.
     """
     step = question.step
+    timed_notes: tuple[str, ...] = ()
+    if steps and model.stored is not None:
+        model = replace(model, stored=None)
+        timed_notes = ("weights are in the dtype, as headwise timed steps with them",)
     positions = check_context(model, step.total)
     chosen = question.hardware
     found = {chosen.name: chosen, **(devices() if hardware is None else hardware)} | {chosen.name: chosen}
@@ -80,7 +85,7 @@ def page_data(
         "most_context": positions or None,
         "trained_context": model.max_position_embeddings,
         "stored": None if model.stored is None else counted_weights(model, "in the dtype"),
-        "notes": weight_notes(model, tried),
+        "notes": (*timed_notes, *weight_notes(model, tried)),
         "choices": list(dict.fromkeys((step.dtype.removeprefix("torch."), *_DTYPES))),
         "dtypes": {**DTYPE_BYTES, "float8": 1},
         "peak_names": DTYPE_NAMES,

@@ -77,6 +77,8 @@ class ModelSpec:
         if self.body is not None and len(self.body.feed_forward) != len(self.layers):
             rule = f"must be one for each of {len(self.layers)} layers"
             raise SpecError("feed_forward", len(self.body.feed_forward), rule)
+        if self.stored is not None and len(self.stored.layers) != len(self.layers):
+            raise SpecError("stored", len(self.stored.layers), f"must be one for each of {len(self.layers)} layers")
 
     @property
     def num_layers(self) -> int:

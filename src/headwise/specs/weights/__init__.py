@@ -1,1 +1,1 @@
-"""What weights take where they are stored: by ``quantization_config`` in a config, or by the tensors of a GGUF file."""
+"""What weights take as they are stored: by ``quantization_config`` in a config, or by a GGUF file's tensors."""

@@ -12,9 +12,10 @@ from functools import cache
 
 from headwise.specs.base import AttentionSpec
 from headwise.specs.feed_forward import FeedForwardSpec
+from headwise.specs.recurrent import RecurrentSpec
 
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention", "mixer")
-_MIXERS = ("linear_attn", "mamba", "mixer", "conv", "self_attn")
+_MIXERS = ("linear_attn", "mamba", "mixer", "conv")
 _NETWORKS = ("mlp", "feed_forward", "block_sparse_moe", "mixer")
 _MATRICES = {
     "gate_proj": ("gate_proj", "w1"),
@@ -23,7 +24,7 @@ _MATRICES = {
 }
 _QUERIES_KEYS_VALUES = ("query_key_value", "c_attn")
 
-_GROUPED = {
+_GROUPED: dict[str, tuple[str, ...]] = {
     "q_proj": ("q_proj", *_QUERIES_KEYS_VALUES),
     "k_proj": ("k_proj", *_QUERIES_KEYS_VALUES),
     "v_proj": ("v_proj", *_QUERIES_KEYS_VALUES),
@@ -31,16 +32,20 @@ _GROUPED = {
     "q_a_proj": ("q_a_proj",),
     "q_b_proj": ("q_b_proj",),
 }
-_LATENT = {
-    **{name: (name,) for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")},
+_SCANNED: dict[str, tuple[str, ...]] = {
+    "in_proj": tuple(f"in_proj{suffix}" for suffix in ("", "_qkvz", "_ba", "_qkv", "_z", "_a", "_b")),
+    "out_proj": ("out_proj",),
+    "x_proj": ("x_proj",),
+    "dt_proj": ("dt_proj",),
 }
-_OWN = {
+_LATENT = {name: (name,) for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
+_INDEXER: dict[str, tuple[str, ...]] = {
+    f"index {name}": (f"indexer.{name}",) for name in ("wq_b", "wk", "weights_proj")
+}
+_OWN: dict[str, dict[str, tuple[str, ...]]] = {
     "grouped": _GROUPED,
     "latent": _LATENT,
-    "indexed_latent": {
-        **_LATENT,
-        **{f"index {name}": (f"indexer.{name}",) for name in ("wq_b", "wk", "weights_proj")},
-    },
+    "indexed_latent": _LATENT | _INDEXER,
     "compressed": {
         **{name: (name,) for name in ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj")},
         **{f"entry {name}": (f"compressor.{name}",) for name in ("kv_proj", "gate_proj")},
@@ -48,18 +53,20 @@ _OWN = {
         "index q_b_proj": ("compressor.indexer.q_b_proj",),
         "index weights_proj": ("compressor.indexer.scorer.weights_proj",),
     },
-    "recurrent": {
-        "in_proj": ("in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
-        "out_proj": ("out_proj", "o_proj"),
-        "x_proj": ("x_proj",),
-        "dt_proj": ("dt_proj",),
+    "kimi_delta": {
+        "in_proj": ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "forget_gate.f_a_proj", "g_a_proj"),
+        "out_proj": ("o_proj",),
         "f_b_proj": ("f_b_proj", "forget_gate.f_b_proj"),
         "g_b_proj": ("g_b_proj",),
     },
+    "mamba": _SCANNED,
+    "mamba2": _SCANNED,
+    "gated_delta_net": _SCANNED,
+    "short_conv": _SCANNED,
 }
-"""The matrices of each kind of attention, by the names of their stages."""
+"""The matrices of each kind of attention, and of each form of a recurrent layer, by the names of their stages."""
 _FUSED = {
-    **{name: ("self_attn.qkv_proj",) for name in ("q_proj", "k_proj", "v_proj")},
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("self_attn.qkv_proj",)),
     **{f"feed_forward {name}": ("mlp.gate_up_proj",) for name in ("gate_proj", "up_proj")},
 }
 """Names where one matrix holds several."""
@@ -102,7 +109,8 @@ def modules(
     """
     yield Module("head", HEAD)
     for layer, (spec, network) in enumerate(zip(layers, networks, strict=True)):
-        for stage, names in (*_of_attention(model_type, spec.kind), *_of_network(model_type, network)):
+        kind = spec.form if isinstance(spec, RecurrentSpec) else spec.kind
+        for stage, names in (*_of_attention(model_type, kind), *_of_network(model_type, network)):
             yield Module(stage, tuple(f"model.layers.{layer}.{name}" for name in names), layer)
 
 
@@ -111,7 +119,7 @@ _Names = tuple[tuple[str, tuple[str, ...]], ...]
 
 @cache
 def _of_attention(model_type: str, kind: str) -> _Names:
-    places = _MIXERS if kind == "recurrent" else _ATTENTION
+    places = _MIXERS if _OWN.get(kind) is _SCANNED else _ATTENTION
     return _own_names(model_type, {stage: _under(places, names) for stage, names in _OWN.get(kind, {}).items()})
 
 
@@ -128,7 +136,7 @@ def _of_network(model_type: str, network: FeedForwardSpec | None) -> _Names:
         experts = tuple(f"experts.0.{name}" for name in names)
         found[f"experts {stage}"] = _under(_NETWORKS, (*experts, "experts"))
         shared = tuple(f"{place}.{name}" for place in ("shared_experts", "shared_expert") for name in names)
-        found[f"shared_experts {stage}"] = (*_under(_NETWORKS, shared), *_under(("shared_mlp",), names))
+        found[f"shared_experts {stage}"] = (*_under(_NETWORKS, shared), "shared_mlp")
     if network.num_experts is not None:
         found[ROUTER] = _under(_NETWORKS, ("gate", "router"))
         found[SHARED_GATE] = _under(_NETWORKS, ("shared_expert_gate",))

@@ -22,8 +22,10 @@ Matcher = Callable[[Module], bool]
 Rule = tuple[Matcher, MatrixFormat | None]
 """Matrices, and their format; None for those that stay in the dtype. The first rule that a matrix matches holds."""
 
-_OUTSIDE = re.compile(r"vis|audio|speech|project(or|ion)|mtp|nextn|norm|emb|wte|wpe|rotary|conv|bias|A_log|sinks|drop")
-"""What a list of matrices that are left alone may name besides those that are counted: other towers, other weights."""
+_OUTSIDE = re.compile(
+    r"vis|audio|speech|project(or|ion)|mtp|nextn|norm|emb|wte|wpe|rotary|conv|bias|A_log|sinks|drop"
+)
+"""What a list of matrices that are left alone may name besides those that are counted: other towers and weights."""
 
 
 class _UnknownError(Exception):
@@ -77,7 +79,7 @@ def read_stored(
         scheme = _Scheme("not known", [], unknown=["quantization_config: a field has a value of another type"])
     every = list(modules(model_type, layers, networks))
     inside: list[dict[str, MatrixFormat]] = [{} for _ in layers]
-    outside = {}
+    outside: dict[str, MatrixFormat] = {}
     for module in every:
         if (form := scheme.of(module)) is not None:
             (outside if module.layer is None else inside[module.layer])[module.stage] = form
@@ -131,7 +133,9 @@ def _patterns(given: Config, *names: str) -> list[str] | None:
     return None
 
 
-def _by_transformers(name: str, given: Config, form: MatrixFormat, *lists: str, first: Sequence[Rule] = ()) -> _Scheme:
+def _by_transformers(
+    name: str, given: Config, form: MatrixFormat, *lists: str, first: Sequence[Rule] = ()
+) -> _Scheme:
     """A scheme of all matrices but those that a list names; where there is no list, all but the head."""
     listed = _patterns(given, *(lists or ("modules_to_not_convert",)))
     skipped = None if listed is None else by_boundary(listed)
@@ -168,7 +172,7 @@ def _fp8(given: Config, config: Config) -> _Scheme:
         raise _UnknownError("weight_block_size", block)
     scale = 8 if given.get("scale_fmt") == "ue8m0" else 32
     static = 4 if given.get("activation_scheme") == "static" else 0
-    name = "FP8" if block is None else f"FP8 in blocks of {sizes[0]} × {sizes[1]}"
+    name = "FP8" if block is None else f"FP8 {sizes[0]} × {sizes[1]}"
     form = MatrixFormat(name=name, bits=8, block=(sizes[0], sizes[1]), scale_bits=scale, matrix_bytes=static)
     experts: list[Rule] = []
     if "fp4" in (given.get("expert_dtype"), config.get("expert_dtype")):
@@ -231,9 +235,7 @@ def _gptq(given: Config, config: Config) -> _Scheme:
 def _awq(given: Config, config: Config) -> _Scheme:
     bits = _number(given, "bits" if "bits" in given else "w_bit", (4, 8), 4)
     group = _group(given, "group_size" if "group_size" in given else "q_group_size", 128)
-    form = MatrixFormat(
-        name=f"AWQ {bits} bits{_in_groups(group)}", bits=bits, block=(1, group), scale_bits=16 + bits
-    )
+    form = MatrixFormat(name=f"AWQ {bits} bits{_in_groups(group)}", bits=bits, block=(1, group), scale_bits=16 + bits)
     skipped = by_boundary(_patterns(given, "modules_to_not_convert") or [])
     rules: list[Rule] = [(_is_narrow, None), (_is_head, None), (skipped, None), (_every, form)]
     return _Scheme(form.name, rules, skipped)
@@ -338,11 +340,11 @@ def _group_format(group: object, layout: object) -> MatrixFormat | None:
     activations = group.get("input_activations")
     bits, kind = _number(weights, "num_bits", range(1, 9)), weights.get("type", "int")
     if layout in _MICROSCALED:
-        bits, size = _MICROSCALED[str(layout)]
+        bits, inputs = _MICROSCALED[str(layout)]
         # nvfp4 has a float32 besides, and another of its inputs where they are quantised.
         besides = (4 if activations is None else 8) if str(layout).startswith("nvfp4") else 0
         name = str(layout).partition("-")[0]
-        return MatrixFormat(name=name, bits=bits, block=(1, size), scale_bits=8, matrix_bytes=besides)
+        return MatrixFormat(name=name, bits=bits, block=(1, inputs), scale_bits=8, matrix_bytes=besides)
     if layout not in (_PACKED, *_WHOLE):
         raise _UnknownError("format", layout)
     is_packed = layout == _PACKED
@@ -351,7 +353,7 @@ def _group_format(group: object, layout: object) -> MatrixFormat | None:
     is_static = isinstance(activations, Mapping) and activations.get("dynamic") is False
     label = f"{'FP' if kind == 'float' else 'int'}{bits}"
     size = block[1]
-    where = "" if block[0] is None else f" in blocks of {block[0]} × {size}" if block[0] > 1 else _in_groups(size)
+    where = "" if block[0] is None else f" {block[0]} × {size}" if block[0] > 1 else _in_groups(size)
     return MatrixFormat(
         name=f"{label}{where}",
         bits=bits if is_packed else 8,

@@ -11,7 +11,9 @@ from headwise.specs.weights.modules import Module
 
 _PLAIN = re.compile(r"[\w.]+")
 _TEXT_PART = re.compile(r"(?:model\\?\.)?language_model\\?\.(?:model\\?\.)?")
-_OTHER_LAYERS = re.compile(r"\b(?:transformer\\?\.h|gpt_neox\\?\.layers|model\\?\.decoder\\?\.layers|backbone\\?\.layers)")
+_OTHER_LAYERS = re.compile(
+    r"\b(?:transformer\\?\.h|gpt_neox\\?\.layers|model\\?\.decoder\\?\.layers|backbone\\?\.layers)"
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Patterns:
     expressions: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
 
     def __call__(self, module: Module) -> bool:
+        """Whether a pattern matches one of a matrix's names."""
         return any(map(self._matches, module.names))
 
     def unmatched(self, modules: Iterable[Module]) -> Iterator[str]:
