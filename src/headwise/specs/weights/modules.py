@@ -38,7 +38,9 @@ _SCANNED: dict[str, tuple[str, ...]] = {
     "x_proj": ("x_proj",),
     "dt_proj": ("dt_proj",),
 }
-_LATENT = {name: (name,) for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
+_LATENT: dict[str, tuple[str, ...]] = {
+    name: (name,) for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+}
 _INDEXER: dict[str, tuple[str, ...]] = {
     f"index {name}": (f"indexer.{name}",) for name in ("wq_b", "wk", "weights_proj")
 }
