@@ -338,6 +338,10 @@ def test_routers_and_gates_of_one_output_stay_wide() -> None:
         ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert = 'lm_head'"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups = {}"),
         (compressed("marlin-24", num_bits=4), "format = 'marlin-24'"),
+        (
+            compressed("float-quantized", num_bits=8, strategy="block", block_structure=[0, 1]),
+            "block_structure = [0, 1]",
+        ),
         ({"quant_method": "gptq", "bits": 4, "dynamic": [1]}, "a field has a value of another type"),
         ({"quant_method": ["fp8"]}, "quant_method = ['fp8']"),
         ("fp8", "type = 'str'"),

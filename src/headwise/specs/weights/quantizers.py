@@ -157,6 +157,15 @@ def _group(given: Config, name: str, absent: int) -> int | None:
     return None if value == -1 else value
 
 
+def _sizes(name: str, value: object) -> tuple[int, int]:
+    """Outputs and inputs of a block."""
+    is_pair = isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
+    if not is_pair:
+        raise _UnknownError(name, value)
+    assert isinstance(value, list)
+    return value[0], value[1]
+
+
 def _in_groups(group: int | None) -> str:
     return "" if group is None else f" in groups of {group}"
 
@@ -166,14 +175,11 @@ def _in_groups(group: int | None) -> str:
 
 def _fp8(given: Config, config: Config) -> _Scheme:
     block = given.get("weight_block_size")
-    sizes = block if block is not None else [None, None]
-    is_whole = block is None or (isinstance(block, list) and all(type(size) is int and size > 0 for size in block))
-    if not is_whole or len(sizes) != 2:
-        raise _UnknownError("weight_block_size", block)
+    sizes = (None, None) if block is None else _sizes("weight_block_size", block)
     scale = 8 if given.get("scale_fmt") == "ue8m0" else 32
     static = 4 if given.get("activation_scheme") == "static" else 0
     name = "FP8" if block is None else f"FP8 {sizes[0]} × {sizes[1]}"
-    form = MatrixFormat(name=name, bits=8, block=(sizes[0], sizes[1]), scale_bits=scale, matrix_bytes=static)
+    form = MatrixFormat(name=name, bits=8, block=sizes, scale_bits=scale, matrix_bytes=static)
     experts: list[Rule] = []
     if "fp4" in (given.get("expert_dtype"), config.get("expert_dtype")):
         fp4 = MatrixFormat(name="FP4", bits=4, block=(1, 32), scale_bits=scale, matrix_bytes=static)
@@ -373,10 +379,9 @@ def _block(weights: Config) -> tuple[int | None, int | None]:
         return 1, None
     if strategy in ("group", "tensor_group"):
         return 1, _group(weights, "group_size", -1)
-    structure = weights.get("block_structure")
-    if strategy != "block" or not isinstance(structure, list) or len(structure) != 2:
+    if strategy != "block":
         raise _UnknownError("strategy", strategy)
-    return structure[0], structure[1]
+    return _sizes("block_structure", weights.get("block_structure"))
 
 
 _METHODS: dict[str, Callable[[Config, Config], _Scheme]] = {
