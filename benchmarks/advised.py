@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = ("context", "max_quality_loss", "tokens", "windows", "dtype")
     machine = device(NAME, options.profile)
     kept = Kept(options.json, {name: getattr(options, name) for name in names} | {"machine": machine.label})
-    model = read_spec(SOURCE)
+    model = replace(read_spec(SOURCE), stored=None)  # headwise computes with weights in the dtype
     frontier = joined.frontier(Path("benchmarks/results"), SOURCE, model.layers[0].label).to_dict()
     measured = read_points(frontier, model)
     for goal in options.goals:

@@ -31,7 +31,9 @@ def small(name: str) -> ModelSpec:
     """A model of the catalog with two of its layers."""
     spec = read_spec(name)
     assert spec.body is not None
-    return replace(spec, layers=spec.layers[:2], body=replace(spec.body, feed_forward=spec.body.feed_forward[:2]))
+    return replace(
+        spec, layers=spec.layers[:2], stored=None, body=replace(spec.body, feed_forward=spec.body.feed_forward[:2])
+    )
 
 
 def asked(chosen: random.Random, model: ModelSpec) -> tuple[Question, dict[str, Measured]]:

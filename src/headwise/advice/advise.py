@@ -27,7 +27,8 @@ from headwise.prediction import (
 )
 from headwise.prediction.allocation import cache_bytes
 from headwise.prediction.memory import check_usable
-from headwise.prediction.predict import check_context
+from headwise.prediction.operators import USUAL_DTYPE
+from headwise.prediction.predict import check_context, counted_weights, timed_note
 from headwise.specs import ModelSpec, read_spec
 from headwise.type_checks import typed
 
@@ -140,6 +141,8 @@ class Advice:
             where there is none, or no loss is allowed that was not measured. It is never recommended itself.
         absorbed_tokens: of MLA that is recommended: the most new tokens of a sequence that take less time absorbed
             than expanded, as is predicted; None for other mechanisms.
+        weights: the formats in which the model's weights are counted, in words.
+        notes: what is not known of these, and how conversions are counted where weights are quantised.
     """
 
     source: str
@@ -150,6 +153,8 @@ class Advice:
     trained_context: int | None
     measure_next: Expected | None = None
     absorbed_tokens: int | None = None
+    weights: str = USUAL_DTYPE
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def best(self) -> Option | None:
@@ -220,7 +225,23 @@ def advise_on(
         trained_context=model.max_position_embeddings,
         measure_next=_measure_next(tried, question, measured),
         absorbed_tokens=None if best is None else _absorbed_tokens(tried, best, question),
+        weights=counted_weights(model, question.step.dtype),
+        notes=(*weight_notes(model, tried), *timed_note(model, question.hardware, question.step.dtype)),
     )
+
+
+def weight_notes(model: ModelSpec, tried: Sequence[Candidate]) -> tuple[str, ...]:
+    """What is to be said of a model whose weights are quantised, and of its conversions.
+
+    For example ``weight_notes(read_spec("llama-3-8b"), ())`` is empty.
+    """
+    if model.stored is None:
+        return ()
+    converted = any(each.model.stored is None for each in tried)
+    rule = (
+        "conversions count in the dtype: headwise converts the original, or a GGUF, and writes no quantised weights"
+    )
+    return (*model.stored.warnings(), *([rule] if converted else []))
 
 
 def _absorbed_tokens(tried: Sequence[Candidate], best: Option, question: Question) -> int | None:
@@ -297,7 +318,7 @@ def _option(candidate: Candidate, question: Question, measured: Measured | None,
         kl=None if measured is None else measured.kl,
         is_first_size=candidate.is_first_size,
         served_by=served_by(candidate.target, model.model_type),
-        refused=_refusal(memory, loss, question),
+        refused=_refusal(memory, loss, question, is_bound=model.stored is not None and model.stored.is_bound),
     )
 
 
@@ -305,10 +326,10 @@ def _decode_seconds(model: ModelSpec, step: Pass, hardware: Device) -> float:
     return sum(timed.seconds for timed in seconds(operators(model, step), hardware, step))
 
 
-def _refusal(memory: int, loss: float | None, question: Question) -> str | None:
-    """Why an option is not recommended."""
+def _refusal(memory: int, loss: float | None, question: Question, *, is_bound: bool) -> str | None:
+    """Why an option is not recommended; where its memory is an upper bound, it may be needlessly."""
     if memory > question.memory_bytes:
-        return "does not fit"
+        return "may not fit" if is_bound else "does not fit"
     if question.max_quality_loss is None:
         return None
     if loss is None:

@@ -31,7 +31,7 @@ def stages(spec: CompressedSpec, impl: str, new_tokens: int) -> tuple[Stage, ...
         *_indexer(spec),
         Core(H, D, D, name="window attention", most=spec.window),
         *([] if spec.rate is None else [Core(H, D, D, name="entry attention", most=spec.index_topk, rate=spec.rate)]),
-        Product("o_a_proj", H * D * O, H * D + joined, parameters=H * D * O),
+        Product("o_a_proj", H * D * O, H * D + joined, parameters=H * D * O, outputs=joined),
         Linear("o_b_proj", joined, E, reads="inner"),
     )
 

@@ -56,9 +56,9 @@ def stages(spec: LatentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
     core: tuple[Stage, ...]
     if impl == "absorbed":
         core = (
-            Product("absorb keys", H * N * R, H * (N + R)),
+            Product("absorb keys", H * N * R, H * (N + R), part_of="kv_b_proj"),
             Core(H, *absorbed_widths(spec)),
-            Product("absorb values", H * R * V, H * (R + V)),
+            Product("absorb values", H * R * V, H * (R + V), part_of="kv_b_proj"),
             Vector("kv_b_proj", up.parameters),
         )
     else:

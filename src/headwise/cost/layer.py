@@ -8,10 +8,23 @@ from __future__ import annotations
 from typing import Protocol, cast
 
 from headwise.cost.size import Size
-from headwise.cost.stages import Call, Core, IndexScores, Kernel, Linear, Product, Stage, attended_pairs, check_kernel
+from headwise.cost.stages import (
+    Call,
+    Core,
+    Held,
+    IndexScores,
+    Kernel,
+    Linear,
+    Product,
+    Stage,
+    attended_pairs,
+    check_kernel,
+    held_stage,
+)
 from headwise.cost.training.activations import Kept, Training
 from headwise.errors import ArgumentError, SpecError
 from headwise.specs.base import AttentionSpec, mechanism_module
+from headwise.specs.weights.stored import Formats
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -98,6 +111,20 @@ def parameters(spec: AttentionSpec) -> int:
     For example ``parameters(layer_spec("llama-3-8b"))`` is 41,943,040.
     """
     return int(sum(stage.parameters for stage in stages(spec)))
+
+
+def held_weights(spec: AttentionSpec, formats: Formats = (), vector_bytes: float | None = None) -> Held:
+    """The weights of one layer's attention in memory.
+
+    For example ``held_weights(layer_spec("llama-3-8b")).values`` is 41,943,040.
+
+    Args:
+        spec: the layer.
+        formats: of its matrices, by the names of their stages.
+        vector_bytes: of a value of norms and biases; None for the dtype's.
+    """
+    own = dict(formats)
+    return sum((held_stage(stage, own.get(stage.name), vector_bytes) for stage in stages(spec)), Held())
 
 
 def forward_flops(

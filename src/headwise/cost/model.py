@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 from headwise.cost import layer, streams
 from headwise.cost.feed_forward import parts
-from headwise.cost.stages import Core, IndexScores
+from headwise.cost.stages import Core, Held, IndexScores, held_matrix, held_stage
 from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec
 from headwise.specs.feed_forward import FeedForwardSpec
 from headwise.specs.model import BodySpec, ModelSpec
 from headwise.specs.recurrent import RecurrentSpec
+from headwise.specs.weights.stored import Formats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,18 +68,68 @@ def weights(model: ModelSpec, *, active: bool = False) -> Weights:
     Raises:
         SpecError: the model's body is not known.
     """
-    body, counts = _known_body(model), _Counts()
-    vectors, E = body.norm_vectors, model.hidden_size
-    for (spec, network), times in _distinct(model, body):
-        counts.add("mixers" if isinstance(spec, RecurrentSpec) else "attention", times * layer.parameters(spec))
+    return Weights(**{part: int(each.values) for part, each in held(model, active=active).items()})
+
+
+def weight_bytes(model: ModelSpec, dtype: str = "bfloat16", *, active: bool = False) -> Weights:
+    """Bytes of the weights by part, in the formats that they are stored in (`headwise.specs.ModelSpec.stored`).
+
+    For example ``weight_bytes(read_spec("gpt-oss-20b")).total`` is 13,761,264,768.
+
+    Args:
+        model: with its body.
+        dtype: of weights without a format of their own.
+        active: as in `weights`.
+
+    Raises:
+        ArgumentError: the dtype is not known.
+        SpecError: the model's body is not known.
+    """
+    width = layer.dtype_bytes(dtype)
+    return Weights(**{part: round(each.nbytes(width)) for part, each in held(model, active=active).items()})
+
+
+@lru_cache(maxsize=64)
+def held(model: ModelSpec, *, active: bool = False) -> Mapping[str, Held]:
+    """The weights of a model in memory, by part.
+
+    For example ``held(read_spec("llama-3-8b"))["head"].values`` is 525,336,576.
+
+    Raises:
+        SpecError: the model's body is not known.
+    """
+    body, E = _known_body(model), model.hidden_size
+    outside = dict(model.stored.outside) if model.stored else {}
+    vector_bytes = model.stored.vector_bytes if model.stored else None
+    found = {part.name: Held() for part in fields(Weights)}
+    for (spec, network, formats), times in distinct_layers(model, body.feed_forward).items():
+        part_name = "mixers" if isinstance(spec, RecurrentSpec) else "attention"
+        found[part_name] += layer.held_weights(spec, formats, vector_bytes) * times
         for part in parts(network) if network else ():
-            counts.add(part.name, times * part.parameters * (part.used if active else part.stored))
-    counts.add("norms", (model.num_layers * body.norms + 1) * vectors * E)
-    counts.add("streams", streams.parameters(body.streams, E, model.num_layers))
-    counts.add("embedding", body.vocab_size * E)
-    counts.add("positions", body.positions * E)
-    counts.add("head", (0 if body.tied else body.vocab_size * E) + (body.vocab_size if body.head_bias else 0))
-    return Weights(**counts)
+            number = times * (part.used if active else part.stored)
+            for stage in part.stages:
+                form = dict(formats).get(f"{part.name} {stage.name}")
+                found[part.name] += held_stage(stage, form, vector_bytes) * number
+    norms = (model.num_layers * body.norms + 1) * body.norm_vectors * E
+    found["norms"] = held_matrix(0, 0, norms, None, vector_bytes)
+    found["streams"] = held_matrix(1, streams.parameters(body.streams, E, model.num_layers))
+    found["positions"] = held_matrix(body.positions, E)
+    found["embedding"] = held_matrix(body.vocab_size, E, 0, outside.get("embedding"))
+    rows, bias = 0 if body.tied else body.vocab_size, body.vocab_size if body.head_bias else 0
+    found["head"] = held_matrix(rows, E, bias, outside.get("head") if rows else None, vector_bytes)
+    return found
+
+
+def distinct_layers(
+    model: ModelSpec, networks: Sequence[FeedForwardSpec | None]
+) -> Counter[tuple[AttentionSpec, FeedForwardSpec | None, Formats]]:
+    """Each distinct layer and how many there are: its attention, its network, and the formats of its weights.
+
+    For example ``len(distinct_layers(model, model.body.feed_forward))`` is 1 for Llama 3.
+    """
+    stored = model.stored
+    formats = [()] * model.num_layers if stored is None else [stored.kinds[kind] for kind in stored.layers]
+    return Counter(zip(model.layers, networks, formats, strict=True))
 
 
 def parameters(model: ModelSpec) -> int:
@@ -108,7 +161,7 @@ def forward_flops(
     """
     body, counts = _known_body(model), _Counts()
     tokens = batch * new_tokens
-    for (spec, network), times in _distinct(model, body):
+    for (spec, network, _), times in distinct_layers(model, body.feed_forward).items():
         call = layer.call_of(spec, new_tokens, total_tokens, batch=batch, causal=causal)
         chosen = layer.chosen_impl(spec, impl if impl in layer.formulas(spec).IMPLS else "auto", call)
         outside = "mixers" if isinstance(spec, RecurrentSpec) else "attention_projections"
@@ -185,8 +238,3 @@ def _known_body(model: ModelSpec) -> BodySpec:
         )
         raise SpecError("model_type", model.model_type, rule)
     return model.body
-
-
-def _distinct(model: ModelSpec, body: BodySpec) -> list[tuple[tuple[AttentionSpec, FeedForwardSpec | None], int]]:
-    """Each distinct layer and how many there are: a deep model has few distinct ones."""
-    return list(Counter(zip(model.layers, body.feed_forward, strict=True)).items())

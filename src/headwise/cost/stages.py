@@ -11,6 +11,7 @@ from typing import Literal
 
 from headwise.cost.size import Size, as_size
 from headwise.errors import ArgumentError
+from headwise.specs.weights.stored import MatrixFormat
 
 Kernel = Literal["unfused", "fused", "padded"]
 KERNELS: tuple[Kernel, ...] = ("unfused", "fused", "padded")
@@ -101,13 +102,19 @@ class Linear:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of each head with a small matrix of its own: ``macs`` multiply-adds, ``moved`` values in and out."""
+    """A product of each head with a small matrix of its own: ``macs`` multiply-adds, ``moved`` values in and out.
+
+    ``outputs`` are the rows of all matrices as they are stored. ``part_of`` names the stage whose weights it
+    multiplies with, where it has no parameters of its own.
+    """
 
     name: str
     macs: int
     moved: int
     over: Over = "new"
     parameters: int = 0
+    outputs: int = 1
+    part_of: str = ""
 
     def forward_flops(self, call: Call, kernel: Kernel) -> Size:
         """FLOPs of the product."""
@@ -205,6 +212,64 @@ class IndexScores:
 
 
 Stage = Linear | Product | Vector | Core | IndexScores
+
+
+@dataclass(frozen=True)
+class Held:
+    """Weights in memory.
+
+    Attributes:
+        values: how many.
+        wide: those in the dtype that the model runs in.
+        packed: bytes of the others.
+    """
+
+    values: float = 0
+    wide: float = 0
+    packed: float = 0
+
+    def __add__(self, other: Held) -> Held:
+        return Held(self.values + other.values, self.wide + other.wide, self.packed + other.packed)
+
+    def __mul__(self, times: int) -> Held:
+        return Held(self.values * times, self.wide * times, self.packed * times)
+
+    def nbytes(self, width: int) -> float:
+        """Their bytes, where a value of the dtype has ``width``."""
+        return self.wide * width + self.packed
+
+
+def held_matrix(
+    outputs: int, inputs: int, bias: int = 0, form: MatrixFormat | None = None, vector_bytes: float | None = None
+) -> Held:
+    """A matrix and its bias in memory.
+
+    For example ``held_matrix(64, 64).nbytes(2)`` is 8,192.
+
+    Args:
+        outputs: rows of the matrix.
+        inputs: its columns.
+        bias: values beside it.
+        form: of the matrix; None for the dtype.
+        vector_bytes: of a value of the bias; None for the dtype's.
+    """
+    values = outputs * inputs
+    matrix = Held(values, values) if form is None else Held(values, 0, form.nbytes(outputs, inputs))
+    return matrix + (Held(bias, bias) if vector_bytes is None else Held(bias, 0, bias * vector_bytes))
+
+
+def held_stage(stage: Stage, form: MatrixFormat | None = None, vector_bytes: float | None = None) -> Held:
+    """The weights of a stage in memory; arguments as of `held_matrix`.
+
+    For example ``held_stage(Linear("q_proj", 64, 64)).values`` is 4,096.
+    """
+    if isinstance(stage, Linear):
+        outputs = int(stage.out_features)
+        return held_matrix(outputs, int(stage.in_features), outputs * stage.bias, form, vector_bytes)
+    if isinstance(stage, Product):
+        outputs = int(stage.outputs)
+        return held_matrix(outputs, int(stage.parameters) // outputs, 0, form, vector_bytes)
+    return held_matrix(0, 0, int(stage.parameters), None, vector_bytes)
 
 
 def check_kernel(kernel: str) -> None:

@@ -162,6 +162,8 @@ def refuse_latent(source: ModelSpec) -> None:
 def convert_spec(source: ModelSpec, target: Target) -> ModelSpec:
     """The spec of the converted model, such as ``convert_spec(source, parse_target("mqa"))``.
 
+    Its weights are in one dtype: a conversion reads a quantised GGUF's as numbers, and writes no quantised ones.
+
     Raises:
         ArgumentError: a layer cannot have the size.
         SpecError: a layer is of a kind that is not converted.
@@ -170,7 +172,7 @@ def convert_spec(source: ModelSpec, target: Target) -> ModelSpec:
     layers, cross_layers = (
         tuple(_convert_layer_spec(layer, target) for layer in part) for part in (source.layers, source.cross_layers)
     )
-    return replace(source, layers=layers, cross_layers=cross_layers)
+    return replace(source, layers=layers, cross_layers=cross_layers, stored=None)
 
 
 def _convert_layer_spec(source: AttentionSpec, target: Target) -> AttentionSpec:

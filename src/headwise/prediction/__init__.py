@@ -6,7 +6,7 @@ from headwise.prediction.curves import MANY, Curves, Grid, Kind, Sizes, curves_o
 from headwise.prediction.hardware import Device, device, devices
 from headwise.prediction.memory import Memory, largest_batch, longest_context, peak_memory
 from headwise.prediction.operators import MOST, Operator, Pass, operators
-from headwise.prediction.predict import Prediction, predict
+from headwise.prediction.predict import Prediction, counted_in, predict
 from headwise.prediction.roofline import Efficiency, Timed, merged, seconds
 from headwise.prediction.work import LayerWork, ModelWork, Reach, Work, model_work
 
@@ -31,6 +31,7 @@ __all__ = [
     "Timed",
     "Work",
     "allocation",
+    "counted_in",
     "curves_of",
     "device",
     "devices",

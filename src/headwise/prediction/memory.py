@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from headwise.cost import dtype_bytes, layer
 from headwise.cost import model as costs
+from headwise.cost.stages import Held
 from headwise.errors import ArgumentError
 from headwise.prediction.allocation import Engine, allocation, cache_bytes
 from headwise.prediction.operators import MOST, Pass, operators
@@ -66,14 +69,27 @@ def peak_memory(model: ModelSpec, forward: Pass, engine: Engine | None = None) -
 
 
 def weight_bytes(model: ModelSpec, forward: Pass) -> int:
-    """Bytes of the weights that one device holds: heads, networks and the vocabulary are shared out."""
-    whole = costs.weights(model)
-    if forward.ranks == 1:
-        return whole.total * dtype_bytes(forward.dtype)
-    attention = sum(layer.parameters(layer.shard(spec, forward.ranks)) for spec in model.layers)
-    shared = whole.total - whole.attention - whole.mixers - whole.norms - whole.positions - whole.streams
-    values = attention + whole.norms + whole.positions + whole.streams + -(-shared // forward.ranks)
-    return values * dtype_bytes(forward.dtype)
+    """Bytes of the weights that one device holds, those of `held_weights`."""
+    return int(held_weights(model, forward.ranks).nbytes(dtype_bytes(forward.dtype)))
+
+
+@lru_cache(maxsize=64)
+def held_weights(model: ModelSpec, ranks: int) -> Held:
+    """The weights that one device holds: heads, networks and the vocabulary are shared out.
+
+    For example ``held_weights(read_spec("llama-3-8b"), 1).values`` is 8,030,261,248.
+    """
+    whole = costs.held(model)
+    everywhere = sum((whole[part] for part in ("norms", "positions", "streams")), Held())
+    names = ("embedding", "feed_forward", "experts", "shared_experts", "router", "head")
+    shared = sum((whole[part] for part in names), Held())
+    attention = Held()
+    for (spec, _, formats), times in costs.distinct_layers(model, [None] * model.num_layers).items():
+        vector_bytes = model.stored.vector_bytes if model.stored else None
+        attention += layer.held_weights(layer.shard(spec, ranks), formats, vector_bytes) * times
+    parts = (-(-getattr(shared, name) // ranks) for name in ("values", "wide", "packed"))
+    found = attention + everywhere + Held(*parts)
+    return replace(found, packed=math.ceil(found.packed))
 
 
 def largest_batch(model: ModelSpec, forward: Pass, memory_bytes: int, engine: Engine | None = None) -> int:

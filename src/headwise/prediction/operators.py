@@ -15,6 +15,10 @@ MOST = 2**30
 """The largest batch and context that are predicted."""
 
 
+USUAL_DTYPE = "bfloat16"
+"""The dtype that is predicted where a user asks for none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pass:
     """One forward pass.
@@ -23,7 +27,7 @@ class Pass:
         batch: B, sequences.
         new: S, tokens of each that are passed in; 1 for a decode step.
         total: T, tokens of each that are attended to, the new ones included.
-        dtype: of weights and activations.
+        dtype: of activations, and of weights that are not stored in a format of their own.
         cache_bits: of one cached value; those of ``dtype`` when None.
         ranks: tensor-parallel devices that share the pass.
         impl: of the layers whose mechanism has several implementations; ``auto`` takes the one of fewest FLOPs.
@@ -32,7 +36,7 @@ class Pass:
     batch: int = 1
     new: int = 1
     total: int = 1
-    dtype: str = "bfloat16"
+    dtype: str = USUAL_DTYPE
     cache_bits: float | None = None
     ranks: int = 1
     impl: str = "auto"
@@ -121,22 +125,21 @@ def operators(model: ModelSpec, forward: Pass) -> list[Operator]:
 
 def _operator(work: Work, forward: Pass, reach: Reach) -> Operator:
     counts = reach.counts(forward.batch, forward.new, forward.total)
-    width = dtype_bytes(forward.dtype)
-    weights = work.weights
+    width, share = dtype_bytes(forward.dtype), 1.0
     if work.experts is not None:
         stored, used, ranks = work.experts
-        weights *= expected_experts(stored, used, forward.tokens) / ranks
+        share = expected_experts(stored, used, forward.tokens) / ranks
     return Operator(
         name=work.name,
         part=work.part,
         times=work.times,
         flops=_sum(work.flops, counts),
-        weight_bytes=weights * width,
+        weight_bytes=share * ((work.weights - work.packed) * width + work.packed_bytes),
         cache_bytes=_sum(work.cached, counts) * forward.value_bytes + work.state * forward.batch * width,
         activation_bytes=_sum(work.moved, counts) * width,
         link_bytes=_sum(work.sent, counts) * width,
         kind=work.kind,
-        weights=weights,
+        weights=share * work.weights,
         hidden_size=work.hidden_size,
     )
 

@@ -13,7 +13,7 @@ from headwise.errors import ArgumentError, SpecError
 from headwise.prediction.allocation import ENGINES, Allocation, allocation
 from headwise.prediction.hardware import Device, device
 from headwise.prediction.memory import CHUNK, Memory, check_usable, largest_batch, longest_context, peak_memory
-from headwise.prediction.operators import MOST, Pass, operators
+from headwise.prediction.operators import MOST, USUAL_DTYPE, Pass, operators
 from headwise.prediction.roofline import Efficiency, Timed, merged, seconds
 from headwise.prediction.work import known_body
 from headwise.specs import ModelSpec, read_spec
@@ -42,6 +42,9 @@ class Prediction:
         engines: what engines allocate for the cache, and how many sequences of this context fit then; without those
             of which it is not known.
         trained_context: tokens that the model was made for, where its config says so.
+        weights: the formats in which weights are counted, in words.
+        is_bound: whether times and memory are upper bounds, because some weights take fewer bits than are known.
+        notes: what is not known of the weights, and what they are stored in where a dtype was asked for instead.
     """
 
     source: str
@@ -57,6 +60,9 @@ class Prediction:
     longest_context: int
     engines: tuple[tuple[Allocation, int], ...]
     trained_context: int | None
+    weights: str
+    is_bound: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def prefill_seconds(self) -> float:
@@ -92,7 +98,7 @@ def predict(
     hardware: str | Device,
     context: int = 4096,
     batch: int = 1,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     cache_bits: float | None = None,
     ranks: int = 1,
     usable: float = 0.9,
@@ -109,7 +115,8 @@ def predict(
         hardware: the name of a device of the catalog, or one of one's own (`device`).
         context: tokens of each sequence.
         batch: sequences that are decoded together.
-        dtype: of weights and activations.
+        dtype: of all weights and activations. When None, weights count in the formats that they are stored in
+            (``quantization_config``, the types of a GGUF's tensors), and all else in bfloat16.
         cache_bits: of one cached value; those of ``dtype`` when None.
         ranks: tensor-parallel devices.
         usable: the share of the device's memory that may be used.
@@ -117,7 +124,7 @@ def predict(
     Raises:
         HeadwiseError: the model cannot be read, or a number is impossible.
     """
-    model = read_spec(source)
+    model, dtype, notes = counted_in(read_spec(source), dtype)
     positions = check_context(model, context)
     hosted = hardware if isinstance(hardware, Device) else device(hardware)
     step = Pass(batch=batch, new=1, total=context, dtype=dtype, cache_bits=cache_bits, ranks=ranks)
@@ -140,7 +147,48 @@ def predict(
         longest_context=min(longest_context(model, step, usable_bytes), positions or MOST),
         engines=tuple(_engines(model, step, usable_bytes)),
         trained_context=model.max_position_embeddings,
+        weights=counted_weights(model, dtype),
+        is_bound=model.stored is not None and model.stored.is_bound,
+        notes=(*notes, *timed_note(model, hosted, dtype)),
     )
+
+
+def counted_weights(model: ModelSpec, dtype: str) -> str:
+    """The formats in which a model's weights are counted, in words.
+
+    For example ``counted_weights(read_spec("gpt-oss-20b"), "bfloat16")`` is ``"mxfp4, the rest bfloat16"``.
+    """
+    return dtype.removeprefix("torch.") if model.stored is None else model.stored.counted(dtype)
+
+
+def counted_in(model: ModelSpec, dtype: str | None) -> tuple[ModelSpec, str, tuple[str, ...]]:
+    """A model whose weights count in a dtype that was asked for; or where none was, as they are stored.
+
+    For example ``counted_in(read_spec("gpt-oss-20b"), "bfloat16")[0].stored`` is None.
+
+    Args:
+        model: as it is stored.
+        dtype: that was asked for, or None.
+
+    Returns:
+        The model, the dtype of what has no format of its own, and what is to be said of both.
+    """
+    if model.stored is None or dtype is None:
+        return model, dtype or USUAL_DTYPE, () if model.stored is None else model.stored.warnings()
+    note = f"weights count in {dtype.removeprefix('torch.')}, as asked; they are stored as {model.stored.scheme}"
+    return replace(model, stored=None), dtype, (note,)
+
+
+def timed_note(model: ModelSpec, device: Device, dtype: str) -> tuple[str, ...]:
+    """What is to be said where times of weights in a dtype were measured, and those of a model are quantised.
+
+    For example ``timed_note(read_spec("llama-3-8b"), device("h100"), "bfloat16")`` is empty.
+    """
+    dtype = dtype.removeprefix("torch.")
+    if model.stored is None or dtype not in device.curves:
+        return ()
+    rule = "a byte of quantised weights counts as read as fast as one of others; headwise itself computes with"
+    return (f"{rule} {dtype}: ask for --dtype {dtype}",)
 
 
 def _engines(model: ModelSpec, step: Pass, usable: int) -> Iterator[tuple[Allocation, int]]:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from headwise.cost import dtype_bytes
 from headwise.errors import ArgumentError
-from headwise.prediction.curves import Sizes
+from headwise.prediction.curves import MANY, Sizes
 from headwise.prediction.hardware import Device
 from headwise.prediction.operators import Operator, Pass
 
@@ -124,12 +124,17 @@ def pass_bytes(work: Iterable[Operator]) -> float:
 
 
 def _sizes(operator: Operator, forward: Pass, read: float) -> Sizes:
-    """What the measured time of one run depends on."""
+    """What the measured time of one run depends on.
+
+    A pass of few tokens waits for the bytes of weights: one of quantised weights counts as one of the dtype's.
+    """
+    rows = operator.flops / (2 * operator.weights) if operator.weights else 1.0
+    weights = operator.weights if rows >= MANY else operator.weight_bytes / dtype_bytes(forward.dtype)
     return Sizes(
         tokens=forward.tokens,
         new=forward.new,
-        rows=operator.flops / (2 * operator.weights) if operator.weights else 1.0,
-        weights=max(operator.weights, 1.0),
+        rows=rows,
+        weights=max(weights, 1.0),
         flops=operator.flops,
         cache_bytes=max(operator.cache_bytes, 1.0),
         bits=0 if forward.value_bytes >= dtype_bytes(forward.dtype) else 8 * forward.value_bytes,

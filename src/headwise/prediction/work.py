@@ -7,7 +7,6 @@ tokens, E hidden size.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -15,7 +14,19 @@ from typing import Literal
 
 from headwise.cost import layer, streams
 from headwise.cost.feed_forward import Part, parts
-from headwise.cost.stages import Core, IndexScores, Linear, Product, Stage, attended_entries, attended_pairs
+from headwise.cost.model import distinct_layers
+from headwise.cost.stages import (
+    Core,
+    Held,
+    IndexScores,
+    Linear,
+    Product,
+    Stage,
+    attended_entries,
+    attended_pairs,
+    held_matrix,
+    held_stage,
+)
 from headwise.errors import SpecError
 from headwise.prediction.curves import Kind
 from headwise.specs.base import AttentionSpec
@@ -26,6 +37,7 @@ from headwise.specs.indexed_latent import IndexedLatentSpec
 from headwise.specs.latent import LatentSpec
 from headwise.specs.model import BodySpec, ModelSpec
 from headwise.specs.recurrent import RecurrentSpec
+from headwise.specs.weights.stored import MatrixFormat
 
 Count = Literal[
     "sequences",
@@ -44,6 +56,8 @@ Count = Literal[
 product B·S·T; pairs that the mask leaves; pairs of tokens that are selected; cached tokens that are read. Of entries
 that stand for several tokens: pairs with all, and with those that are chosen; all that are cached, and those that are
 read."""
+
+_Formats = Mapping[str, MatrixFormat]
 
 _NAMES = {"experts": "experts' ", "shared_experts": "shared "}
 """What stands before the name of a matrix of these parts of a feed-forward network."""
@@ -117,6 +131,8 @@ class Work:
         times: how often it runs, once in each layer of its kind.
         flops: of one run, for each count.
         weights: values of weights that one run reads; of one expert's, where there are experts.
+        packed: how many of them are stored in a format of their own.
+        packed_bytes: of these.
         experts: how many are stored, how many a token uses, and ranks that share them; or None.
         cached: values of the cache that one run reads, for each count.
         state: values of a state that one run reads and writes, of one sequence.
@@ -132,6 +148,8 @@ class Work:
     times: int = 1
     flops: Mapping[Count, float] = field(default_factory=dict)
     weights: float = 0
+    packed: float = 0
+    packed_bytes: float = 0
     experts: tuple[int, int, int] | None = None
     cached: Mapping[Count, float] = field(default_factory=dict)
     state: float = 0
@@ -213,7 +231,7 @@ def model_work(model: ModelSpec, ranks: int = 1) -> ModelWork:
         SpecError: the model's body is not known.
     """
     body, E = known_body(model), model.hidden_size
-    kinds = Counter(zip(model.layers, body.feed_forward, strict=True))
+    kinds = distinct_layers(model, body.feed_forward)
     vocab = body.vocab_size / ranks
     around = [
         Work(name="embedding", part="embedding", moved={"new": 2 * E}, kind="embedding", hidden_size=E),
@@ -228,18 +246,34 @@ def model_work(model: ModelSpec, ranks: int = 1) -> ModelWork:
         ),
         *_streams(model, body),
         *(_links(model, body, ranks) if ranks > 1 else ()),
-        Work(
-            name="head",
-            part="head",
-            flops={"sequences": 2 * E * vocab},
-            weights=E * vocab,
-            moved={"sequences": E + vocab},
-            formula="2·B·E·vocabulary",
-            kind="linear",
+        _reading(
+            Work(
+                name="head",
+                part="head",
+                flops={"sequences": 2 * E * vocab},
+                moved={"sequences": E + vocab},
+                formula="2·B·E·vocabulary",
+                kind="linear",
+            ),
+            _head(model, body),
+            E * vocab,
         ),
     ]
-    layers = (_layer(spec, network, times, ranks) for (spec, network), times in kinds.items())
+    layers = (_layer(spec, network, dict(formats), times, ranks) for (spec, network, formats), times in kinds.items())
     return ModelWork(layers=tuple(layers), body=tuple(around))
+
+
+def _head(model: ModelSpec, body: BodySpec) -> Held:
+    """The weights that the head multiplies with: the embedding's where it is tied."""
+    outside = dict(model.stored.outside) if model.stored else {}
+    return held_matrix(body.vocab_size, model.hidden_size, form=outside.get("embedding" if body.tied else "head"))
+
+
+def _reading(work: Work, matrix: Held, values: float) -> Work:
+    """An operator that reads so many values of a matrix, or of one like it."""
+    share = values / matrix.values if matrix.packed else 0
+    packed = (matrix.values - matrix.wide) * share
+    return replace(work, weights=values, packed=packed, packed_bytes=matrix.packed * share)
 
 
 def _streams(model: ModelSpec, body: BodySpec) -> Iterator[Work]:
@@ -278,7 +312,9 @@ def _links(model: ModelSpec, body: BodySpec, ranks: int) -> Iterator[Work]:
     yield Work(name="gather logits", part="link", sent={"sequences": ring * body.vocab_size})
 
 
-def _layer(spec: AttentionSpec, network: FeedForwardSpec | None, times: int, ranks: int) -> LayerWork:
+def _layer(
+    spec: AttentionSpec, network: FeedForwardSpec | None, formats: _Formats, times: int, ranks: int
+) -> LayerWork:
     shard = layer.shard(spec, ranks)
     impls = layer.formulas(shard).IMPLS
     values = layer.cache_values(shard) if shard.is_causal else 0
@@ -286,12 +322,12 @@ def _layer(spec: AttentionSpec, network: FeedForwardSpec | None, times: int, ran
         spec=shard,
         times=times,
         reach=_reach(shard),
-        step={impl: tuple(_attention(shard, impl, 1, times)) for impl in impls},
-        prompt={impl: tuple(_attention(shard, impl, 2, times)) for impl in impls},
+        step={impl: tuple(_attention(shard, impl, formats, 1, times)) for impl in impls},
+        prompt={impl: tuple(_attention(shard, impl, formats, 2, times)) for impl in impls},
         network=tuple(
             replace(work, times=times)
             for part in (parts(network) if network else ())
-            for work in _network(part, ranks)
+            for work in _network(part, formats, ranks)
         ),
         values=values,
         state=layer.state_bytes(shard, dtype="int8"),
@@ -307,7 +343,7 @@ def _reach(spec: AttentionSpec) -> Reach:
     return plain
 
 
-def _attention(spec: AttentionSpec, impl: str, new: int, times: int) -> Iterator[Work]:
+def _attention(spec: AttentionSpec, impl: str, formats: _Formats, new: int, times: int) -> Iterator[Work]:
     """The operators of one layer's attention in passes of one new token, or of more."""
     is_mixer = isinstance(spec, RecurrentSpec)
     if is_mixer:
@@ -316,6 +352,7 @@ def _attention(spec: AttentionSpec, impl: str, new: int, times: int) -> Iterator
     stages = layer.stages(spec, impl, new_tokens=new)
     # Keys and values that are decoded from a cached latent are written and read as activations; the latent is read
     # once, by what decodes it.
+    matrices = {stage.name: held_stage(stage, formats.get(stage.name)) for stage in layer.stages(spec)}
     decodes = any(isinstance(stage, Linear | Product) and stage.over == "total" for stage in stages)
     for stage in stages:
         work = None
@@ -326,7 +363,8 @@ def _attention(spec: AttentionSpec, impl: str, new: int, times: int) -> Iterator
         elif isinstance(stage, IndexScores):
             work = _index_scores(stage)
         elif isinstance(stage, Linear | Product):
-            work = _product(stage, "mixer" if is_mixer else "attention")
+            name = stage.part_of if isinstance(stage, Product) and stage.part_of else stage.name
+            work = _product(stage, "mixer" if is_mixer else "attention", matrices.get(name, Held()))
         if work is not None:
             yield replace(work, times=times, formula=_formula(stage, spec, new))
 
@@ -337,7 +375,7 @@ def _formula(stage: Stage, spec: AttentionSpec, new: int) -> str:
     return stage.forward_flops(layer.call_of(spec, new, total, batch=3), "fused").formula
 
 
-def _product(stage: Linear | Product, part: str) -> Work:
+def _product(stage: Linear | Product, part: str, matrix: Held) -> Work:
     over: Count = {"new": "new", "source": "new", "total": "total", "call": "sequences"}[stage.over]  # type: ignore[assignment]
     if isinstance(stage, Linear):
         read = 0 if stage.over == "total" else int(stage.in_features)
@@ -346,15 +384,15 @@ def _product(stage: Linear | Product, part: str) -> Work:
         kind: Kind = "latent input" if stage.name == "kv_a_proj_with_mqa" else "linear"
     else:
         macs, weights, moved, kind = int(stage.macs), int(stage.macs), int(stage.moved), "product"
-    return Work(
+    work = Work(
         name=stage.name,
         part=part,
         flops={over: 2 * macs},
-        weights=weights,
         moved={over: moved},
         kind=kind,
         hidden_size=int(stage.in_features) if isinstance(stage, Linear) else 1,
     )
+    return _reading(work, matrix, weights)
 
 
 def _core(stage: Core, spec: AttentionSpec, *, decodes: bool) -> Work:
@@ -401,22 +439,23 @@ def _index_scores(stage: IndexScores) -> Work:
     )
 
 
-def _network(part: Part, ranks: int) -> Iterator[Work]:
+def _network(part: Part, formats: _Formats, ranks: int) -> Iterator[Work]:
     """The operators of one part of a layer's feed-forward network on one of the ranks."""
     has_experts = part.name == "experts"
     for stage in part.stages:
         if isinstance(stage, Linear):
+            read = stage.parameters / (1 if has_experts else ranks / part.stored)
             sizes = f"{int(stage.in_features):,}·{int(stage.out_features):,}"
-            yield Work(
+            work = Work(
                 name=_NAMES.get(part.name, "") + stage.name,
                 part="feed_forward",
                 flops={"new": 2 * part.used * stage.in_features * stage.out_features / ranks},
-                weights=stage.parameters / (1 if has_experts else ranks / part.stored),
                 experts=(part.stored, part.used, ranks) if has_experts else None,
                 moved={"new": part.used * (stage.in_features + stage.out_features) / ranks},
                 kind="linear",
                 formula=f"2·B·S·{sizes}{f'·{part.used}' if part.used > 1 else ''}{f'/{ranks}' if ranks > 1 else ''}",
             )
+            yield _reading(work, held_stage(stage, formats.get(f"{part.name} {stage.name}")), read)
 
 
 def expected_experts(stored: int, used: int, tokens: int) -> float:

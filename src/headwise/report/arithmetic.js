@@ -67,10 +67,10 @@ const headwise = (() => {
 
   function operator(work, pass, reach) {
     const found = counts(reach, pass.batch, pass.fresh, pass.total);
-    let weights = work.weights;
+    let share = 1;
     if (work.experts !== null) {
       const [stored, used, ranks] = work.experts;
-      weights *= (stored * (1 - (1 - used / stored) ** (pass.batch * pass.fresh))) / ranks;
+      share = (stored * (1 - (1 - used / stored) ** (pass.batch * pass.fresh))) / ranks;
     }
     return {
       name: work.name,
@@ -80,8 +80,8 @@ const headwise = (() => {
       flops: sum(work.flops, found),
       kind: work.kind,
       hiddenSize: work.hidden_size,
-      weights,
-      weightBytes: weights * pass.width,
+      weights: share * work.weights,
+      weightBytes: share * ((work.weights - work.packed) * pass.width + work.packed_bytes),
       cacheBytes: sum(work.cached, found) * pass.valueBytes + work.state * pass.batch * pass.width,
       activationBytes: sum(work.moved, found) * pass.width,
       linkBytes: sum(work.sent, found) * pass.width,
@@ -152,7 +152,8 @@ const headwise = (() => {
   function measured(curves, each, pass, passBytes) {
     const tokens = pass.batch * pass.fresh;
     const rows = each.weights ? each.flops / (2 * each.weights) : 1;
-    const weights = Math.max(each.weights, 1);
+    // A pass of few tokens waits for the bytes of weights: one of quantised weights counts as one of the dtype's.
+    const weights = Math.max(rows >= MANY ? each.weights : each.weightBytes / pass.width, 1);
     if (each.kind === "linear" || each.kind === "latent input") {
       const sizes = Object.keys(curves.few).map(Number).sort((one, other) => one - other);
       const few = (size) => {
@@ -277,7 +278,7 @@ const headwise = (() => {
   function peakMemory(data, option, question, batch, context) {
     const fresh = Math.min(data.chunk, context);
     const memory = {
-      weights: option.weights * data.dtypes[question.dtype],
+      weights: option.weights.wide * data.dtypes[question.dtype] + option.weights.packed,
       cache: cacheBytes(data, option, question, batch, context),
       workspace: Math.max(
         workspace(data, option, question, "absorbed", batch, 1, context),
@@ -313,8 +314,8 @@ const headwise = (() => {
     return Math.floor(device.memory_bytes * question.usable);
   }
 
-  function refusal(memory, loss, question, available) {
-    if (memory > available) return "does not fit";
+  function refusal(memory, loss, question, available, isBound) {
+    if (memory > available) return isBound ? "may not fit" : "does not fit";
     if (question.max_quality_loss === null) return null;
     if (loss === null) return "not measured";
     return loss > question.max_quality_loss ? "loses too much" : null;
@@ -344,7 +345,7 @@ const headwise = (() => {
       decodeSeconds: seconds,
       largestBatch: fitting,
       tokensPerSecond: many === 0 ? 0 : many / decodeSeconds(data, option, question, device, many, question.context),
-      refused: refusal(memory.total, loss, question, available),
+      refused: refusal(memory.total, loss, question, available, option.weights.is_bound),
     };
   }
 

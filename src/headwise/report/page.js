@@ -189,7 +189,8 @@
     if (data.trained_context !== null && data.trained_context < question.context) {
       notes.push(`the model was made for ${whole(data.trained_context)} tokens`);
     }
-    byId("limits").textContent = `${notes.join("; ")}.`;
+    if (data.stored !== null) notes.push(`weights as stored: ${data.stored}`);
+    byId("limits").textContent = `${[...notes, ...data.notes].join("; ")}.`;
   }
 
   const HEADING = ["", "KiB / token", "step", "tok/s", "fit", "memory", "weights", "perplexity", "served by"];

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from headwise.advice import MOST_SEQUENCES, Candidate, Measured, Question, candidates
+from headwise.advice.advise import weight_notes
 from headwise.advice.serving import served_by
 from headwise.cost.layer import DTYPE_BYTES
 from headwise.cost.model import weights
@@ -14,8 +16,8 @@ from headwise.documents import as_document
 from headwise.errors import ArgumentError
 from headwise.prediction import Device, Efficiency, LayerWork, ModelWork, Pass, devices, model_work, to_table
 from headwise.prediction.hardware import DTYPE_NAMES
-from headwise.prediction.memory import CHUNK, weight_bytes
-from headwise.prediction.predict import MOST_PARTS, check_context
+from headwise.prediction.memory import CHUNK, held_weights
+from headwise.prediction.predict import MOST_PARTS, check_context, counted_weights
 from headwise.prediction.work import known_body
 from headwise.specs import ModelSpec
 
@@ -51,12 +53,16 @@ def page_data(
         HeadwiseError: a number is impossible, or the heads cannot be shared out.
     """
     step = question.step
+    timed_notes: tuple[str, ...] = ()
+    if steps and model.stored is not None:
+        model = replace(model, stored=None)
+        timed_notes = ("weights are in the dtype, as headwise timed steps with them",)
     positions = check_context(model, step.total)
     chosen = question.hardware
     found = {chosen.name: chosen, **(devices() if hardware is None else hardware)} | {chosen.name: chosen}
     joined = {name: each for name, each in found.items() if step.ranks == 1 or each.link_bytes_per_second}
-    options = []
-    for index, candidate in enumerate(candidates(model, measured)):
+    options, tried = [], candidates(model, measured)
+    for index, candidate in enumerate(tried):
         try:
             options.append(_option(candidate, measured.get(candidate.target), step))
         except ArgumentError:  # its heads cannot be shared out among the devices
@@ -78,6 +84,8 @@ def page_data(
         "ranks": step.ranks,
         "most_context": positions or None,
         "trained_context": model.max_position_embeddings,
+        "stored": None if model.stored is None else counted_weights(model, "in the dtype"),
+        "notes": (*timed_notes, *weight_notes(model, tried)),
         "choices": list(dict.fromkeys((step.dtype.removeprefix("torch."), *_DTYPES))),
         "dtypes": {**DTYPE_BYTES, "float8": 1},
         "peak_names": DTYPE_NAMES,
@@ -99,6 +107,7 @@ def _device(device: Device) -> dict[str, Any]:
 
 def _option(candidate: Candidate, measured: Measured | None, step: Pass) -> dict[str, Any]:
     model = candidate.model
+    held = held_weights(model, step.ranks)
     loss = 0.0 if candidate.is_exact else None if measured is None else measured.loss
     return {
         "target": candidate.target,
@@ -108,7 +117,11 @@ def _option(candidate: Candidate, measured: Measured | None, step: Pass) -> dict
         "served_by": served_by(candidate.target, model.model_type),
         "cache_bits": candidate.cache_bits,
         "parameters": weights(model).total,
-        "weights": weight_bytes(model, Pass(dtype="int8", ranks=step.ranks)),
+        "weights": {
+            "wide": held.wide,
+            "packed": held.packed,
+            "is_bound": model.stored is not None and model.stored.is_bound,
+        },
         "loss": None if loss is None or math.isinf(loss) else loss,
         "diverged": loss is not None and math.isinf(loss),
         "kl": None if measured is None else measured.kl,

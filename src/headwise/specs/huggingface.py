@@ -20,6 +20,7 @@ from headwise.specs.readers.fields import (
     optional_integer,
     optional_number,
 )
+from headwise.specs.weights.quantizers import read_stored
 
 HOSTED_PREFIX = "headwise_"
 """A converted model's ``model_type`` is this prefix and its family's type: ``headwise_llama``."""
@@ -34,6 +35,8 @@ _REFUSED = {
     "has attention and Mamba side by side in a layer": ("falcon_h1",),
 }  # fmt: skip
 """Model types that are refused, by reason."""
+_OUTER = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "compression_config")
+"""Fields that a multimodal model's config has outside that of its text part."""
 _UNREAD = {
     "kv_lora_rank": "belongs to MLA (a latent), and {} is not an MLA model headwise knows",
     "use_cla": "is not understood: layers that share keys and values are known in gemma3n_text alone",
@@ -71,7 +74,7 @@ def read_config(config: Config) -> ModelSpec:
     if not isinstance(config, Mapping):
         raise SpecError("config.json", type(config).__name__, "must hold a JSON object")
     if isinstance(nested := config.get("text_config"), Mapping) and "num_hidden_layers" not in config:
-        outer = {key: config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in config}
+        outer = {key: config[key] for key in _OUTER if key in config}
         config = {**outer, **nested}
         if outer.get("tie_word_embeddings"):  # the class of the whole ties them, whatever its text part says
             config["tie_word_embeddings"] = outer["tie_word_embeddings"]
@@ -91,6 +94,8 @@ def read_config(config: Config) -> ModelSpec:
         "max_target_positions",
     )
     layers = tuple(_without_idle_window(layer, longest) for layer in reader.layers(config))
+    body = _body(reader, config, len(layers))
+    networks = [None] * len(layers) if body is None else body.feed_forward
     return ModelSpec(
         model_type=model_type,
         hidden_size=layers[0].hidden_size,
@@ -98,8 +103,9 @@ def read_config(config: Config) -> ModelSpec:
         vocab_size=optional_integer(config, "vocab_size"),
         max_position_embeddings=longest,
         dtype=config.get("dtype", config.get("torch_dtype")),
-        body=_body(reader, config, len(layers)),
+        body=body,
         cross_layers=reader.cross(config) if reader.cross else (),
+        stored=read_stored(config, model_type, layers, networks),
     )
 
 

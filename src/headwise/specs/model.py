@@ -9,6 +9,7 @@ from headwise.errors import SpecError
 from headwise.specs.base import AttentionSpec, positive
 from headwise.specs.feed_forward import FeedForwardSpec
 from headwise.specs.latent import LatentSpec
+from headwise.specs.weights.stored import StoredWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,7 @@ class ModelSpec:
         dtype: of the stored weights, where the config has it.
         body: the rest of the model, where the config is complete and the family's body is understood.
         cross_layers: the spec of each layer's attention to an encoder's output (Whisper's decoder), or none.
+        stored: the formats of weights that are stored quantised; None where all are in one dtype.
     """
 
     model_type: str
@@ -66,6 +68,7 @@ class ModelSpec:
     dtype: str | None = None
     body: BodySpec | None = None
     cross_layers: tuple[AttentionSpec, ...] = ()
+    stored: StoredWeights | None = None
 
     def __post_init__(self) -> None:
         positive("hidden_size", self.hidden_size)
@@ -74,6 +77,8 @@ class ModelSpec:
         if self.body is not None and len(self.body.feed_forward) != len(self.layers):
             rule = f"must be one for each of {len(self.layers)} layers"
             raise SpecError("feed_forward", len(self.body.feed_forward), rule)
+        if self.stored is not None and len(self.stored.layers) != len(self.layers):
+            raise SpecError("stored", len(self.stored.layers), f"must be one for each of {len(self.layers)} layers")
 
     @property
     def num_layers(self) -> int:

@@ -163,7 +163,7 @@ def _with(spec: ModelSpec, candidate: AttentionSpec) -> ModelSpec:
         else replace(candidate, sliding_window=one.sliding_window, chunked=one.chunked)
         for one in spec.layers
     )
-    return replace(spec, layers=tuple(layers))
+    return replace(spec, layers=tuple(layers), stored=None)
 
 
 def _target(original: AttentionSpec, candidate: AttentionSpec) -> str | None:

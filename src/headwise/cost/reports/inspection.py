@@ -40,6 +40,10 @@ class Inspection:
     longest context, within their windows, and their states. ``head_dim`` is a head's whole query–key width. The FLOPs
     are those of one token, without context and at the longest one. ``kv_bytes_…_of_rank`` is the part of the cache on
     each of ``ranks`` tensor-parallel ranks.
+
+    ``weight_bytes`` are what weights take by part: in the formats that they are stored in, and the config's dtype,
+    as ``weight_format`` tells. ``weight_notes`` say what is not known of them, and ``weight_bytes_are_bound`` whether
+    they are an upper bound therefore.
     """
 
     source: str
@@ -66,6 +70,10 @@ class Inspection:
     attention_parameters_per_layer: int | None
     weights: dict[str, int] | None
     active_weights: dict[str, int] | None
+    weight_bytes: dict[str, int] | None
+    weight_format: str
+    weight_notes: tuple[str, ...]
+    weight_bytes_are_bound: bool
     flops_of_first_token: dict[str, int] | None
     flops_at_longest: dict[str, int] | None
     layers: tuple[LayerGroup, ...]
@@ -95,9 +103,12 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16", ranks: i
     layer.dtype_bytes(dtype)
     spec = source if isinstance(source, ModelSpec) else read_spec(source)
     longest, rank = spec.max_position_embeddings, model.shard(spec, ranks)
-    weights = active = first = last = None
+    weights = active = held = first = last = None
+    wide = str(spec.dtype).removeprefix("torch.")
+    wide = wide if wide in layer.DTYPE_BYTES else "bfloat16"
     if spec.body is not None:
         weights, active = _parts(model.weights(spec)), _parts(model.weights(spec, active=True))
+        held = _parts(model.weight_bytes(spec, wide))
         first = _parts(model.forward_flops(spec, 1))
         last = None if longest is None else _parts(model.forward_flops(spec, 1, longest))
     return Inspection(
@@ -118,6 +129,10 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16", ranks: i
         kv_bytes_at_longest_of_rank=None if longest is None else model.cache_bytes(rank, longest, dtype=dtype),
         weights=weights,
         active_weights=active,
+        weight_bytes=held,
+        weight_format=wide if spec.stored is None else spec.stored.counted(wide),
+        weight_notes=() if spec.stored is None else spec.stored.warnings(),
+        weight_bytes_are_bound=spec.stored is not None and spec.stored.is_bound,
         flops_of_first_token=first,
         flops_at_longest=last,
         layers=_layer_groups(spec, dtype),

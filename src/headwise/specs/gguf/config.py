@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from headwise.errors import SpecError
 from headwise.specs.gguf.header import GgufHeader
 from headwise.specs.gguf.parts import read_gguf_header
+from headwise.specs.gguf.types import gguf_weights
 from headwise.specs.huggingface import read_config
 from headwise.specs.model import ModelSpec
 
@@ -91,7 +93,9 @@ def _is_beyond(token: object, count: object) -> bool:
 
 def read_gguf_spec(path: Path) -> ModelSpec:
     """Read the spec of the model in a GGUF file."""
-    return read_config(gguf_config(read_gguf_header(path)))
+    header = read_gguf_header(path)
+    model = read_config(gguf_config(header))
+    return replace(model, stored=gguf_weights(header, model.num_layers))
 
 
 def _refuse(header: GgufHeader, get: Get, *keys: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
-from headwise.cli.commands.from_configs.predict import beyond
+from headwise.cli.commands.from_configs.predict import DTYPE, beyond
 from headwise.cli.figures import advice_figure
 from headwise.cli.pages import Html, model_page, refuse_no_page, write_page
 from headwise.cli.plots import Plot, refuse_no_plot, write_plot
@@ -43,7 +43,7 @@ def advise(
         Path | None, typer.Option(help="A TOML file with devices of your own.", rich_help_panel=_COST)
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences that are decoded together.", rich_help_panel=_COST)] = 1,
-    dtype: Annotated[str, typer.Option(help="Of weights and activations.", rich_help_panel=_COST)] = "bfloat16",
+    dtype: Annotated[str | None, typer.Option(help=DTYPE, rich_help_panel=_COST)] = None,
     ranks: Annotated[int, typer.Option(help="Tensor-parallel devices.", rich_help_panel=_COST)] = 1,
     usable: Annotated[
         float, typer.Option(help="The share of a device's memory that may be used.", rich_help_panel=_COST)
@@ -131,11 +131,12 @@ def advise(
         _follow_guide(source, heads, parameters, words, as_json=as_json)
         return
     from headwise.advice import USUAL_LOSS, Question, advise_on, read_measured
-    from headwise.prediction import MOST, Pass, device, devices
+    from headwise.prediction import MOST, Pass, counted_in, device, devices
 
     unasked: dict[str, object] = {name: value or None for name, value in words.items()}
     _refuse(unasked | {"heads": heads, "threshold": threshold}, "goes with --guide")
     name, model = _model(source, sizes | {"parameters": parameters})
+    model, dtype, notes = counted_in(model, dtype)
     if hardware is None:
         raise ArgumentError("hardware", None, "is required, or --guide; headwise predict --list names devices")
     if not 1 <= context <= MOST:
@@ -151,6 +152,7 @@ def advise(
     refuse_no_plot(plot)
     points = read_measured(measured or (), model)
     result = advise_on(model, question, points, source=name)
+    result = replace(result, notes=tuple(dict.fromkeys((*notes, *result.notes))))
     if html is not None:
         page = model_page(name, model, question, measured=points, hardware=devices(hardware_file))
         write_page(html, page, is_silent=as_json)
@@ -287,6 +289,9 @@ def _notes(result: Advice) -> list[str]:
 
     lines = [] if result.best is None else [f"served by: {result.best.served_by}"]
     lines += beyond(result.trained_context, result.question.step.total)
+    if result.weights != result.question.step.dtype:
+        lines.append(f"weights as stored: {result.weights}")
+    lines += [f"note: {note}" for note in result.notes]
     if result.best is not None and result.binding != "nothing":
         lines.append(f"{result.binding} decides: without that limit another way would be first")
     same = "with a quarter or four times the tokens or the sequences: the same"

@@ -96,6 +96,12 @@ def _print_flops(report: Inspection) -> None:
     sparse = f", {count_text(active)} active for a token" if active != total else ""
     tied = "" if report.weights["head"] else ", the head tied to the embedding"
     out.print(f"weights  {count_text(total)}{sparse}{tied}")
+    if report.weight_bytes is not None and _is_quantized(report):
+        most = "at most " if report.weight_bytes_are_bound else ""
+        size = bytes_text(report.weight_bytes["total"])
+        out.print(f"         {most}{size} as stored: {escape(report.weight_format)}", soft_wrap=True)
+    for note in report.weight_notes:
+        out.print(f"note     {escape(note)}", soft_wrap=True)
     last = ""
     if report.flops_at_longest is not None and report.max_position_embeddings is not None:
         last = f", {count_text(report.flops_at_longest['total'])} at {report.max_position_embeddings:,} tokens"
@@ -129,8 +135,9 @@ def _layers_table(report: Inspection) -> Table:
 def _weights_table(report: Inspection) -> Table:
     assert report.weights is not None
     assert report.active_weights is not None
-    sparse = report.weights != report.active_weights
-    table = numbers_table("weights", "all", "share", *(["active"] if sparse else []))
+    sparse, bytes_of = report.weights != report.active_weights, report.weight_bytes if _is_quantized(report) else None
+    headings = ["weights", "all", "share", *(["active"] if sparse else []), *(["bytes"] if bytes_of else [])]
+    table = numbers_table(*headings)
     for part, count in report.weights.items():
         if count:
             table.add_row(
@@ -138,9 +145,16 @@ def _weights_table(report: Inspection) -> Table:
                 f"{count:,}",
                 f"{100 * count / report.weights['total']:.1f}%",
                 *([f"{report.active_weights[part]:,}"] if sparse else []),
+                *([bytes_text(bytes_of[part])] if bytes_of else []),
                 style="bold" if part == "total" else None,
             )
     return table
+
+
+def _is_quantized(report: Inspection) -> bool:
+    from headwise.cost.layer import DTYPE_BYTES
+
+    return report.weight_format not in DTYPE_BYTES or bool(report.weight_notes)
 
 
 def _names_of(groups: Sequence[tuple[int, ...]]) -> list[str]:

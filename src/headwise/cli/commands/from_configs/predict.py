@@ -19,6 +19,9 @@ from headwise.errors import ArgumentError
 if TYPE_CHECKING:
     from headwise.prediction import Prediction
 
+DTYPE = "Of weights and activations; quantised weights as they are stored, all else bfloat16, by default."
+"""Help of the option."""
+
 
 @app.command(epilog="Example: headwise predict llama-3-8b --hardware h100 --context 8192 --batch 16")
 def predict(
@@ -27,7 +30,7 @@ def predict(
     hardware_file: Annotated[Path | None, typer.Option(help="A TOML file with devices of your own.")] = None,
     context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 4096,
     batch: Annotated[int, typer.Option(help="Sequences that are decoded together.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "bfloat16",
+    dtype: Annotated[str | None, typer.Option(help=DTYPE)] = None,
     cache_bits: Annotated[float | None, typer.Option(help="Of one cached value; the dtype's by default.")] = None,
     ranks: Annotated[int, typer.Option(help="Tensor-parallel devices.")] = 1,
     usable: Annotated[float, typer.Option(help="The share of a device's memory that may be used.")] = 0.9,
@@ -78,17 +81,19 @@ def _print_prediction(result: Prediction) -> None:
     many = f"{step.ranks} × " if step.ranks > 1 else ""
     prompt = step.total / result.prefill_seconds
     parts = ", ".join(f"{name} {bytes_text(getattr(memory, name))}" for name in ("weights", "cache", "workspace"))
+    most, misfit = ("at most ", "may not") if result.is_bound else ("", "does not")
     longest = "any length" if result.longest_context == MOST else f"{result.longest_context:,} tokens"
     largest = "any number" if result.largest_batch == MOST else f"{result.largest_batch:,}"
     lines = [
         f"[bold]{escape(result.source)}[/bold]: {result.label}",
         f"on       {many}{escape(result.device.label)}",
-        f"decode   {_time(result.decode_seconds)} a step, {result.tokens_per_second:,.0f} tok/s"
+        f"decode   {most}{_time(result.decode_seconds)} a step, {result.tokens_per_second:,.0f} tok/s"
         f" ({step.batch:,} × {step.total:,} tokens)",
         f"prefill  {_time(result.prefill_seconds)} a prompt of {step.total:,}, {prompt:,.0f} tok/s",
-        f"memory   {bytes_text(memory.total)} {'of' if result.fits else 'and does not fit in'}"
+        f"memory   {most}{bytes_text(memory.total)} {'of' if result.fits else f'and {misfit} fit in'}"
         f" {bytes_text(result.usable_bytes)}",
         f"         {parts}",
+        *([] if result.weights == step.dtype else [f"         weights as stored: {escape(result.weights)}"]),
         f"capacity {largest} sequences of {step.total:,} tokens",
         f"         {longest} in each of {step.batch:,}",
     ]
@@ -96,7 +101,7 @@ def _print_prediction(result: Prediction) -> None:
         why = f": {', '.join(found.reasons)}" if found.reasons else ""
         many = "any number" if fitting == MOST else f"{fitting:,}"
         lines.append(f"         {many} as {found.engine} allocates ({found.more:+.1%}{why})")
-    lines += beyond(result.trained_context, step.total)
+    lines += [*beyond(result.trained_context, step.total), *(f"note: {escape(note)}" for note in result.notes)]
     for line in lines:
         out.print(line, soft_wrap=True)
     out.print()
