@@ -22,8 +22,8 @@ from headwise.errors import CheckpointError
 from tests.byte_level import save_byte_level
 from tests.checkpoints.split_gguf import split
 from tests.closeness import assert_close
-from tests.real_models import save_tiny, tiny_model
-from tests.tiny_families import answer, save_family
+from tests.real_models import save_character_tokenizer, save_tiny, tiny_model
+from tests.tiny_families import answer, save_family, tiny_family
 
 INDEX = "model.safetensors.index.json"
 IDS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -245,3 +245,25 @@ def test_an_index_counts_the_bytes_of_tensors(tmp_path: Path) -> None:
     tensors = [tensor for file in (tmp_path / "out").glob("*.safetensors") for tensor in load_file(file).values()]
     assert len(set(index["weight_map"].values())) > 1
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_heads_of_other_tasks_are_left_out(tmp_path: Path) -> None:
+    """As in the published bert-base-uncased, and beside a model trained with a value head."""
+    source = tmp_path / "bert"
+    torch.manual_seed(0)
+    transformers.BertForPreTraining(tiny_family("bert").config).double().save_pretrained(source)
+    save_character_tokenizer(source, 97)
+    edit_config(source, architectures=["BertForMaskedLM"])
+    expected = stock(source, "AutoModelForMaskedLM")
+    assert_close(answer(headwise.load(source), IDS), expected, 1e-12)
+    report = headwise.convert(source, tmp_path / "out", to="mla", kv_budget=1.0, evaluate=False)
+    assert_close(answer(headwise.load(tmp_path / "out"), IDS), expected, 1e-10)
+    assert any(note.startswith("tensors without a place in the model are not read") for note in report.notes)
+    valued = save_tiny(tmp_path / "llama")
+    tensors = load_file(valued / "model.safetensors")
+    save_file(tensors | {"v_head.summary.weight": torch.ones(1, 32)}, valued / "model.safetensors")
+    expected = stock(valued)
+    assert_close(answer(headwise.load(valued), IDS), expected, 1e-12)
+    report = headwise.convert(valued, tmp_path / "mha", to="mha", evaluate=False)
+    assert_close(stock(tmp_path / "mha"), expected, 1e-12)
+    assert any("such as v_head.summary.weight" in note for note in report.notes)

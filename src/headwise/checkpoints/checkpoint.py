@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,23 @@ class Checkpoint(ABC):
         self.read_seconds += time.perf_counter() - start
         return tensor
 
+    def layer_of(self, name: str) -> int | None:
+        """The layer that a tensor belongs to by its name; None where it is of none, such as the embedding."""
+        pattern = re.escape(self.family.layer).replace(r"\{layer\}", r"(\d+)") + r"\."
+        return None if (match := re.match(pattern, name)) is None else int(match[1])
+
+    def leave_out(self, names: Sequence[str], what: str) -> None:
+        """Do not read some tensors, as transformers does not, and note that.
+
+        Args:
+            names: of the tensors; none changes nothing.
+            what: they are, in words.
+        """
+        for name in names:
+            del self.tensors[name]
+        if names:
+            self.notes = (*self.notes, f"{what} are not read, such as {names[0]} ({len(names)} in all)")
+
     def _take_as_transformers(self) -> None:
         """Take tensors as transformers does where there are too many or too few, and note that.
 
@@ -134,14 +151,9 @@ class Checkpoint(ABC):
             spec = self.spec
         except SpecError:
             return  # refused by whoever needs it
-        layer = re.compile(re.escape(self.family.layer).replace(r"\{layer\}", r"(\d+)") + r"\.")
-        matches = {name: layer.match(name) for name in self.tensors}
-        beyond = [name for name, match in matches.items() if match and int(match[1]) >= spec.num_layers]
-        for name in beyond:
-            del self.tensors[name]
-        if beyond:
-            note = f"tensors of layers beyond the config's {spec.num_layers} are not read, such as {beyond[0]}"
-            self.notes = (*self.notes, f"{note} ({len(beyond)} in all)")
+        layers = {name: self.layer_of(name) for name in self.tensors}
+        beyond = [name for name, layer in layers.items() if layer is not None and layer >= spec.num_layers]
+        self.leave_out(beyond, f"tensors of layers beyond the config's {spec.num_layers}")
         absent = [bias for bias in self._optional_biases(spec) if bias not in self.tensors]
         for bias in absent:
             if (weight := self.tensors.get(f"{bias.removesuffix('bias')}weight")) is not None:

@@ -50,7 +50,9 @@ def _meta_tensors(config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], s
 
 
 def check_complete(checkpoint: Checkpoint) -> None:
-    """Check that a checkpoint has exactly the tensors of the model its config describes.
+    """Check that a checkpoint has the tensors of the model its config describes, and in its layers no other.
+
+    Tensors beside the layers that the model has no place for, such as BERT's pooler, are left out, with a note.
 
     For example ``check_complete(open_checkpoint("./model"))``.
 
@@ -69,11 +71,17 @@ def check_complete(checkpoint: Checkpoint) -> None:
     expected, tied = _meta_tensors(checkpoint.config)
     for name, shape in expected.items():
         _check_tensor(checkpoint, name, shape)
-    for name in checkpoint.tensors:
-        # Old folders store the rotary frequencies, which newer models compute from the config.
-        if name not in expected and name not in tied and not name.endswith("rotary_emb.inv_freq"):
-            rule = f"has no place in the model the config of {checkpoint.path} describes"
+    # Old folders store the rotary frequencies, which newer models compute from the config.
+    extra = [
+        name
+        for name in checkpoint.tensors
+        if name not in expected and name not in tied and not name.endswith("rotary_emb.inv_freq")
+    ]
+    rule = f"has no place in the model the config of {checkpoint.path} describes"
+    for name in extra:
+        if checkpoint.layer_of(name) is not None:  # a layer of another kind than the config says
             raise CheckpointError("tensor", name, rule)
+    checkpoint.leave_out(extra, "tensors without a place in the model")  # such as another task's head
 
 
 def check_values(checkpoint: Checkpoint) -> None:
