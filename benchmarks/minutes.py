@@ -4,8 +4,8 @@
     python -m benchmarks.minutes --kv-bytes 0.25 --json benchmarks/results/minutes-bytes.json
 
 SmolLM2, and a qwen2 of random weights in the shape of 0.5B parameters (24 layers of 14 query heads and 2 key–value
-heads, width 896, vocabulary 151,936), to half of their values, or with codes to a part of the bytes, from 16,384 tokens
-of WikiText-2 train, with every stage of the default. Run it on an idle machine.
+heads, width 896, vocabulary 151,936), to half of their values, or with codes to a part of the bytes, from 16,384
+tokens of WikiText-2 train, with every stage of the default. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("sources", nargs="*", default=SOURCES, metavar="SOURCE", help=", ".join(SOURCES))
     parser.add_argument("--kv-budget", type=float, default=0.5, help="fraction of the source's cache")
     parser.add_argument(
-        "--kv-bytes", type=float, help="fraction of its bytes in bfloat16, in the place of --kv-budget"
+        "--kv-bytes", type=float, help="fraction of its bytes in bfloat16; not --kv-budget then"
     )
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--device", help="such as cuda; the CPU when left out")

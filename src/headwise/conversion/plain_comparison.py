@@ -128,7 +128,7 @@ def _loses(plain: Evaluation, converted: Evaluation) -> Loses:
 
 def _line(formats: list[ComparedFormat], evaluation: Evaluation, converted: float, own: float) -> str:
     """The comparison in words; bytes are called the same only within a point of the source's cache."""
-    clauses = []
+    clauses: list[str] = []
     for each in formats:
         beyond = (each.bytes_per_token - converted) / own
         where = "these" if abs(beyond) <= A_POINT else "more" if beyond > 0 else "fewer"
