@@ -65,9 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="*", default=SOURCES, metavar="SOURCE", help=", ".join(SOURCES))
     parser.add_argument("--kv-budget", type=float, default=0.5, help="fraction of the source's cache")
-    parser.add_argument(
-        "--kv-bytes", type=float, help="fraction of its bytes in bfloat16; not --kv-budget then"
-    )
+    parser.add_argument("--kv-bytes", type=float, help="fraction of its bytes in bfloat16; not --kv-budget then")
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--device", help="such as cuda; the CPU when left out")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/minutes.json"))
