@@ -1,10 +1,11 @@
 """How long conversions take, stage by stage, beside what the dry run expects.
 
-    python -m benchmarks.minutes          # kept in benchmarks/results/minutes.json
+    python -m benchmarks.minutes                       # kept in benchmarks/results/minutes.json
+    python -m benchmarks.minutes --kv-bytes 0.25 --json benchmarks/results/minutes-bytes.json
 
 SmolLM2, and a qwen2 of random weights in the shape of 0.5B parameters (24 layers of 14 query heads and 2 key–value
-heads, width 896, vocabulary 151,936), to half of their values, from 16,384 tokens of WikiText-2 train, with every
-stage of the default. Run it on an idle machine.
+heads, width 896, vocabulary 151,936), to half of their values, or with codes to a part of the bytes, from 16,384
+tokens of WikiText-2 train, with every stage of the default. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -64,13 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="*", default=SOURCES, metavar="SOURCE", help=", ".join(SOURCES))
     parser.add_argument("--kv-budget", type=float, default=0.5, help="fraction of the source's cache")
+    parser.add_argument("--kv-bytes", type=float, help="fraction of its bytes in bfloat16; not --kv-budget then")
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--device", help="such as cuda; the CPU when left out")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/minutes.json"))
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
     parser.add_argument("--work", type=Path, default=Path("build/minutes"), help="for models and conversions")
     options = parser.parse_args(arguments)
-    settings = {"kv_budget": options.kv_budget, "tokens": options.tokens, "device": options.device}
+    settings = {"tokens": options.tokens, "device": options.device, **size(options)}
     kept = Kept(options.json, settings)
     for name in options.sources:
         if name not in kept.rows:
@@ -78,6 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         row = kept.rows[name]
         stages = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in row["stages"].items())
         say(f"{name}: {row['seconds']:.0f} s, expected {sum(row['expected'].values()):.0f} ({stages})")
+
+
+def size(options: argparse.Namespace) -> dict[str, float]:
+    """The size of the cache, as `headwise.convert` takes it."""
+    by_values = {"kv_budget": options.kv_budget}
+    return by_values if options.kv_bytes is None else {"kv_bytes": options.kv_bytes}
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -92,7 +100,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         source,
         options.work / "converted",
         to="mla",
-        kv_budget=options.kv_budget,
+        **size(options),
         calibrate=data.wikitext("train", options.cache),
         calibration_tokens=options.tokens,
         device=options.device,

@@ -87,7 +87,7 @@ def test_a_width_that_cannot_be_rotated_is_refused(width: int) -> None:
 
 
 def test_a_group_that_does_not_divide_a_head_names_those_that_do() -> None:
-    rule = r"^quantize = 'int4': has groups of 64 .* the 80 of this model's heads; groups of 16, 128 do$"
+    rule = r"^quantize = 'int4': has groups of 64 .* the 80 of this model's heads; groups of 16, 128, 256 do$"
     with pytest.raises(ArgumentError, match=rule):
         GroupCode(4).encode(torch.zeros(1, 1, 1, 80))
 
