@@ -100,8 +100,10 @@ def attention_mask(*, config: Any = None, allow_is_causal_skip: bool = True, **c
     Returns:
         ``[B, 1, S, T]``, True = attend; None where nothing is masked but what lies ahead.
     """
-    may_skip = allow_is_causal_skip and _runs_by_sdpa(type(config))
-    return sdpa_mask(config=config, allow_is_causal_skip=may_skip, **call)
+    config_class: Any = type(config)
+    may_skip = allow_is_causal_skip and _runs_by_sdpa(config_class)
+    mask: Tensor | None = sdpa_mask(config=config, allow_is_causal_skip=may_skip, **call)
+    return mask
 
 
 @cache
