@@ -14,7 +14,7 @@ from typing import Any
 
 from headwise.checkpoints.unsafe import refuse_tokenizer_class
 from headwise.disk import clearly
-from headwise.errors import CheckpointError, HeadwiseError
+from headwise.errors import ArgumentError, CheckpointError, HeadwiseError
 from headwise.specs import read_gguf_header
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -108,6 +108,29 @@ def _read_gguf_tokenizer(path: Path, *_changed: int) -> Any:
         tokenizer = loader.from_pretrained(alone, gguf_file=path.name, local_files_only=True, trust_remote_code=False)
     tokenizer.name_or_path = str(path)
     return tokenizer
+
+
+def refuse_other_tokens(own: Any, other: Any, *, name: str, source: str) -> None:
+    """Refuse a model that numbers tokens otherwise than another, whose tokens it would be given.
+
+    Tokens that only one of both has, such as names of reserved numbers, do not count. For example
+    ``refuse_other_tokens(load_tokenizer(model), load_tokenizer(teacher), name="teacher", source=str(teacher))``.
+
+    Args:
+        own: a model's tokenizer.
+        other: the other's.
+        name: the argument that names the other, such as ``against``.
+        source: its value.
+
+    Raises:
+        ArgumentError: a token has two numbers.
+    """
+    ours, theirs = own.get_vocab(), other.get_vocab()
+    differing = [token for token, number in ours.items() if theirs.get(token, number) != number]
+    if differing:
+        token = min(differing, key=ours.__getitem__)
+        rule = f"has {theirs[token]} as the token {token!r}, which is {ours[token]} in the model"
+        raise ArgumentError(name, source, rule)
 
 
 @contextmanager
