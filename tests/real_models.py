@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,13 @@ def save_character_tokenizer(folder: Path, vocab_size: int) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", unk_token="<unk>"
     ).save_pretrained(folder)
+
+
+def exchange_tokens(folder: Path) -> Path:
+    """The folder, with the numbers of ``a`` and ``b`` exchanged in its tokenizer."""
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokens = tokenizer["model"]["vocab"]
+    tokens["a"], tokens["b"] = tokens["b"], tokens["a"]
+    file.write_text(json.dumps(tokenizer))
+    return folder

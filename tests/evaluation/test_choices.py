@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import headwise
 from headwise.checkpoints import load_tokenizer
@@ -49,6 +50,26 @@ def test_likelihoods_in_batches_are_those_of_each_token_by_itself() -> None:
     scores = log_likelihoods(model, sequences)
     for score, (prompt, ending) in zip(scores, sequences, strict=True):
         assert score == pytest.approx(scores_by_hand(model, prompt, ending), rel=1e-5)
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 48}
+LENGTHS = {
+    "longrope": ({**LONG, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}, 192),
+    "dynamic": ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, 48),
+}
+"""RoPE that changes beyond 48 tokens, and the positions of its model."""
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_an_item_is_scored_with_the_frequencies_of_its_own_length(kind: str, tmp_path: Path) -> None:
+    rope, positions = LENGTHS[kind]
+    folder = save_tiny(tmp_path / "model", rope_parameters=rope, max_position_embeddings=positions)
+    torch.manual_seed(2)
+    sequences = [(torch.randint(3, 97, (n,)).tolist(), [5, 6, 7]) for n in (80, 40, 61, 30, 61)]
+    scores = log_likelihoods(headwise.load(folder), sequences)
+    for score, sequence in zip(scores, sequences, strict=True):
+        alone = log_likelihoods(AutoModelForCausalLM.from_pretrained(folder), [sequence])
+        assert score == pytest.approx(alone[0], rel=1e-5)
 
 
 def test_accuracy_by_hand(root: Path) -> None:

@@ -16,7 +16,7 @@ from headwise.checkpoints import load_tokenizer
 from headwise.evaluation import evaluate, open_pair, score_window
 from headwise.hf import HeadwiseCache
 from headwise.texts import token_windows
-from tests.real_models import save_tiny
+from tests.real_models import exchange_tokens, save_tiny
 
 TEXT = "Whatever is worth measuring is worth measuring twice, side by side; and saying how. " * 20
 
@@ -94,8 +94,18 @@ def test_windows_do_not_overlap_and_the_rest_is_left(root: Path) -> None:
 
 def test_models_of_different_vocabularies_are_not_compared(root: Path) -> None:
     save_tiny(root / "other", vocab_size=120)
-    with pytest.raises(headwise.ArgumentError, match="against = 120: has another vocabulary"):
+    with pytest.raises(headwise.ArgumentError, match=r"against = 120: has another vocabulary"):
         headwise.evaluate(root / "source", against=root / "other", text=root / "text.txt", window=50, windows=1)
+
+
+def test_a_reference_that_numbers_tokens_otherwise_is_refused(root: Path, tmp_path: Path) -> None:
+    other = exchange_tokens(save_tiny(tmp_path / "other"))
+    for model in ("source", "half"):
+        with pytest.raises(headwise.ArgumentError, match=r"against = .*other': has 69 as the token 'a', which is 68"):
+            open_pair(root / model, against=other)
+    for file in other.glob("tokenizer*"):
+        file.unlink()
+    open_pair(root / "source", against=other)  # nothing to compare
 
 
 def test_a_model_of_few_positions_is_measured_within_them(root: Path) -> None:

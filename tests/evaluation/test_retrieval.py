@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
+from transformers import AutoModel, BertConfig, BertModel
 
 import headwise
 from headwise.evaluation import Encoder, Pooling, embed, evaluate_retrieval, load_encoder, read_pooling
 from headwise.evaluation.retrieval import Questions, answer_ranks, pool, rated
-from tests.real_models import save_character_tokenizer
+from tests.real_models import exchange_tokens, save_character_tokenizer, save_tiny
 
 TEXTS = ["a jar", "where is it dark", "x", "the quick brown fox jumps over the lazy dog", "a jar, open"]
 
@@ -50,6 +52,21 @@ def test_embeddings_in_batches_are_those_of_each_text_by_itself(
             states = loaded.model(ids).last_hidden_state[0]
         expected = {"mean": states.mean(0), "cls": states[0], "max": states.amax(0)}[mode]
         torch.testing.assert_close(row, (expected / expected.norm()).float(), atol=1e-6, rtol=1e-5)
+
+
+def test_a_text_is_embedded_with_the_frequencies_of_its_own_length(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    encoder = load_encoder(save_tiny(tmp_path / "model", rope_parameters=rope, max_position_embeddings=12))
+    encoder = replace(encoder, pooling=Pooling(max_length=64))
+    for text, row in zip(TEXTS, embed(encoder, TEXTS), strict=True):
+        alone = replace(encoder, model=AutoModel.from_pretrained(tmp_path / "model"))
+        torch.testing.assert_close(row, embed(alone, [text])[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_reference_that_numbers_tokens_otherwise_is_refused(root: Path, tmp_path: Path) -> None:
+    other = exchange_tokens(shutil.copytree(root / "source", tmp_path / "other"))
+    with pytest.raises(headwise.ArgumentError, match=r"against = .*other': has 69 as the token 'a', which is 68 in"):
+        evaluate_retrieval(root / "source", against=other, file=root / "rows.jsonl")
 
 
 def test_padding_is_not_pooled() -> None:

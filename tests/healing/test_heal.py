@@ -26,7 +26,7 @@ from headwise.healing.teacher import StoredTeacher
 from headwise.options import HealOptions
 from tests.byte_level import save_byte_level
 from tests.conversion.test_resumed import StoppedError, stop_at
-from tests.real_models import save_tiny
+from tests.real_models import exchange_tokens, save_tiny
 
 module = importlib.import_module("headwise.healing.heal")
 
@@ -537,11 +537,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(
 def test_a_teacher_that_numbers_tokens_otherwise_is_refused(
     converted: Path, keywords: dict[str, Any], tmp_path: Path
 ) -> None:
-    other = save_tiny(tmp_path / "other")
-    vocabulary = json.loads((other / "tokenizer.json").read_text())
-    tokens = vocabulary["model"]["vocab"]
-    tokens["a"], tokens["b"] = tokens["b"], tokens["a"]
-    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    other = exchange_tokens(save_tiny(tmp_path / "other"))
     with pytest.raises(HeadwiseError, match="as the token 'a', which is"):
         headwise.heal(converted, tmp_path / "out", **{**keywords, "teacher": other})
 

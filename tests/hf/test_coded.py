@@ -7,23 +7,30 @@ that to chance of 1e-13.
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from huggingface_hub import HfApi, ModelCard
+from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.utils import parametrize
 from transformers import DynamicCache, StaticCache
 
 import headwise
 from headwise.caches.coded import CodedLayer
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.hf import HeadwiseCache
+from headwise.hf.attention import CodedAttention
 from headwise.quantization import SINKS
 from headwise.quantization.files import FILE, codes_content, read_codes
+from tests.tiny_families import save_family
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
 
@@ -303,6 +310,55 @@ def test_derivatives_pass_the_rounding(model: Any, coded: Path, ids: Tensor) -> 
 def test_a_new_process_can_be_sent_the_model(model: Any, ids: Tensor) -> None:
     copied = pickle.loads(pickle.dumps(model))
     assert torch.equal(copied(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+def same_folder(one: Path, other: Path) -> bool:
+    """Whether two folders have the same tensors, codes and class."""
+    tensors = [load_file(folder / "model.safetensors") for folder in (one, other)]
+    codes = [(folder / FILE).read_bytes() for folder in (one, other)]
+    classes = [json.loads((folder / "config.json").read_text())["architectures"] for folder in (one, other)]
+    same = tensors[0].keys() == tensors[1].keys() and codes[0] == codes[1] and classes[0] == classes[1]
+    return same and all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama", "opt", "phi3"])
+def test_a_saved_model_is_the_folder_of_its_family(family: str, ids: Tensor, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    source = save_family(tmp_path / "source", family)
+    calibration = {"calibrate": tmp_path / "text.txt", "calibration_tokens": 256, "calibration_window": 64}
+    headwise.convert(source, tmp_path / "coded", to="same", bits=3, evaluate=False, **calibration)
+    model = headwise.load(tmp_path / "coded")
+    model.save_pretrained(tmp_path / "saved")
+    assert same_folder(tmp_path / "coded", tmp_path / "saved")
+    assert torch.equal(headwise.load(tmp_path / "saved")(ids).logits, model(ids).logits)
+    layer = next(module for module in model.modules() if isinstance(module, CodedAttention))
+    parametrize.register_parametrization(layer.q_proj, "weight", torch.nn.Identity())
+    with pytest.raises(ArgumentError, match=r"state_dict = .* such as adapters': merge them before"):
+        model.save_pretrained(tmp_path / "adapted")
+
+
+@torch.no_grad()
+def test_a_converted_model_is_saved_with_its_codes(coded: Path, ids: Tensor, tmp_path: Path) -> None:
+    model = headwise.load(coded)
+    model.save_pretrained(tmp_path / "saved", state_dict=model.state_dict())
+    assert same_folder(coded, tmp_path / "saved")
+    assert torch.equal(headwise.load(tmp_path / "saved")(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("how", ["save_pretrained", "push_to_hub"])
+def test_codes_are_uploaded_too(model: Any, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Mock(spec=HfApi)
+    hub.create_repo.return_value.repo_id = "someone/model"
+    for module in ("modeling_utils", "utils.hub"):
+        monkeypatch.setattr(f"transformers.{module}.hf_api", lambda: hub)
+        card = f"transformers.{module}.create_and_tag_model_card"
+        monkeypatch.setattr(card, lambda *_, **__: ModelCard("a card"))
+    if how == "push_to_hub":
+        model.push_to_hub("someone/model")
+    else:
+        model.save_pretrained(tmp_path / "model", push_to_hub=True)
+    assert FILE in [operation.path_in_repo for operation in hub.create_commit.call_args.kwargs["operations"]]
 
 
 @torch.no_grad()

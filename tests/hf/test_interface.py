@@ -68,6 +68,29 @@ def test_logits_equal_those_of_stock(family: str, ids: Tensor) -> None:
     assert_close(answer(headwise.optimize(copy.deepcopy(stock)), ids), expected, 2e-5)
 
 
+@pytest.mark.parametrize(
+    ("family", "auto"),
+    [
+        ("bigbird_pegasus", "AutoModelForCausalLM"),
+        ("bigbird_pegasus", "AutoModelForSeq2SeqLM"),
+        ("nllb-moe", "AutoModelForSeq2SeqLM"),
+        ("pegasus_x", "AutoModelForSeq2SeqLM"),
+        ("bart", "AutoModelForSeq2SeqLM"),
+    ],
+)
+@torch.inference_mode()
+def test_decoders_whose_modules_do_not_say_that_they_are_causal(family: str, auto: str, ids: Tensor) -> None:
+    widths = {"d_model": 48, "decoder_ffn_dim": 64, "encoder_ffn_dim": 64}
+    counts = {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    config = AutoConfig.for_model(family, **widths, **counts, vocab_size=97, max_position_embeddings=64)
+    torch.manual_seed(0)
+    stock = getattr(transformers, auto).from_config(config, dtype=torch.float64).eval()
+    call = {"decoder_input_ids": ids.flip(1)} if stock.config.is_encoder_decoder else {}
+    expected = stock(ids, **call).logits
+    for ours in (named(stock), headwise.optimize(copy.deepcopy(stock))):
+        assert_close(ours(ids, **call).logits, expected, 1e-12)
+
+
 @pytest.mark.parametrize("family", [*GENERATING, *MORE])
 @torch.inference_mode()
 def test_padded_batches_decode_as_stock(family: str, ids: Tensor) -> None:

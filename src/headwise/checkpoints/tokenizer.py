@@ -14,7 +14,7 @@ from typing import Any
 
 from headwise.checkpoints.unsafe import refuse_tokenizer_class
 from headwise.disk import clearly
-from headwise.errors import CheckpointError, HeadwiseError
+from headwise.errors import ArgumentError, CheckpointError, HeadwiseError
 from headwise.specs import gguf_config, read_gguf_header
 from headwise.specs.gguf.header import GgufHeader
 
@@ -123,6 +123,29 @@ def _gguf_tokenizer_class(header: GgufHeader) -> Any:
     except (HeadwiseError, KeyError):
         return AutoTokenizer
     return TOKENIZER_MAPPING.get(config, PreTrainedTokenizerFast)
+
+
+def refuse_other_tokens(own: Any, other: Any, *, name: str, source: str) -> None:
+    """Refuse a model that numbers tokens otherwise than another, whose tokens it would be given.
+
+    Tokens that only one of both has, such as names of reserved numbers, do not count. For example
+    ``refuse_other_tokens(load_tokenizer(model), load_tokenizer(teacher), name="teacher", source=str(teacher))``.
+
+    Args:
+        own: a model's tokenizer.
+        other: the other's.
+        name: the argument that names the other, such as ``against``.
+        source: its value.
+
+    Raises:
+        ArgumentError: a token has two numbers.
+    """
+    ours, theirs = own.get_vocab(), other.get_vocab()
+    differing = [token for token, number in ours.items() if theirs.get(token, number) != number]
+    if differing:
+        token = min(differing, key=ours.__getitem__)
+        rule = f"has {theirs[token]} as the token {token!r}, which is {ours[token]} in the model"
+        raise ArgumentError(name, source, rule)
 
 
 @contextmanager

@@ -12,7 +12,9 @@ import torch
 from headwise.documents import as_document
 from headwise.errors import ArgumentError
 from headwise.evaluation.accuracy_intervals import Rate, rate
+from headwise.evaluation.batches import batches
 from headwise.evaluation.model_pair import Pair, check_vocabulary, open_pair
+from headwise.hf import check_logits
 from headwise.options import ChoiceOptions, takes_options
 from headwise.progress import Progress, silent
 from headwise.texts.files import read_jsonl
@@ -89,7 +91,7 @@ def evaluate_choices(
 
     Raises:
         ArgumentError: the file has another form, or an ending does not fit the models' positions.
-        CheckpointError: a model cannot be read.
+        CheckpointError: a model cannot be read, or computes NaN or infinite logits.
     """
     items = read_choices(options.file, limit=options.limit)
     pair = open_pair(model, against=options.against, dtype=options.dtype, device=options.device, progress=progress)
@@ -168,18 +170,19 @@ def log_likelihoods(
 
     Returns:
         The log-likelihood of each ending, in the order of ``sequences``.
+
+    Raises:
+        CheckpointError: the model computes NaN or infinite logits.
     """
-    order = sorted(range(len(sequences)), key=lambda index: -sum(map(len, sequences[index])))
+    lengths = [len(prompt) + len(ending) for prompt, ending in sequences]
     scores = [0.0] * len(sequences)
     done = 0
-    while done < len(order):
-        longest = sum(map(len, sequences[order[done]]))
-        batch = order[done : done + max(1, _BATCH // longest)]
-        progress("choices", done, len(order))
+    for batch in batches(model, lengths, tokens=_BATCH):
+        progress("choices", done, len(sequences))
         for index, score in zip(batch, _batch([sequences[index] for index in batch], model), strict=True):
             scores[index] = score
         done += len(batch)
-    progress("choices", done, len(order))
+    progress("choices", done, len(sequences))
     return scores
 
 
@@ -197,7 +200,9 @@ def _batch(sequences: list[tuple[list[int], list[int]]], model: Any) -> list[flo
         start = len(prompt) - 1 - first
         log_probabilities = logits[row, start : start + len(ending)].float().log_softmax(-1)  # [ending, vocabulary]
         targets = ids[row, len(prompt) : len(prompt) + len(ending)]
-        scores.append(float(log_probabilities.gather(-1, targets[:, None]).double().sum()))
+        costs = -log_probabilities.gather(-1, targets[:, None])[:, 0].double()  # [ending], in nats
+        check_logits(costs, model)
+        scores.append(-float(costs.sum()))
     return scores
 
 

@@ -18,7 +18,7 @@ from headwise.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.paired_results import Paired
 from headwise.evaluation.scoring import score_window
 from headwise.evaluation.speed import Speed, allocated_bytes, decode_times
-from headwise.hf import has_codes
+from headwise.hf import check_logits, has_codes
 from headwise.options import EvaluateOptions, takes_options
 from headwise.processes import all_sum, barrier, my_windows, process_index
 from headwise.progress import Progress, silent
@@ -225,7 +225,9 @@ def _scores(pair: Pair, texts: Sequence[tuple[str, Tensor]], progress: Progress,
     for done, number in enumerate(mine):
         progress("perplexity", done, len(mine))
         rows[number] = score_window(pair.models, windows[number][1])
-        _check_finite(rows[number], pair)
+        for key, name in (("nll", "model"), ("reference_nll", "against")):
+            if key in rows[number]:
+                check_logits(rows[number][key], pair.models[name])
     progress("perplexity", len(mine), len(mine))
     keys = ("nll",) if "against" not in pair.sources else ("nll", "reference_nll", "kl", "agree")
     together = {}
@@ -291,13 +293,6 @@ def _within(name: str, value: int | None, default: int, least: int, most: int | 
         positions = "" if most is None else f" and at most {most}, by the models' positions"
         raise ArgumentError(name, value, f"must be at least {least}{positions}")
     return value
-
-
-def _check_finite(score: dict[str, Tensor], pair: Pair) -> None:
-    for name, key in (("model", "nll"), ("against", "reference_nll")):
-        if key in score and not bool(score[key].isfinite().all()):
-            rule = f"computes NaN or infinite logits in {pair.dtype}, so there is nothing to measure"
-            raise CheckpointError(name, pair.sources[name], rule)
 
 
 def _quality(score: dict[str, Tensor], reference: Evaluation | TextScore | None) -> dict[str, Any]:

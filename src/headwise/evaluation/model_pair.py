@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from headwise.checkpoints import Checkpoint, dtype_name, load_tokenizer
-from headwise.errors import ArgumentError, naming
+from headwise.checkpoints import Checkpoint, dtype_name, load_tokenizer, refuse_other_tokens
+from headwise.errors import ArgumentError, CheckpointError, naming
 from headwise.hf import as_device, as_dtype, default_cache, load, open_decoder
 from headwise.hf.linear import ManyTokensLinear, take_over_linears
 from headwise.kernels.native import multiplies_bfloat16
@@ -115,7 +115,7 @@ def open_pair(
         progress: told of loading.
 
     Raises:
-        ArgumentError: there is no such source, dtype or device.
+        ArgumentError: there is no such source, dtype or device, or the models number tokens otherwise.
         SpecError: a source's config is not understood, or is an encoder's.
         CheckpointError: a source cannot be read.
     """
@@ -128,6 +128,10 @@ def open_pair(
     torch_device = as_device(device)
     sources = {"model": str(model)} if against is None else {"model": str(model), "against": str(against)}
     checkpoints = {name: open_decoder(source) for name, source in sources.items()}
+    if against is not None:
+        with suppress(CheckpointError):  # a folder without a tokenizer has the other's
+            tokenizers = (load_tokenizer(checkpoint.path) for checkpoint in checkpoints.values())
+            refuse_other_tokens(*tokenizers, name="against", source=str(against))
     common = reduce(torch.promote_types, (checkpoint.dtype for checkpoint in checkpoints.values()))
     return Pair(
         sources=sources, checkpoints=checkpoints, dtype=named_dtype or common, device=torch_device, progress=progress

@@ -21,6 +21,7 @@ from headwise.errors import ArgumentError
 from headwise.evaluation.accuracy_intervals import Rate, rate
 from headwise.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.paired_results import Paired
+from headwise.hf import check_logits
 from headwise.options import PlantedOptions, takes_options
 from headwise.progress import Progress, silent
 from headwise.texts.files import read_text
@@ -169,7 +170,7 @@ def evaluate_planted(
 
     Raises:
         ArgumentError: the text is missing or too short, or a number is out of range.
-        CheckpointError: a model cannot be read.
+        CheckpointError: a model cannot be read, or computes NaN or infinite logits.
     """
     most = options.codes if options.strings else min(options.codes, len(CITIES))
     if options.keys > most:
@@ -323,10 +324,12 @@ def _answer(model: Any, tokenizer: Any, question: _Question, cache: Any, last: T
             rows = torch.cat([rows, logits])
         scores.append(rows.log_softmax(-1).gather(-1, _row(model, candidate).mT).double().sum())
     likelihoods = torch.stack(scores)
+    check_logits(-likelihoods, model)
     continuation = [int(last.argmax())]
     tokens = max(map(len, question.candidates))  # one more than a code has, as a space may be a token
     for _ in range(tokens):
         step = model(_row(model, continuation[-1:]), past_key_values=cache, use_cache=True)
+        check_logits(step.logits[0, -1], model)
         continuation.append(int(step.logits[0, -1].argmax()))
     answer = _Answer(
         found=_found(question, tokenizer, continuation),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -18,14 +19,16 @@ from headwise.checkpoints import (
     load_tokenizer,
     max_length,
     model_path,
+    refuse_other_tokens,
     refuse_other_weights,
     refuse_unsafe,
     tokenize,
 )
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation.accuracy_intervals import Rate, rate
+from headwise.evaluation.batches import batches
 from headwise.evaluation.paired_results import Paired
-from headwise.hf import as_device, as_dtype
+from headwise.hf import as_device, as_dtype, follow_lengths
 from headwise.options import RetrievalOptions, takes_options
 from headwise.progress import Progress, silent
 from headwise.specs import LARGEST_CONFIG, read_json
@@ -236,14 +239,11 @@ def embed(encoder: Encoder, texts: Sequence[str], *, progress: Progress = silent
     length = pooling.max_length or positions
     options = {"truncation": True, "max_length": length} if length else {}
     rows: list[list[int]] = tokenize(tokenizer, list(texts), **options)["input_ids"]
-    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
     embeddings: dict[int, Tensor] = {}
     done = 0
-    while done < len(order):
-        longest = len(rows[order[done]])
-        batch = order[done : done + max(1, _BATCH // max(longest, 1))]
-        progress("embedding", done, len(order))
-        ids = torch.full((len(batch), longest), tokenizer.pad_token_id or 0)
+    for batch in batches(model, list(map(len, rows)), tokens=_BATCH):
+        progress("embedding", done, len(rows))
+        ids = torch.full((len(batch), len(rows[batch[0]])), tokenizer.pad_token_id or 0)
         mask = torch.zeros_like(ids)
         for place, index in enumerate(batch):
             ids[place, : len(rows[index])] = torch.tensor(rows[index])
@@ -255,7 +255,7 @@ def embed(encoder: Encoder, texts: Sequence[str], *, progress: Progress = silent
             raise CheckpointError("model", encoder.name, "computes NaN or infinite embeddings")
         embeddings |= dict(zip(batch, pooled, strict=True))
         done += len(batch)
-    progress("embedding", done, len(order))
+    progress("embedding", done, len(rows))
     return torch.stack([embeddings[index] for index in range(len(rows))])
 
 
@@ -303,11 +303,14 @@ def load_encoder(
         like: an encoder whose tokenizer and pooling to use in place of the folder's.
 
     Raises:
-        ArgumentError: there is no such source, dtype or device.
+        ArgumentError: there is no such source, dtype or device, or its tokens are not those of ``like``.
         CheckpointError: files are missing or damaged, or the pooling is not supported.
     """
     torch_dtype, torch_device = None if dtype is None else as_dtype(dtype), as_device(device)
     path = model_path(source)
+    if like is not None:
+        with suppress(CheckpointError):  # a folder without a tokenizer has the other's
+            refuse_other_tokens(load_tokenizer(path), like.tokenizer, name="against", source=like.name)
     model = _encoder_model(path, torch_dtype).to(torch_device)
     return Encoder(
         name=str(source),
@@ -335,6 +338,7 @@ def _encoder_model(path: Path, dtype: torch.dtype | None) -> Any:
     for name in sorted(report["missing_keys"]):
         if not name.startswith("pooler."):  # embeddings do not use BERT's pooler
             raise CheckpointError("tensor", name, f"is missing from {path}")
+    follow_lengths(model)
     return model.eval()
 
 

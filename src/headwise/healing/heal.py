@@ -21,6 +21,7 @@ from headwise.checkpoints import (
     dtype_name,
     load_tokenizer,
     model_identity,
+    refuse_other_tokens,
     run_identity,
 )
 from headwise.conversion.calibration.windows import CalibrationWindows
@@ -191,7 +192,9 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
     part = options.rank_curriculum
     curriculum = None if part is None else RankCurriculum(checkpoint, part)
     windows = open_windows(checkpoint, options, teacher.spec)
-    _refuse_other_tokens(checkpoint, teacher)
+    with suppress(CheckpointError):  # a teacher without a tokenizer has the model's
+        tokenizers = (load_tokenizer(one.path) for one in (checkpoint, teacher))
+        refuse_other_tokens(*tokenizers, name="teacher", source=str(teacher.path))
     exam: Exam = []
     if options.evaluate is not False:
         trained_on = CalibrationTexts(tuple(texts), tokens=windows.read_tokens, window=windows.width)
@@ -221,17 +224,6 @@ def _work_bytes(prepared: _Prepared) -> int:
     read = min(windows.steps * windows.batch, len(windows.train)) + len(windows.held_out)
     stored = read * windows.width * bytes_per_token(options.teacher_top) if options.teacher_top else 0
     return saved + stored + (0 if prepared.curriculum is None else prepared.curriculum.work_bytes)
-
-
-def _refuse_other_tokens(checkpoint: Checkpoint, teacher: Checkpoint) -> None:
-    """Refuse a teacher that numbers tokens otherwise; one without a tokenizer has the model's."""
-    with suppress(CheckpointError):
-        own, other = (load_tokenizer(one.path).get_vocab() for one in (checkpoint, teacher))
-        differing = [token for token, number in own.items() if other.get(token, number) != number]
-        if differing:
-            token = min(differing, key=own.__getitem__)
-            rule = f"has {other[token]} as the token {token!r}, which is {own[token]} in the model"
-            raise ArgumentError("teacher", str(teacher.path), rule)
 
 
 def _refuse_other_shape(checkpoint: Checkpoint, teacher: Checkpoint) -> None:

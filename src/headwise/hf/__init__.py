@@ -8,7 +8,7 @@ from headwise.hf.generate import Generation, generate
 from headwise.hf.interface import attention_forward
 from headwise.hf.interface import register as register_attention
 from headwise.hf.layerwise import AttentionCall, LayerwiseModel, seen_positions
-from headwise.hf.load import as_device, as_dtype, load, open_decoder
+from headwise.hf.load import as_device, as_dtype, check_logits, follow_lengths, load, open_decoder
 from headwise.hf.missing_weights import check_complete, expected_tensors
 from headwise.hf.models import hosted_classes, install_attention, register
 from headwise.hf.optimize import optimize
@@ -27,8 +27,10 @@ __all__ = [
     "attention_forward",
     "auto_class",
     "check_complete",
+    "check_logits",
     "default_cache",
     "expected_tensors",
+    "follow_lengths",
     "generate",
     "has_codes",
     "hosted_classes",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,14 +13,16 @@ from torch import Tensor, nn
 
 from headwise.caches.cache import HeadwiseCache
 from headwise.caches.coded import SlotRotation
-from headwise.checkpoints import Checkpoint
+from headwise.checkpoints import Checkpoint, family_of
+from headwise.checkpoints.layout import canonical_shapes
+from headwise.disk import write_whole
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.hf.attention import CodedAttention, HostedGroupedAttention
 from headwise.hf.models import replace_attention
 from headwise.quantization import TransformCode
-from headwise.quantization.files import FILE
+from headwise.quantization.files import FILE, codes_content
 from headwise.quantization.transform_code import code_shape
-from headwise.specs import GroupedSpec, LatentSpec
+from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec
 
 
 def set_codes(model: Any, codes: Mapping[int, TransformCode], checkpoint: Checkpoint | None = None) -> None:
@@ -140,7 +144,11 @@ def _replace_stock(model: Any, codes: Mapping[int, TransformCode], checkpoint: C
 
 @cache
 def _storing_codes(model_class: type[Any]) -> type[Any]:
-    """A model class whose ``generate`` makes a `HeadwiseCache` where it would make a dynamic cache."""
+    """A model class whose ``generate`` makes a `HeadwiseCache` where it would make a dynamic cache.
+
+    It is saved with its codes, as the folder that it was loaded from. Its name is the model class's, by which
+    transformers knows what a model can do.
+    """
 
     def prepare_cache(self: Any, settings: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
         may_choose = settings.use_cache is not False and settings.cache_implementation in (None, "dynamic")
@@ -149,11 +157,58 @@ def _storing_codes(model_class: type[Any]) -> type[Any]:
             return
         model_class._prepare_cache_for_generation(self, settings, model_kwargs, *args)
 
+    def save(
+        self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any
+    ) -> None:
+        saves_model = not getattr(self, "_hf_peft_config_loaded", False)  # and not its adapters alone
+        if saves_model:
+            state_dict = _stock_state(self, self.state_dict() if state_dict is None else state_dict)
+        model_class.save_pretrained(self, save_directory, is_main_process, state_dict, **options)
+        if saves_model and self.should_save_on_this_rank(is_main_process) and Path(save_directory).is_dir():
+            _write_codes(self, save_directory)
+
+    def upload(self: Any, working_dir: Any, *args: Any, **options: Any) -> Any:
+        _write_codes(self, working_dir)  # ``save_pretrained`` with ``push_to_hub`` uploads before it returns
+        return model_class._upload_modified_files(self, working_dir, *args, **options)
+
     attributes = {
         "__module__": __name__,
         "__doc__": model_class.__doc__,
         "_prepare_cache_for_generation": prepare_cache,
+        "save_pretrained": save,
+        "_upload_modified_files": upload,
     }
-    subclass = type(f"Coded{model_class.__name__}", (model_class,), attributes)
+    subclass = type(model_class.__name__, (model_class,), attributes)
     globals()[subclass.__name__] = subclass  # pickle looks classes up here
     return subclass
+
+
+def _write_codes(model: Any, folder: str | os.PathLike[str]) -> None:
+    """Write the file of a model's codes into its folder."""
+    layers = [module for module in model.modules() if isinstance(module, CodedAttention)]
+    codes = {layer.layer_idx: layer.code for layer in layers if layer.code is not None}
+    if codes:
+        write_whole(Path(folder) / FILE, codes_content(codes))
+
+
+def _stock_state(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's tensors with those of stock attention modules, which were replaced, as its family stores them.
+
+    Raises:
+        ArgumentError: such a module has other parameters now, such as adapters'.
+    """
+    stored, model_type = dict(state), str(model.config.model_type)
+    if model_type.startswith(HOSTED_PREFIX):  # its layers are headwise's in the folder too
+        return stored
+    layout = family_of(model_type).layout
+    for path, layer in model.named_modules():
+        if isinstance(layer, HostedGroupedAttention):
+            prefix, spec = f"{path}.", layer.spec
+            assert isinstance(spec, GroupedSpec)
+            own = {name.removeprefix(prefix): stored.pop(name) for name in state if name.startswith(prefix)}
+            if own.keys() != canonical_shapes(spec).keys():
+                rule = "has other parameters than its family's, such as adapters': merge them before it is saved"
+                raise ArgumentError("state_dict", path, rule)
+            dtype = next(iter(own.values())).dtype
+            stored |= {prefix + name: tensor.to(dtype) for name, tensor in layout.pack(own, spec).items()}
+    return stored

@@ -11,6 +11,7 @@ from transformers import StaticCache
 
 from headwise.caches.frequencies import rotaries_by_length
 from headwise.hf.attention import HostedAttention
+from headwise.hf.load import check_logits
 
 _WARM_UP = 3
 """Calls before one is recorded: they compile kernels and allocate memory."""
@@ -75,19 +76,25 @@ def decode_recorded(model: Any, ids: Tensor, max_new_tokens: int, stop: Collecti
 
     Returns:
         ``[1, S + new]``, the prompt and the new tokens.
+
+    Raises:
+        CheckpointError: the model computes NaN or infinite logits.
     """
     count = ids.shape[1]
     sequence = torch.cat((ids, ids.new_zeros(1, max_new_tokens)), dim=1)  # [1, S + max_new_tokens]
     cache = StaticCache(config=model.config, max_cache_len=count + max_new_tokens)
-    token = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+    best = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1].max(-1, keepdim=True)  # [1, 1] each
 
     def step() -> None:
-        token.copy_(model(token, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True))
+        new = model(best.indices, past_key_values=cache).logits[:, -1].max(-1, keepdim=True)
+        best.values.copy_(new.values)
+        best.indices.copy_(new.indices)
 
     next_token = Recorded(step, ids.device)
     for at in range(count, count + max_new_tokens):
-        sequence[:, at : at + 1] = token
-        if int(token) in stop:
+        check_logits(best.values, model)  # here, because nothing that is recorded may wait for the GPU
+        sequence[:, at : at + 1] = best.indices
+        if int(best.indices) in stop:
             return sequence[:, : at + 1]
         if at + 1 < count + max_new_tokens:
             next_token()

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 
 from headwise.checkpoints import decode, load_tokenizer, model_path, tokenize
 from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.hf.cuda_graph import can_record, decode_recorded
-from headwise.hf.load import load, open_decoder
+from headwise.hf.load import check_logits, load, open_decoder
 from headwise.hf.optimize import optimize
 from headwise.type_checks import typed
 
@@ -80,7 +80,7 @@ def generate(
     Raises:
         ArgumentError: the prompt is empty or a number is out of range.
         SpecError: the model is no text decoder.
-        CheckpointError: the model cannot be read.
+        CheckpointError: the model cannot be read, or computes NaN or infinite logits.
     """
     if max_new_tokens < 1:
         raise ArgumentError("max_new_tokens", max_new_tokens, "must be at least 1")
@@ -110,7 +110,7 @@ def generate(
     if loaded.device.type == "cuda" and can_record(loaded):
         ids = decode_recorded(loaded, inputs["input_ids"], max_new_tokens, stops)[0]
     else:
-        ids = loaded.generate(**inputs)[0]
+        ids = loaded.generate(**inputs, logits_processor=checked_logits(loaded))[0]
     return Generation(
         model=str(model),
         prompt=prompt,
@@ -119,6 +119,20 @@ def generate(
         new_tokens=len(ids) - count,
         seconds=time.perf_counter() - start,
     )
+
+
+def checked_logits(model: Any) -> LogitsProcessorList:
+    """What refuses NaN and infinite logits in transformers' ``generate``, as its ``logits_processor``.
+
+    Args:
+        model: that generates; see `check_logits`.
+    """
+
+    def check(input_ids: Tensor, scores: Tensor) -> Tensor:
+        check_logits(scores, model)
+        return scores
+
+    return LogitsProcessorList([check])
 
 
 def _prompt_inputs(tokenizer: Any, prompt: str) -> dict[str, Tensor]:

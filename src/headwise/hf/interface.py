@@ -5,12 +5,14 @@ Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens,
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from headwise.caches.cache import NAME
 from headwise.errors import ArgumentError
@@ -84,6 +86,34 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), weights
 
 
+def attention_mask(*, config: Any = None, allow_is_causal_skip: bool = True, **call: Any) -> Tensor | None:
+    """Make the mask that `attention_forward` is given.
+
+    It is transformers' own for SDPA, which leaves a plain causal mask out. It stays where transformers does not run a
+    model by SDPA: such a decoder's modules need not say that they are causal (BigBird-Pegasus, NLLB-MoE).
+
+    Args:
+        config: of the model.
+        allow_is_causal_skip: whether a causal mask may be left out.
+        call: the other arguments of transformers' ``sdpa_mask``.
+
+    Returns:
+        ``[B, 1, S, T]``, True = attend; None where nothing is masked but what lies ahead.
+    """
+    config_class: Any = type(config)
+    may_skip = allow_is_causal_skip and _runs_by_sdpa(config_class)
+    mask: Tensor | None = sdpa_mask(config=config, allow_is_causal_skip=may_skip, **call)
+    return mask
+
+
+@cache
+def _runs_by_sdpa(config_class: type[Any]) -> bool:
+    """Whether transformers runs a config's model by SDPA; True for a part of a model that has no class of its own."""
+    found = MODEL_MAPPING.get(config_class, None)
+    classes = found if isinstance(found, tuple) else (found,)
+    return all(getattr(one, "_supports_sdpa", True) for one in classes)
+
+
 def as_bool(mask: Tensor) -> Tensor:
     """Convert a mask that is added to the scores, as transformers' eager masks are, to True = attend.
 
@@ -108,4 +138,4 @@ _MASKED = -1e4
 def register() -> None:
     """Register ``attn_implementation="headwise"`` with transformers."""
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, attention_mask)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import DynamicCache
 
 from headwise.attention.rope import warn_of_change
@@ -68,6 +69,7 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
             )
         except Exception as error:  # such as a tensor of another shape
             raise refused("file", str(source), error) from None
+        model.name_or_path = str(checkpoint.path)
     else:
         refuse_other_weights(checkpoint.path)
         config = stock_config(checkpoint.config)
@@ -93,13 +95,19 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
     _check_cache(model)
     if not isinstance(checkpoint, GgufCheckpoint):
         set_codes(model, read_codes(checkpoint.path, checkpoint.spec.num_layers), checkpoint)
-    _follow_lengths(model)
+    follow_lengths(model)
     model = model.eval()
     return model if device is None else model.to(place)
 
 
-def _follow_lengths(model: Any) -> None:
-    """Make rotary frequencies a function of the present text, and warn where a cache cannot follow them."""
+def follow_lengths(model: Any) -> None:
+    """Make rotary frequencies a function of the present text, and warn where a cache cannot follow them.
+
+    For example ``follow_lengths(AutoModel.from_pretrained("./model"))``; `load` calls it.
+
+    Args:
+        model: a transformers model; nothing changes where frequencies do not depend on the length.
+    """
     if (length := changes_at(model)) is not None:
         for rotary in rotaries_by_length(model):
             follow(rotary, partial(_warn_of_cached, length))
@@ -185,6 +193,23 @@ def check_finite(model: Any) -> None:
         if not bool(torch.isfinite(parameter).all()):
             rule = f"holds NaN or infinite values in {dtype_name(parameter.dtype)}"
             raise CheckpointError("tensor", name, rule)
+
+
+def check_logits(logits: Tensor, model: Any) -> None:
+    """Refuse logits from which nothing follows: of NaN, as of activations that overflow, or without a finite largest.
+
+    For example ``check_logits(model(ids).logits, model)``.
+
+    Args:
+        logits: ``[…, V]``, or costs in nats that were computed from them.
+        model: that computed them.
+
+    Raises:
+        CheckpointError: they are such logits.
+    """
+    if not bool(logits.amax(-1).isfinite().all()):
+        rule = f"computes NaN or infinite logits in {dtype_name(model.dtype)}, from which nothing follows"
+        raise CheckpointError("model", model.name_or_path, rule)
 
 
 def _check_cache(model: Any) -> None:

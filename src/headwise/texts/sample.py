@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig
 
-from headwise.checkpoints import Checkpoint, decode, dtype_name, load_tokenizer, run_identity
+from headwise.checkpoints import Checkpoint, decode, load_tokenizer, run_identity
 from headwise.disk import (
     empty_folder,
     refuse_no_file,
@@ -25,7 +24,7 @@ from headwise.disk import (
 from headwise.documents import read_document
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.hf import load, open_decoder
-from headwise.hf.generate import stop_tokens
+from headwise.hf.generate import checked_logits, stop_tokens
 from headwise.options import takes_options
 from headwise.options.sample import LENGTH, SHORTEST, SampleOptions
 from headwise.processes import process_count
@@ -196,7 +195,7 @@ class _Writer:
             rows = model.generate(
                 first,
                 attention_mask=torch.ones_like(first),
-                logits_processor=LogitsProcessorList([_Drawable(model.dtype)]),
+                logits_processor=checked_logits(model),
             )
         texts, count = [], 0
         for row in rows[:, 1:].cpu():
@@ -221,19 +220,6 @@ def _drawing(device: torch.device, seed: int) -> Iterator[None]:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed % 2**63)
         yield
-
-
-class _Drawable:
-    """Refuses logits that nothing can be drawn from, as a step of transformers' ``generate``."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if bool((scores.isnan() | (scores == torch.inf)).any()):  # the unlikely may be at minus infinity already
-            rule = "are NaN or infinite: nothing can be drawn from them"
-            raise CheckpointError("logits", dtype_name(self._dtype), rule)
-        return scores
 
 
 class _Batches:
