@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headwise.checkpoints.family import Family, family_of, has_family
 from headwise.errors import CheckpointError, SpecError, StorageError
-from headwise.specs import GroupedSpec, ModelSpec, read_config
+from headwise.specs import HOSTED_PREFIX, GroupedSpec, ModelSpec, read_config
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The dtypes that weights are read in, by their names in safetensors and in GGUF."""
@@ -145,8 +145,9 @@ class Checkpoint(ABC):
         Layers beyond the config's, such as DeepSeek's and GLM's for predicting several tokens, are not read. Biases
         that the config asks for are zeros where they are missing.
         """
-        if not has_family(self.config.get("model_type")):
-            return  # transformers itself loads it
+        model_type = self.config.get("model_type")
+        if not has_family(model_type) or str(model_type).startswith(HOSTED_PREFIX):
+            return  # transformers itself loads it, or headwise wrote it whole
         try:
             spec = self.spec
         except SpecError:
