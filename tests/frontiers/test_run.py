@@ -308,7 +308,9 @@ def test_methods(place: Path, tmp_path: Path) -> None:
     fold = next(point for point in frontier.points if point.way == "transmla:4")
     options: dict[str, Any] = {"calibrate": place / "study.txt", "calibration_tokens": 256, "evaluate": False}
     headwise.convert(place / "source", tmp_path / "fold", to="mla", kv_budget=0.5, method="transmla:4", **options)
-    windows, held_out = open_windows(open_checkpoint(place / "source"), CalibrationTexts((place / "study.txt",), 256))
+    windows, held_out, _ = open_windows(
+        open_checkpoint(place / "source"), CalibrationTexts((place / "study.txt",), 256)
+    )
     with torch.inference_mode():
         logits = headwise.load(tmp_path / "fold")(windows[-held_out:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[-held_out:, 1:].flatten())
