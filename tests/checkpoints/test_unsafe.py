@@ -232,7 +232,8 @@ def test_nobody_is_asked_whether_to_run_the_code_beside_a_gguf(
         answers.append(options["trust_remote_code"])
         raise ValueError("enough")
 
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", from_pretrained)
+    for loader in (transformers.AutoTokenizer, transformers.PreTrainedTokenizerBase):
+        monkeypatch.setattr(loader, "from_pretrained", from_pretrained)
     with pytest.raises(CheckpointError, match="enough"):
         load_tokenizer(path)
     assert answers == [False]
