@@ -146,12 +146,13 @@ def choose_exam(
 
 def _usual_widths(spec: ModelSpec) -> list[int]:
     """The tokens of a window where the user says nothing, the best number first."""
-    usual, change = usual_window(spec.max_position_embeddings, WINDOW), spec.changes_at
+    positions, change = spec.max_position_embeddings, spec.changes_at
+    usual = usual_window(positions, WINDOW)
     if change is None or not usual <= change <= FARTHEST:
         return [usual]
     # Positions limit no model whose frequencies are stretched from them on.
-    most = max(spec.max_position_embeddings or 0, change + BEYOND if change == spec.max_position_embeddings else 0)
-    return [min(change + BEYOND, most or change + BEYOND), usual]
+    beyond = change + BEYOND
+    return [beyond if positions in (None, change) else min(beyond, positions or beyond), usual]
 
 
 def window_notes(checkpoint: Checkpoint, exam: Exam) -> list[str]:

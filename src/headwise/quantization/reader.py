@@ -73,15 +73,15 @@ class CodeReader(Generic[_Layout]):
             return False
         if not are_plain(states, *stored, mask):
             return False
-        if self._layout is None or self._is_outdated():
+        if self._layout is None or self._version != self._rotation_now:
             with torch.inference_mode(False), torch.no_grad():
-                self._layout = self._new_layout()
+                self._layout, self._version = self._new_layout(), self._rotation_now
         return self._layout is not None
 
-    def _is_outdated(self) -> bool:
-        """Whether slots are rotated otherwise than when this was asked last."""
-        version, self._version = self._version, 0 if self._slots is None else self._slots.version
-        return version != self._version
+    @property
+    def _rotation_now(self) -> int:
+        """The version of the slots' rotation, which a layout is made for."""
+        return 0 if self._slots is None else self._slots.version
 
     def _turn(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """cos and sin ``[TURN, P/2]`` of the first slots, without the factor of a scaled rotary embedding."""
@@ -119,6 +119,7 @@ class LatentReader(CodeReader[CodedLayout]):
         super().__init__(code, frequencies, slots)
         self._rank = rank
         self._on_gpu: LatentLayout | None = None
+        self._version_on_gpu = 0
 
     def _new_layout(self) -> CodedLayout | None:
         return kernel_layout(self._code, self._rank, self._turn(_CPU))
@@ -134,10 +135,11 @@ class LatentReader(CodeReader[CodedLayout]):
         ):
             return False
         is_elsewhere = self._on_gpu is None or self._on_gpu.ends.device != states.device
-        if self._is_outdated() or is_elsewhere:
+        if is_elsewhere or self._version_on_gpu != self._rotation_now:
             with torch.inference_mode(False), torch.no_grad():
                 frequency = self._frequency.to(states.device)
                 self._on_gpu = latent_layout(self._code, self._rank, self._turn(states.device), frequency)
+                self._version_on_gpu = self._rotation_now
         return self._on_gpu is not None
 
     def attend(
