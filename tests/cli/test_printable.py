@@ -65,15 +65,13 @@ def test_generated_text(cli: Callable[..., Result], here: Path, tiny_llama: Path
     assert "\x1b[31m" in json.loads(document)["text"]
 
 
-def test_names_in_refusals(refused: Refused, here: Path, tiny_llama: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    weights = tiny_llama / "model.safetensors"
-    tensors = load_file(weights)
-    save_file({**tensors, "\x1b[31m\u202eweight": tensors["model.norm.weight"].clone()}, weights)
+def test_names_in_refusals(refused: Refused, tiny_llama: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "\x1b[31m\u202eshard.safetensors"}}
+    (tiny_llama / "model.safetensors").unlink()
+    (tiny_llama / "model.safetensors.index.json").write_text(json.dumps(index))
     line = refused("convert", "tiny", "out", "--to", "mqa")
     assert not CONTROLS.search(line.removesuffix("\n"))
-    assert r"\x1b[31m\u202eweight" in line
+    assert r"\x1b[31m\u202eshard" in line
 
 
 def test_names_of_fields_in_refusals(refused: Refused, tiny_llama: Path, edit_config: Callable[..., None]) -> None:
@@ -81,6 +79,18 @@ def test_names_of_fields_in_refusals(refused: Refused, tiny_llama: Path, edit_co
     line = refused("convert", "tiny", "out", "--to", "mqa")
     assert not CONTROLS.search(line.removesuffix("\n"))
     assert r"\x1b[31m.auto_map = " in line
+
+
+def test_names_of_tensors_in_notes(cli: Callable[..., Result], here: Path, tiny_llama: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = tiny_llama / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({**tensors, "\x1b[31m\u202eweight": tensors["model.norm.weight"].clone()}, weights)
+    result = cli("convert", "tiny", "out", "--to", "mqa", "--no-evaluate")
+    assert (result.status, result.err) == (0, "")
+    assert not CONTROLS.search(result.out)
+    assert r"\x1b[31m\u202eweight" in result.out
 
 
 def test_names_in_tables_and_notes(cli: Callable[..., Result], here: Path, tiny_llama: Path) -> None:

@@ -125,14 +125,15 @@ def _gguf_tokenizer_class(header: GgufHeader) -> Any:
     return TOKENIZER_MAPPING.get(config, PreTrainedTokenizerFast)
 
 
-def refuse_other_tokens(own: Any, other: Any, *, name: str, source: str) -> None:
+def refuse_other_tokens(own: Path, other: Path, *, name: str, source: str) -> None:
     """Refuse a model that numbers tokens otherwise than another, whose tokens it would be given.
 
-    Tokens that only one of both has, such as names of reserved numbers, do not count. For example
-    ``refuse_other_tokens(load_tokenizer(model), load_tokenizer(teacher), name="teacher", source=str(teacher))``.
+    Tokens that only one of both has, such as names of reserved numbers, do not count. A model without a tokenizer is
+    taken to have the other's. For example
+    ``refuse_other_tokens(model, teacher, name="teacher", source=str(teacher))``.
 
     Args:
-        own: a model's tokenizer.
+        own: a model's folder or ``.gguf`` file.
         other: the other's.
         name: the argument that names the other, such as ``against``.
         source: its value.
@@ -140,7 +141,10 @@ def refuse_other_tokens(own: Any, other: Any, *, name: str, source: str) -> None
     Raises:
         ArgumentError: a token has two numbers.
     """
-    ours, theirs = own.get_vocab(), other.get_vocab()
+    try:
+        ours, theirs = (load_tokenizer(path).get_vocab() for path in (own, other))
+    except CheckpointError:
+        return
     differing = [token for token, number in ours.items() if theirs.get(token, number) != number]
     if differing:
         token = min(differing, key=ours.__getitem__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from headwise.checkpoints import Checkpoint, dtype_name, load_tokenizer, refuse_other_tokens
-from headwise.errors import ArgumentError, CheckpointError, naming
+from headwise.errors import ArgumentError, naming
 from headwise.hf import as_device, as_dtype, default_cache, load, open_decoder
 from headwise.hf.linear import ManyTokensLinear, take_over_linears
 from headwise.kernels.native import multiplies_bfloat16
@@ -129,9 +129,7 @@ def open_pair(
     sources = {"model": str(model)} if against is None else {"model": str(model), "against": str(against)}
     checkpoints = {name: open_decoder(source) for name, source in sources.items()}
     if against is not None:
-        with suppress(CheckpointError):  # a folder without a tokenizer has the other's
-            tokenizers = (load_tokenizer(checkpoint.path) for checkpoint in checkpoints.values())
-            refuse_other_tokens(*tokenizers, name="against", source=str(against))
+        refuse_other_tokens(*(one.path for one in checkpoints.values()), name="against", source=str(against))
     common = reduce(torch.promote_types, (checkpoint.dtype for checkpoint in checkpoints.values()))
     return Pair(
         sources=sources, checkpoints=checkpoints, dtype=named_dtype or common, device=torch_device, progress=progress

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -309,8 +308,7 @@ def load_encoder(
     torch_dtype, torch_device = None if dtype is None else as_dtype(dtype), as_device(device)
     path = model_path(source)
     if like is not None:
-        with suppress(CheckpointError):  # a folder without a tokenizer has the other's
-            refuse_other_tokens(load_tokenizer(path), like.tokenizer, name="against", source=like.name)
+        refuse_other_tokens(path, model_path(like.name), name="against", source=like.name)
     model = _encoder_model(path, torch_dtype).to(torch_device)
     return Encoder(
         name=str(source),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,6 @@ from headwise.checkpoints import (
     TensorInfo,
     check_output,
     dtype_name,
-    load_tokenizer,
     model_identity,
     refuse_other_tokens,
     run_identity,
@@ -29,7 +27,7 @@ from headwise.conversion.closing_evaluation import Exam, choose_exam, prove
 from headwise.conversion.solvers.device import is_quick, own_device
 from headwise.disk import refuse_input_within
 from headwise.documents import HEALING, finite
-from headwise.errors import ArgumentError, CheckpointError
+from headwise.errors import ArgumentError
 from headwise.evaluation import Evaluation
 from headwise.healing.card import CONVERSION, healed_card
 from headwise.healing.curriculum import WINDOWS, FadingChannels, RankCurriculum, order_channels
@@ -192,9 +190,7 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
     part = options.rank_curriculum
     curriculum = None if part is None else RankCurriculum(checkpoint, part)
     windows = open_windows(checkpoint, options, teacher.spec)
-    with suppress(CheckpointError):  # a teacher without a tokenizer has the model's
-        tokenizers = (load_tokenizer(one.path) for one in (checkpoint, teacher))
-        refuse_other_tokens(*tokenizers, name="teacher", source=str(teacher.path))
+    refuse_other_tokens(checkpoint.path, teacher.path, name="teacher", source=str(teacher.path))
     exam: Exam = []
     if options.evaluate is not False:
         trained_on = CalibrationTexts(tuple(texts), tokens=windows.read_tokens, window=windows.width)
