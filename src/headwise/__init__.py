@@ -80,6 +80,8 @@ _PUBLIC = {
     "migrate": "headwise.migration",
     "optimize": "headwise.hf",
     "sample": "headwise.texts",
+    "Preparation": "headwise.preparation",
+    "prepare": "headwise.preparation",
 }
 
 if TYPE_CHECKING:
@@ -141,6 +143,7 @@ if TYPE_CHECKING:
         ModelSpec,
         RopeSpec,
     )
+    from headwise.preparation import Preparation, prepare
     from headwise.texts import Sample, sample
 
 __all__ = [
@@ -212,6 +215,7 @@ __all__ = [
     "load",
     "migrate",
     "optimize",
+    "prepare",
     "sample",
 ]
 
