@@ -49,6 +49,8 @@ _PUBLIC = {
     "MultiQueryAttention": "headwise.attention",
     "PlantedEvaluation": "headwise.evaluation",
     "PlantedOptions": "headwise.options",
+    "Preparation": "headwise.preparation",
+    "PrepareOptions": "headwise.options",
     "RetrievalEvaluation": "headwise.evaluation",
     "RetrievalOptions": "headwise.options",
     "RopeSpec": "headwise.specs",
@@ -80,7 +82,6 @@ _PUBLIC = {
     "migrate": "headwise.migration",
     "optimize": "headwise.hf",
     "sample": "headwise.texts",
-    "Preparation": "headwise.preparation",
     "prepare": "headwise.preparation",
 }
 
@@ -132,9 +133,11 @@ if TYPE_CHECKING:
         HealOptions,
         MigrateOptions,
         PlantedOptions,
+        PrepareOptions,
         RetrievalOptions,
         SampleOptions,
     )
+    from headwise.preparation import Preparation, prepare
     from headwise.specs import (
         ExpertLatentSpec,
         GroupedSpec,
@@ -143,7 +146,6 @@ if TYPE_CHECKING:
         ModelSpec,
         RopeSpec,
     )
-    from headwise.preparation import Preparation, prepare
     from headwise.texts import Sample, sample
 
 __all__ = [
@@ -185,6 +187,8 @@ __all__ = [
     "MultiQueryAttention",
     "PlantedEvaluation",
     "PlantedOptions",
+    "Preparation",
+    "PrepareOptions",
     "RetrievalEvaluation",
     "RetrievalOptions",
     "RopeSpec",

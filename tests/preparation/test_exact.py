@@ -36,7 +36,7 @@ def make(folder: Path, name: str, head_dim: int, **more: object) -> Path:
         if any(part in tensor for part in KEYS):
             axis = 1 if "c_attn.weight" in tensor else 0
             uneven = 4.0 ** torch.randint(-1, 2, (stored.shape[axis],), generator=generator)
-            stored *= uneven if axis or stored.ndim == 1 else uneven[:, None]
+            tensors[tensor] = stored * (uneven if axis or stored.ndim == 1 else uneven[:, None])
     save_file(tensors, file, {"format": "pt"})
     return folder
 
@@ -53,11 +53,12 @@ def test_every_family(name: str, head_dim: int, cache: str, tmp_path: Path) -> N
     assert all(ratio <= 1.0 for layer in made.layers for ratio in layer.loss.values())
     assert min(ratio for layer in made.layers for ratio in layer.loss.values()) < 0.99
     ids = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(1))
-    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in (source, tmp_path / "out")]
+    folders = source, tmp_path / "out"
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in folders]
     before, after = (answer(model.eval(), ids) for model in models)
     # transformers computes Gemma's norms in float32, whatever the model's dtype.
     assert (before - after).abs().max() < (1e-5 if name == "gemma3_text" else 1e-9)
-    old, new = (open_checkpoint(folder) for folder in (source, tmp_path / "out"))
+    old, new = map(open_checkpoint, folders)
     assert old.tensors == new.tensors
     for tensor in old.tensors:
         if not any(part in tensor for part in (*KEYS, "q_proj", "q_norm")):

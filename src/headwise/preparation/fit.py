@@ -22,7 +22,10 @@ from headwise.quantization.ggml import BLOCK
 from headwise.specs import GroupedSpec
 
 STEPS = 100
-_RATE = 0.05
+KEYS = 256
+"""Keys of a head that steps are computed of; of queries only second moments count, which take all samples."""
+
+_RATE = 0.07
 _SWEEPS = 4
 _GAIN = -1e-3
 """A change of one pair is made where it changes the logarithm of the loss by less than this."""
@@ -36,11 +39,11 @@ def fit(queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[Eng
     Args:
         queries: ``[K, N, D]`` in float32, all queries of a key–value head together.
         keys: ``[K, T, D]``.
-        layer: its spec; one with a norm of each query and key head gets one change for all heads, without turns.
+        layer: its spec; one with a norm of each query and key head gets one change for all heads, and no layer with
+            norms gets turns.
         formats: at least one whose keys have blocks; of several, the product of their losses is minimised.
     """
-    problem = _Problem(queries, keys, layer, formats)
-    exponents, turns = problem.rounded(problem.descended())
+    exponents, turns = _Problem(queries, keys, layer, formats).solved()
     return Change(exponents.expand(len(keys), -1).clone(), turns.expand(len(keys), -1).clone())
 
 
@@ -52,51 +55,76 @@ def score_loss(queries: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:
         keys: ``[K, T, D]``.
         code: the format.
     """
-    return _loss(code.keys.turned(queries), code.keys.turned(keys), code)
+    weights = torch.unflatten(code.keys.turned(queries).square().mean(-2), -1, (-1, BLOCK)).sum(-1)  # [K, b]
+    return _loss(weights, code.keys.turned(keys), code)
 
 
-def _loss(queries: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:
-    steps = code.keys.type.steps(keys).square().mean(-2)  # [K, b]
-    weights = torch.unflatten(queries.square().mean(-2), -1, (-1, BLOCK)).sum(-1)  # [K, b]
-    return (steps * weights).sum(-1)
+def _loss(weights: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:
+    """The loss of keys ``[…, T, D]`` as a format sees them, with the mean squares of queries in its blocks."""
+    return (code.keys.type.steps(keys).square().mean(-2) * weights).sum(-1)
 
 
 class _Problem:
-    """The loss of a layer as a function of factors for each head and group."""
+    """The loss of a layer under a change of its queries and keys; see `fit` for the arguments."""
 
     def __init__(self, queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat]) -> None:
-        self.formats = [code for code in formats if code.keys.type.has_blocks]
-        self.queries, self.keys = queries, keys
+        D = keys.shape[-1]
+        self.moments = queries.transpose(1, 2) @ queries / queries.shape[1]  # [K, D, D]
+        self.keys = keys[:, :: max(1, keys.shape[1] // KEYS)]
         self.groups = channels(layer)
         self.pairs = 0 if layer.qk_norm else num_pairs(layer)
         self.heads = 1 if layer.qk_norm == "head" else len(keys)
+        self.formats = list(formats)
+        # What a format sees of a head is a linear map of it, [D, D]; the mean square of a block of queries is the sum
+        # of their second moments, each times a number of the map's, [b, D, D].
+        self.maps = [code.keys.turned(torch.eye(D)) for code in formats]
+        self.blocks = [
+            torch.einsum("dbi,ebi->bde", *2 * [torch.unflatten(seen, -1, (-1, BLOCK))]) for seen in self.maps
+        ]
 
-    def of(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """The logarithm of the loss ``[heads]``, of queries and keys as they are."""
-        return self._seen([[code.keys.turned(queries), code.keys.turned(keys)] for code in self.formats])
+    def solved(self) -> tuple[Tensor, Tensor]:
+        """The best exponents, int64 ``[heads, G]``, and turns, bool ``[heads, G]``."""
+        return self._rounded(self._descended())
 
-    def wide(self, factors: Tensor) -> Tensor:
-        """Factors of groups ``[heads, G]`` as those of channels, ``[heads, 1, D]``."""
-        out = torch.ones(*factors.shape[:-1], self.keys.shape[-1])
+    def _losses(self, moments: Tensor, seen: Sequence[Tensor]) -> Tensor:
+        """The logarithm of the loss, ``[…, heads]``.
+
+        Args:
+            moments: of queries, ``[…, K, D, D]``.
+            seen: keys as each format sees them, ``[…, K, T, D]``.
+        """
+        parts = []
+        for code, keys, blocks in zip(self.formats, seen, self.blocks, strict=True):
+            weights = torch.einsum("...de,bde->...b", moments, blocks)
+            parts.append(_loss(weights, keys, code).log())
+        total = torch.stack(parts).sum(0)
+        return total.mean(-1, keepdim=True) if self.heads == 1 else total
+
+    def _scaled(self, factors: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Moments of queries, keys as the formats see them, and keys, all times factors of groups ``[heads, G]``."""
+        wide = torch.ones(len(factors), self.keys.shape[-1])
         for column in (0, 1):
-            out = out.index_copy(-1, self.groups[:, column], factors)
-        return out[:, None]
+            wide = wide.index_copy(-1, self.groups[:, column], factors)
+        keys = self.keys * wide[:, None]
+        return self.moments / (wide[:, :, None] * wide[:, None]), [keys @ seen for seen in self.maps], keys
 
-    def descended(self) -> Tensor:
-        """The base-2 logarithms of the best factors, ``[heads, G]``, from those of the fourth root of Q/K."""
-        mean_squares = [self._by_group(states.square().mean(1)) for states in (self.queries, self.keys)]
+    def _descended(self) -> Tensor:
+        """The base-2 logarithms of the best factors, ``[heads, G]``, from the fourth roots of Q/K on."""
+        mean_squares = [self.moments.diagonal(dim1=-2, dim2=-1), self.keys.square().mean(1)]
+        first, second = self.groups.T
+        by_group = [part[:, first] + torch.where(first == second, 0.0, part[:, second]) for part in mean_squares]
         if self.heads == 1:
-            mean_squares = [part.mean(0, keepdim=True) for part in mean_squares]
-        Q, K = (part.clamp_min(1e-12 * float(part.max()) + 1e-30) for part in mean_squares)
+            by_group = [part.mean(0, keepdim=True) for part in by_group]
+        Q, K = (part.clamp_min(1e-12 * float(part.max()) + 1e-30) for part in by_group)
         best = (Q / K).log2() / 4
         best = best - best.mean(-1, keepdim=True)
-        least = self.of(self.queries / self.wide(best.exp2()), self.keys * self.wide(best.exp2()))
+        least = torch.full((self.heads,), torch.inf)
         logarithms = best.clone().requires_grad_()
-        optimizer = torch.optim.Adam([logarithms], lr=_RATE / 0.693)
+        optimizer = torch.optim.Adam([logarithms], lr=_RATE)
         with torch.enable_grad():
             for _ in range(STEPS):
-                factors = self.wide(logarithms.exp2())
-                losses = self.of(self.queries / factors, self.keys * factors)
+                moments, seen, _ = self._scaled(logarithms.exp2())
+                losses = self._losses(moments, seen)
                 improved = losses.detach() < least
                 least = torch.where(improved, losses.detach(), least)
                 best = torch.where(improved[:, None], logarithms.detach(), best)
@@ -105,45 +133,34 @@ class _Problem:
                 optimizer.step()
         return best
 
-    def rounded(self, logarithms: Tensor) -> tuple[Tensor, Tensor]:
-        """The best exponents and turns near factors, ``[heads, G]`` each: one group after another, until none helps.
+    def _rounded(self, logarithms: Tensor) -> tuple[Tensor, Tensor]:
+        """The best exponents and turns near factors: one group after another, until none helps.
 
-        All moves of a group are tried at once. What a format sees of a head is a linear map of it, so a move adds
-        two rows of the map's matrix, each times a channel's change.
+        All moves of a group are tried at once: its two channels of all keys get other values, which adds two rows of
+        each format's map.
         """
         exponents, turns = logarithms.round().long(), torch.zeros_like(logarithms, dtype=torch.bool)
-        factors = self.wide(exponents.double().exp2().float())
-        sides = [self.queries / factors, self.keys * factors]
-        maps = [code.keys.turned(torch.eye(sides[0].shape[-1])) for code in self.formats]
-        seen = [[states @ matrix for states in sides] for matrix in maps]
-        least = self._seen(seen)
+        moments, seen, keys = self._scaled(exponents.double().exp2().float())
+        least = self._losses(moments, seen)
+        every = torch.arange(len(keys))
         moves = [(move, turn) for turn in (False, True) for move in (0, 1, -1)]
         for _ in range(_SWEEPS):
             before = least
             for group, (first, second) in enumerate(self.groups.tolist()):
+                pair = [first] if first == second else [first, second]
                 allowed = moves[1:] if group < self.pairs else moves[1:3]
-                tried = [
-                    torch.stack([_moved(states[..., [first, second]], sign * move, turn) for move, turn in allowed])
-                    for states, sign in zip(sides, (-1, 1), strict=True)
-                ]  # [moves, K, samples, 2]
-                by = [new - states[..., [first, second]] for new, states in zip(tried, sides, strict=True)]
-                if first == second:
-                    by = [change[..., :1] for change in by]
-                rows = [first] if first == second else [first, second]
-                after = [
-                    [states + change @ matrix[rows] for states, change in zip(own, by, strict=True)]
-                    for own, matrix in zip(seen, maps, strict=True)
-                ]
-                losses, number = self._seen(after).min(0)  # [heads]
+                old = keys[..., pair]
+                new = torch.stack([_moved(old, move, turn) for move, turn in allowed])  # [moves, K, T, 2]
+                rows = torch.stack([_moved_rows(moments, pair, -move, turn) for move, turn in allowed])
+                after = [own + (new - old) @ matrix[pair] for own, matrix in zip(seen, self.maps, strict=True)]
+                losses, number = self._losses(rows, after).min(0)  # [heads]
                 improved = losses < least + _GAIN
                 least = torch.where(improved, losses, least)
-                which = number.expand(len(self.keys)), torch.arange(len(self.keys))
-                kept = improved.expand(len(self.keys))[:, None, None]
-                for states, new in zip(sides, tried, strict=True):
-                    pair = states[..., [first, second]]
-                    states[..., [first, second]] = torch.where(kept, new[which], pair)
+                kept, which = improved.expand(len(keys)), number.expand(len(keys))
+                keys[..., pair] = torch.where(kept[:, None, None], new[which, every], old)
+                moments = torch.where(kept[:, None, None], rows[which, every], moments)
                 seen = [
-                    [torch.where(kept, new[which], states) for states, new in zip(own, others, strict=True)]
+                    torch.where(kept[:, None, None], others[which, every], own)
                     for own, others in zip(seen, after, strict=True)
                 ]
                 exponents[:, group] += torch.tensor([move for move, _ in allowed])[number] * improved
@@ -152,19 +169,16 @@ class _Problem:
                 break
         return exponents, turns
 
-    def _seen(self, seen: list[list[Tensor]]) -> Tensor:
-        """The logarithm of the loss ``[…, heads]`` of queries and keys as the formats see them."""
-        losses = [_loss(queries, keys, code) for (queries, keys), code in zip(seen, self.formats, strict=True)]
-        total = torch.stack(losses).log().sum(0)
-        return total.mean(-1, keepdim=True) if self.heads == 1 else total
-
-    def _by_group(self, channels_: Tensor) -> Tensor:
-        """Sums of the two channels of each group, ``[K, G]``."""
-        first, second = self.groups.T
-        return channels_[:, first] + torch.where(first == second, 0.0, channels_[:, second])
-
 
 def _moved(pair: Tensor, move: int, turn: bool) -> Tensor:
-    """The two channels of a group ``[…, 2]`` times a power of two, and turned by a quarter."""
-    a, b = (pair * 2.0**move).unbind(-1)
-    return torch.stack((-b, a) if turn else (a, b), -1)
+    """The one or two channels of a group, ``[…, 2]``, times a power of two, and turned by a quarter."""
+    scaled = pair * 2.0**move
+    return torch.stack((-scaled[..., 1], scaled[..., 0]), -1) if turn else scaled
+
+
+def _moved_rows(moments: Tensor, pair: list[int], move: int, turn: bool) -> Tensor:
+    """Second moments ``[K, D, D]`` after the same of one group's channels."""
+    moved = moments.clone()
+    moved[..., pair] = _moved(moved[..., pair], move, turn)
+    moved[:, pair] = _moved(moved[:, pair].mT, move, turn).mT
+    return moved
