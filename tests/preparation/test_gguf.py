@@ -154,7 +154,7 @@ def test_scores_stay_and_all_other_bytes_do(kind: str, architecture: str, tmp_pa
     write_model(source, kind, architecture)
     made = headwise.prepare(source, out, cache="llama.cpp:q4_0")
     assert made.output == str(out)
-    assert max(layer.loss["llama.cpp:q4_0"] for layer in made.layers) < 1.0
+    assert max(layer.loss["llama.cpp:q4_0"] for layer in made.layers) <= 1.0
     for index in range(2):
         before, after = scores(source, index), scores(out, index)
         # What float16 rounds the scales of a row by, where a power of two makes them too small for it.

@@ -12,6 +12,7 @@ Shapes: K key–value heads, T keys, N queries, D head dim, G groups of channels
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -45,6 +46,27 @@ def fit(queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[Eng
     """
     exponents, turns = _Problem(queries, keys, layer, formats).solved()
     return Change(exponents.expand(len(keys), -1).clone(), turns.expand(len(keys), -1).clone())
+
+
+def where_it_helps(
+    change: Change, queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat]
+) -> Change:
+    """The change of the heads in which formats lose less by it, and none of the others.
+
+    Args:
+        change: that weights have room for.
+        queries: all samples; see `fit`.
+        keys: all samples.
+        layer: its spec.
+        formats: see `fit`.
+    """
+    new = change.applied(queries, layer, "q"), change.applied(keys, layer, "k")
+    pairs = [(score_loss(*new, code), score_loss(queries, keys, code)) for code in formats]
+    gain = torch.stack([(old / now).log() for now, old in pairs]).sum(0)
+    if layer.qk_norm == "head":
+        gain = gain.mean().expand_as(gain)
+    helps = (gain > 0)[:, None]
+    return replace(change, exponents=change.exponents * helps, turns=change.turns & helps)
 
 
 def score_loss(queries: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:

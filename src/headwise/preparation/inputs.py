@@ -48,8 +48,9 @@ def _of_weights(checkpoint: Checkpoint) -> Iterator[Inputs]:
         norm = checkpoint.read(name).float() + family.gguf_norm_offset
         rows = None
         if index == 0:
-            embedding = checkpoint.read(f"{family.gguf_tensors[_EMBEDDING]}.weight")
-            rows = embedding[common_tokens(len(embedding), generator=generator)].float()
+            name = f"{family.gguf_tensors[_EMBEDDING]}.weight"
+            tokens = common_tokens(checkpoint.tensors[name].shape[0], generator=generator)
+            rows = checkpoint.read_rows(name, tokens).float()
         positions = torch.randint(most, (SAMPLES,), generator=generator)
         yield random_inputs(norm, generator=generator, embedding=rows), positions
 

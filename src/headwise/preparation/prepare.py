@@ -20,7 +20,7 @@ from headwise.documents import as_document
 from headwise.errors import ArgumentError, SpecError
 from headwise.options import PrepareOptions, takes_options
 from headwise.preparation.change import Change
-from headwise.preparation.fit import fit, score_loss
+from headwise.preparation.fit import fit, score_loss, where_it_helps
 from headwise.preparation.folder import FolderLayers, write_folder
 from headwise.preparation.gguf_file import GgufLayers
 from headwise.preparation.inputs import layer_inputs
@@ -126,6 +126,7 @@ def prepare(
         samples = grouped(*queries_and_keys(state, layer, *next(inputs)), layer)
         change = fit(*samples, layer, formats)
         change = within(change, layer, stored.spans(index, layer, "k"), stored.spans(index, layer, "q"))
+        change = where_it_helps(change, *samples, layer, formats)
         changes.append(change)
         layers.append(PreparedLayer(layer=index, loss=losses(samples, change, layer, formats), cut=change.cut))
     progress("fitting", len(layers), len(layers))
