@@ -102,5 +102,8 @@ def test_what_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
         headwise.prepare(tiny_llama, tmp_path / "out", cache="llama.cpp:q4_0")
     with pytest.raises(HeadwiseError, match="calibrate"):
         headwise.prepare(make(tmp_path / "gpt2", "gpt2", 32), tmp_path / "out", cache="llama.cpp:q4_0")
+    for name in ("bert", "whisper"):
+        with pytest.raises(HeadwiseError, match="no decoder"):
+            headwise.prepare(save_family(tmp_path / name, name), tmp_path / "out", cache="llama.cpp:q4_0")
     assert not (tmp_path / "out").exists()
     assert open_checkpoint(source).tensors

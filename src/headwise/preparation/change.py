@@ -34,6 +34,12 @@ class Change:
     turns: Tensor
     cut: int = 0
 
+    @classmethod
+    def none(cls, layer: GroupedSpec) -> Change:
+        """The change that leaves a layer as it is."""
+        size = layer.num_kv_heads, len(channels(layer))
+        return cls(torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.bool))
+
     def applied(self, states: Tensor, layer: GroupedSpec, side: str) -> Tensor:
         """Queries or keys ``[K, N, D]`` as they are after the change.
 

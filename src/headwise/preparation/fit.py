@@ -26,16 +26,21 @@ STEPS = 100
 KEYS = 256
 """Keys of a head that steps are computed of; of queries only second moments count, which take all samples."""
 
+OFFSETS = (0.0, 0.25, 0.5, 0.75)
+"""What is added to the base-2 logarithms of factors before they are rounded."""
+
 _RATE = 0.07
 _SWEEPS = 4
 _GAIN = -1e-3
 """A change of one pair is made where it changes the logarithm of the loss by less than this."""
 
 
-def fit(queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat]) -> Change:
-    """Find the change of a layer under which formats lose least.
+def fit(queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat]) -> list[Change]:
+    """Find changes of a layer under which formats lose little.
 
-    For example ``fit(queries, keys, layer, [parse_format("llama.cpp:q4_0")]).exponents``.
+    All factors of a head may be multiplied by one number, which changes no rounding of the cache, and leads to other
+    powers of two: each of `OFFSETS` gives a change. For example
+    ``fit(queries, keys, layer, [parse_format("llama.cpp:q4_0")])[0].exponents``.
 
     Args:
         queries: ``[K, N, D]`` in float32, all queries of a key–value head together.
@@ -44,8 +49,11 @@ def fit(queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[Eng
             norms gets turns.
         formats: at least one whose keys have blocks; of several, the product of their losses is minimised.
     """
-    exponents, turns = _Problem(queries, keys, layer, formats).solved()
-    return Change(exponents.expand(len(keys), -1).clone(), turns.expand(len(keys), -1).clone())
+    problem = _Problem(queries, keys, layer, formats)
+    logarithms = problem.descended()
+    solved = [problem.rounded(logarithms + offset) for offset in OFFSETS]
+    every = (len(keys), -1)
+    return [Change(exponents.expand(every).clone(), turns.expand(every).clone()) for exponents, turns in solved]
 
 
 def where_it_helps(
@@ -104,10 +112,6 @@ class _Problem:
             torch.einsum("dbi,ebi->bde", *2 * [torch.unflatten(seen, -1, (-1, BLOCK))]) for seen in self.maps
         ]
 
-    def solved(self) -> tuple[Tensor, Tensor]:
-        """The best exponents, int64 ``[heads, G]``, and turns, bool ``[heads, G]``."""
-        return self._rounded(self._descended())
-
     def _losses(self, moments: Tensor, seen: Sequence[Tensor]) -> Tensor:
         """The logarithm of the loss, ``[…, heads]``.
 
@@ -130,7 +134,7 @@ class _Problem:
         keys = self.keys * wide[:, None]
         return self.moments / (wide[:, :, None] * wide[:, None]), [keys @ seen for seen in self.maps], keys
 
-    def _descended(self) -> Tensor:
+    def descended(self) -> Tensor:
         """The base-2 logarithms of the best factors, ``[heads, G]``, from the fourth roots of Q/K on."""
         mean_squares = [self.moments.diagonal(dim1=-2, dim2=-1), self.keys.square().mean(1)]
         first, second = self.groups.T
@@ -155,7 +159,7 @@ class _Problem:
                 optimizer.step()
         return best
 
-    def _rounded(self, logarithms: Tensor) -> tuple[Tensor, Tensor]:
+    def rounded(self, logarithms: Tensor) -> tuple[Tensor, Tensor]:
         """The best exponents and turns near factors: one group after another, until none helps.
 
         All moves of a group are tried at once: its two channels of all keys get other values, which adds two rows of

@@ -1,6 +1,6 @@
 """The inputs of each layer's attention: those of a text, or random ones that need no run of the model.
 
-Shapes: N samples, E hidden size, B windows, W tokens of a window.
+Shapes: B windows, W tokens of a window, E hidden size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headwise.texts.calibration_texts import CalibrationTexts, open_windows
 _NORM, _EMBEDDING = "blk.{layer}.attn_norm", "token_embd"
 
 Inputs = tuple[Tensor, Tensor]
-"""Inputs behind the norm before the attention, ``[N, E]``, and their positions ``[N]``."""
+"""Inputs behind the norm before the attention, ``[B, W, E]``, and the positions of a window's tokens, ``[W]``."""
 
 
 def layer_inputs(checkpoint: Checkpoint, texts: CalibrationTexts) -> Iterator[Inputs]:
@@ -51,8 +51,8 @@ def _of_weights(checkpoint: Checkpoint) -> Iterator[Inputs]:
             name = f"{family.gguf_tensors[_EMBEDDING]}.weight"
             tokens = common_tokens(checkpoint.tensors[name].shape[0], generator=generator)
             rows = checkpoint.read_rows(name, tokens).float()
-        positions = torch.randint(most, (SAMPLES,), generator=generator)
-        yield random_inputs(norm, generator=generator, embedding=rows), positions
+        positions = torch.randint(most, (SAMPLES,), generator=generator).sort().values
+        yield random_inputs(norm, generator=generator, embedding=rows)[None], positions
 
 
 @torch.no_grad()
@@ -60,8 +60,7 @@ def _of_a_text(checkpoint: Checkpoint, texts: CalibrationTexts) -> Iterator[Inpu
     windows = open_windows(checkpoint, texts).ids
     model = LayerwiseModel(checkpoint, torch.float32)
     hidden = model.begin(windows)
-    count = windows.numel()
-    chosen = torch.linspace(0, count - 1, min(SAMPLES, count)).long()
+    positions = torch.arange(windows.shape[1])
     for index in range(model.num_layers):
         call, hidden = model.trace(index, model.module(index), hidden)
-        yield call.inputs.flatten(0, 1)[chosen], chosen % windows.shape[1]
+        yield call.inputs, positions

@@ -20,12 +20,13 @@ from headwise.documents import as_document
 from headwise.errors import ArgumentError, SpecError
 from headwise.options import PrepareOptions, takes_options
 from headwise.preparation.change import Change
+from headwise.preparation.chosen import best_of
 from headwise.preparation.fit import fit, score_loss, where_it_helps
 from headwise.preparation.folder import FolderLayers, write_folder
 from headwise.preparation.gguf_file import GgufLayers
 from headwise.preparation.inputs import layer_inputs
 from headwise.preparation.room import within
-from headwise.preparation.samples import queries_and_keys
+from headwise.preparation.samples import as_cached
 from headwise.progress import Progress, silent
 from headwise.quantization.formats import SPELLINGS, EngineFormat, parse_format
 from headwise.specs import AttentionSpec, GroupedSpec
@@ -123,10 +124,12 @@ def prepare(
         progress("fitting", index, checkpoint.spec.num_layers)
         assert isinstance(layer, GroupedSpec)
         state = checkpoint.family.read_attention(checkpoint.read, index, layer)
-        samples = grouped(*queries_and_keys(state, layer, *next(inputs)), layer)
-        change = fit(*samples, layer, formats)
-        change = within(change, layer, stored.spans(index, layer, "k"), stored.spans(index, layer, "q"))
-        change = where_it_helps(change, *samples, layer, formats)
+        windows = as_cached(state, layer, *next(inputs))
+        samples = grouped(*windows[:2], layer)
+        spans = stored.spans(index, layer, "k"), stored.spans(index, layer, "q")
+        tried = [within(change, layer, *spans) for change in fit(*samples, layer, formats)]
+        tried = [where_it_helps(change, *samples, layer, formats) for change in tried]
+        change = best_of([*tried, Change.none(layer)], layer, state, windows, formats)
         changes.append(change)
         layers.append(PreparedLayer(layer=index, loss=losses(samples, change, layer, formats), cut=change.cut))
     progress("fitting", len(layers), len(layers))
@@ -172,6 +175,8 @@ def check_layers(checkpoint: Checkpoint, formats: Sequence[EngineFormat]) -> Non
         SpecError: a layer has no keys of heads, or shares them with another layer.
         ArgumentError: a format's blocks do not divide its heads.
     """
+    if not checkpoint.spec.is_causal or checkpoint.family.cross_attention is not None:
+        raise SpecError("model_type", checkpoint.family.model_type, "is no decoder, and cannot be prepared")
     for index, layer in enumerate(checkpoint.spec.layers):
         if (reason := _why_not(layer)) is not None:
             raise SpecError(f"layer {index}", layer.label, f"{reason}, and cannot be prepared")
@@ -213,8 +218,8 @@ def check_output(checkpoint: Checkpoint, output: Path, *, overwrite: bool) -> No
 
 
 def grouped(queries: Tensor, keys: Tensor, layer: GroupedSpec) -> tuple[Tensor, Tensor]:
-    """Queries ``[H, N, D]`` of all heads that share a key–value head together, ``[K, N·H/K, D]``, and the keys."""
-    return queries.reshape(layer.num_kv_heads, -1, layer.head_dim), keys
+    """Queries ``[H, B, W, D]`` of all heads that share a key–value head together, ``[K, N, D]``, and keys alike."""
+    return queries.reshape(layer.num_kv_heads, -1, layer.head_dim), keys.flatten(1, 2)
 
 
 def losses(

@@ -1,6 +1,7 @@
-"""Queries and keys of a layer: of inputs that a text has, or of random ones where no text is given.
+"""Queries, keys and values of a layer: of inputs that a text has, or of random ones where no text is given.
 
-Shapes: N samples, E hidden size, H query heads, K key–value heads, D head dim.
+Shapes: N samples, B windows, W tokens of a window, E hidden size, H query heads, K key–value heads, D head dim, V
+value dim.
 """
 
 from __future__ import annotations
@@ -50,16 +51,16 @@ def common_tokens(vocabulary: int, *, generator: torch.Generator) -> Tensor:
     return drawn.exp().long().clamp(0, vocabulary - 1)
 
 
-def queries_and_keys(
+def as_cached(
     state: Mapping[str, Tensor], layer: GroupedSpec, inputs: Tensor, positions: Tensor, *, eps: float = _EPS
-) -> tuple[Tensor, Tensor]:
-    """The queries ``[H, N, D]`` and the keys ``[K, N, D]`` of inputs, rotated, as a cache is given them.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries ``[H, B, W, D]``, keys ``[K, B, W, D]`` and values ``[K, B, W, V]`` of inputs, rotated by position.
 
     Args:
         state: the layer's attention under headwise's names.
         layer: its spec.
-        inputs: ``[N, E]``, behind the norm before the attention.
-        positions: ``[N]``.
+        inputs: ``[B, W, E]``, behind the norm before the attention.
+        positions: of a window's tokens, ``[W]``.
         eps: of the norms of queries and keys.
     """
     sides = []
@@ -70,15 +71,18 @@ def queries_and_keys(
         norm = state.get(f"{side}_norm.weight")
         if norm is not None and layer.qk_norm == "full":
             states = _normed(states, norm, eps)
-        states = torch.unflatten(states, -1, (heads, layer.head_dim)).transpose(0, 1)  # [heads, N, D]
+        states = torch.unflatten(states, -1, (heads, layer.head_dim)).movedim(-2, 0)  # [heads, B, W, D]
         if norm is not None and layer.qk_norm == "head":
             states = _normed(states, norm, eps)
         if layer.rope is not None:
             length = int(positions.max()) + 1
             cos, sin = RotaryEmbedding(layer.rope)(positions[None], torch.float32, length)
-            states = rotate(states[None], cos, sin, interleaved=layer.rope.interleaved)[0]
+            states = rotate(states, cos, sin, interleaved=layer.rope.interleaved)
         sides.append(states)
-    return sides[0], sides[1]
+    values = inputs @ state["v_proj.weight"].float().T
+    if (bias := state.get("v_proj.bias")) is not None:
+        values = values + bias.float()
+    return sides[0], sides[1], torch.unflatten(values, -1, (layer.num_kv_heads, -1)).movedim(-2, 0)
 
 
 def _normed(states: Tensor, weight: Tensor, eps: float) -> Tensor:
