@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.conversion.budget.layer_trials import SPREADING
 from headwise.conversion.budget.shared_channels import CHOOSING
-from headwise.conversion.budget.spread import TOKENS
+from headwise.conversion.budget.spread import PIECES, TOKENS
 from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
 from headwise.conversion.calibration.saved import SavedCalibrator
 from headwise.conversion.calibration.sensitivity import MEASURING, PIECE
@@ -133,8 +133,10 @@ def _time_on_text(
     if "sensitivity" in plan.stages:
         by_stage[MEASURING] = backward * sensitivity_count / processes
     if "spread" in plan.stages:
-        # On average half of all layers run behind a layer that is tried; a timed window is two streams.
-        later_windows = layers / 4 * min(TOKENS / windows.width, 1.0)
+        # On average half of all layers run behind a layer that is tried; a timed window is two streams. With codes,
+        # two streams of every piece do, and else one of one.
+        streams = 2 * min(1 + PIECES, windows.held) if plan.spends_bytes else 1
+        later_windows = streams * layers / 4 * min(TOKENS / windows.width, 1.0)
         by_layer = _TRIALS * solving + by_window * (sensitivity_count + later_windows)
         if plan.spends_bytes:
             by_layer += coding  # codes of a few numbers of bits on a little text take about as long
