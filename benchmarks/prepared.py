@@ -79,9 +79,9 @@ def run_worker(python: str, asked: dict[str, object], file: Path) -> dict[str, l
     file.write_text(json.dumps(asked))
     worker = Path(__file__).with_name("engines") / "caches_llama_cpp.py"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    said = subprocess.run(
-        [python, str(worker), f"@{file}"], env=environment, check=True, stdout=subprocess.PIPE, text=True
-    )
+    with file.with_suffix(".log").open("w") as log:  # the engine tells of every tensor
+        command = [python, str(worker), f"@{file}"]
+        said = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, stderr=log, text=True)
     answer: dict[str, list[dict[str, object]]] = json.loads(said.stdout.splitlines()[-1])
     return answer
 
