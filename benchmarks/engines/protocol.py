@@ -15,8 +15,12 @@ import numpy as np
 
 
 def request() -> dict[str, Any]:
-    """``model``, ``ids``, ``prompt``, ``new``, ``dtype`` and ``log_probs``, the file for the answer's numbers."""
-    asked: dict[str, Any] = json.loads(sys.argv[1])
+    """``model``, ``ids``, ``prompt``, ``new``, ``dtype`` and ``log_probs``, the file for the answer's numbers.
+
+    The argument is JSON, or ``@`` and the name of a file that holds it.
+    """
+    said = sys.argv[1]
+    asked: dict[str, Any] = json.loads(Path(said[1:]).read_text() if said.startswith("@") else said)
     return asked
 
 

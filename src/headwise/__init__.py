@@ -49,6 +49,8 @@ _PUBLIC = {
     "MultiQueryAttention": "headwise.attention",
     "PlantedEvaluation": "headwise.evaluation",
     "PlantedOptions": "headwise.options",
+    "Preparation": "headwise.preparation",
+    "PrepareOptions": "headwise.options",
     "RetrievalEvaluation": "headwise.evaluation",
     "RetrievalOptions": "headwise.options",
     "RopeSpec": "headwise.specs",
@@ -80,6 +82,7 @@ _PUBLIC = {
     "migrate": "headwise.migration",
     "optimize": "headwise.hf",
     "sample": "headwise.texts",
+    "prepare": "headwise.preparation",
 }
 
 if TYPE_CHECKING:
@@ -130,9 +133,11 @@ if TYPE_CHECKING:
         HealOptions,
         MigrateOptions,
         PlantedOptions,
+        PrepareOptions,
         RetrievalOptions,
         SampleOptions,
     )
+    from headwise.preparation import Preparation, prepare
     from headwise.specs import (
         ExpertLatentSpec,
         GroupedSpec,
@@ -182,6 +187,8 @@ __all__ = [
     "MultiQueryAttention",
     "PlantedEvaluation",
     "PlantedOptions",
+    "Preparation",
+    "PrepareOptions",
     "RetrievalEvaluation",
     "RetrievalOptions",
     "RopeSpec",
@@ -212,6 +219,7 @@ __all__ = [
     "load",
     "migrate",
     "optimize",
+    "prepare",
     "sample",
 ]
 

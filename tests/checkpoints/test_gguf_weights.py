@@ -93,3 +93,15 @@ def test_the_real_file_as_transformers_reads_it() -> None:
         "model.layers.29.input_layernorm.weight",
     ):
         assert torch.equal(checkpoint.read(name), expected[name]), name
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
+def test_some_rows_are_those_of_the_whole(kind: str, tiny_llama: Path, tmp_path: Path) -> None:
+    write_tiny_gguf(tiny_llama, tmp_path / "model.gguf", kind)
+    rows = torch.tensor([5, 0, 5, 31, 2])
+    for source in (tiny_llama, tmp_path / "model.gguf"):
+        checkpoint = open_checkpoint(source)
+        for name, info in checkpoint.tensors.items():
+            if len(info.shape) == 2:
+                kept = rows % info.shape[0]
+                assert torch.equal(checkpoint.read_rows(name, kept), checkpoint.read(name)[kept]), name

@@ -34,7 +34,7 @@ BUNDLED = "smollm2-135m"
 """The pages' model. Converting its 135M parameters takes minutes, so that this name means a GGUF file of a tiny
 random llama, except in commands of `CONFIG_ALONE`."""
 
-WRITES = {"convert", "calibrate", "heal", "migrate", "export"}
+WRITES = {"convert", "calibrate", "heal", "migrate", "export", "prepare"}
 """Commands whose second argument is what they write."""
 
 CONFIG_ALONE = {"inspect", "compare", "complexity", "predict", "advise"}
@@ -45,6 +45,8 @@ PUT_IN_PLACE = {
     "my-model": "model",
     "source": "model",
     "MODEL": "model",
+    # A file with heads that blocks of 32 channels divide.
+    "model.gguf": "heads.gguf",
     # What some pages take as converted already: the same folder.
     "half": "model",
     "mla": "model",
@@ -121,6 +123,7 @@ NOT_RUN = {
     "headwise doctor": "measures speed: a minute",
     "llama-server -m gguf/model.gguf": "another program, and a server",
     "llama-server -m mqa.gguf": "another program, and a server",
+    "llama-server -m prepared.gguf -fa on -ctk q4_0 -ctv q4_0": "another program, and a server",
     "vllm serve ./mla": "another program, and a server",
 }
 """Commands that are not run, as a page has them but for what stands behind them as a comment, and why."""
@@ -207,6 +210,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import headwise
     from headwise.texts import language_reference
     from tests.byte_level import save_byte_level
+    from tests.preparation.test_gguf import write_model
     from tests.real_models import save_character_tokenizer, tiny_model
 
     folder = tmp_path_factory.mktemp("given")
@@ -218,6 +222,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = folder / "model" / name
         file.write_text(file.read_text().replace("</s>", "<|endoftext|>"))  # as SmolLM2 calls it
     headwise.convert(folder / "model", folder / "gguf", to="gqa:3", format="gguf", evaluate=False)
+    write_model(folder / "heads.gguf", "Q8_0")
     torch.manual_seed(0)
     bert = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     BertModel(BertConfig(vocab_size=98, max_position_embeddings=40, **bert)).save_pretrained(folder / "encoder")

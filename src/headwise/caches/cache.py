@@ -15,8 +15,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from headwise.caches.growing import GrowingLayer, SlidingLayer
 from headwise.caches.quantized import KiviLayer, QuantizedLayer, TokenwiseLayer, TokenwiseSlidingLayer
+from headwise.checkpoints import family_of, has_family
 from headwise.errors import ArgumentError
-from headwise.quantization.formats import CacheFormat, TokenFormat, parse_format
+from headwise.quantization.formats import CacheFormat, EngineFormat, TokenFormat, parse_format
 from headwise.quantization.kivi import KiviCode
 from headwise.specs import HOSTED_PREFIX, acts
 
@@ -45,8 +46,9 @@ class HeadwiseCache(DynamicCache):
         quantize: how keys and values are stored: ``int8``, ``int4``, ``int3``, ``int2`` (integers with a scale and a
             zero point for each 64 channels of a token; ``int4:32`` for 32), ``int4+hadamard`` (rotated first),
             ``fp8``, ``int8/int4`` (keys/values), ``kivi4``, ``kivi3`` or ``kivi2``
-            (`headwise.quantization.kivi.KiviCode`; ``kivi2:32:128`` for blocks of 32 and 128 recent tokens). As they
-            are when None.
+            (`headwise.quantization.kivi.KiviCode`; ``kivi2:32:128`` for blocks of 32 and 128 recent tokens); or an
+            engine's own: ``llama.cpp:q4_0``. As they are when None. An engine's queries are rounded too where the
+            attention is ``headwise``.
 
     Raises:
         ArgumentError: ``max_length`` is not a whole number of at least 1, or ``quantize`` is no such format or
@@ -62,6 +64,8 @@ class HeadwiseCache(DynamicCache):
         config = getattr(model, "config", model)
         if not hasattr(config, "get_text_config"):
             raise ArgumentError("model", type(model).__name__, "must be a transformers model or config")
+        if isinstance(code, EngineFormat) and has_family(model_type := getattr(config, "model_type", None)):
+            code = code.interleaved() if family_of(str(model_type)).gguf_interleaved else code
         super().__init__(config=config)
         self.max_length = max_length
         # How far the last token's position is ahead of its slot, int64 [B], where the model has codes and told it.
@@ -158,10 +162,15 @@ def default_cache(model: Any, quantize: str) -> Iterator[None]:
         return args, keywords
 
     hook = model.register_forward_pre_hook(give_cache, with_kwargs=True)
+    before = model.config._attn_implementation
+    if isinstance(parse_format(quantize), EngineFormat):
+        model.set_attn_implementation(NAME)  # it rounds queries as the engine does
     try:
         yield
     finally:
         hook.remove()
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
 
 
 def _names(layer: Any) -> tuple[str, ...]:
@@ -190,7 +199,7 @@ def _with_room(
     is_read = kernel is not None
     is_sliding = type(layer) is DynamicSlidingWindowLayer
     if is_sliding and acts(layer.sliding_window, longest):
-        if isinstance(code, TokenFormat):
+        if isinstance(code, TokenFormat | EngineFormat):
             return TokenwiseSlidingLayer(code, layer.sliding_window, max_length, is_read=is_read)
         return SlidingLayer(layer.sliding_window, max_length)
     if not is_sliding and type(layer) is not DynamicLayer:

@@ -18,10 +18,10 @@ from torch import Tensor
 from headwise.caches.growing import GrowingLayer, Room, SlidingLayer, refuse_tokens
 from headwise.errors import ArgumentError
 from headwise.kernels import pack
-from headwise.quantization.formats import TokenFormat
+from headwise.quantization.formats import EngineFormat, TokenwiseFormat
 from headwise.quantization.groups import group_count
 from headwise.quantization.kivi import KiviCode
-from headwise.quantization.stored import can_read, read_kivi, read_tokenwise, stored_keys
+from headwise.quantization.stored import can_read, read_kivi, read_rounded, read_tokenwise, stored_keys
 
 
 def _refuse_latents(values: Tensor, spelling: object) -> None:
@@ -66,7 +66,7 @@ class TokenwiseLayer(GrowingLayer):
         is_read: whether attention is headwise's, which reads codes.
     """
 
-    def __init__(self, code: TokenFormat, max_length: int | None = None, *, is_read: bool = False) -> None:
+    def __init__(self, code: TokenwiseFormat, max_length: int | None = None, *, is_read: bool = False) -> None:
         super().__init__(max_length)
         self.code, self.is_read = code, is_read
 
@@ -95,7 +95,12 @@ class TokenwiseSlidingLayer(SlidingLayer):
     """
 
     def __init__(
-        self, code: TokenFormat, sliding_window: int, max_length: int | None = None, *, is_read: bool = False
+        self,
+        code: TokenwiseFormat,
+        sliding_window: int,
+        max_length: int | None = None,
+        *,
+        is_read: bool = False,
     ) -> None:
         super().__init__(sliding_window, max_length)
         self.code, self.is_read = code, is_read
@@ -113,13 +118,13 @@ class TokenwiseSlidingLayer(SlidingLayer):
         return _given(self.code, rows, key_states, value_states, is_read=self.is_read)
 
 
-def _encoded(code: TokenFormat, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _encoded(code: TokenwiseFormat, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     _refuse_latents(values, code)
     return code.keys.encode(keys), code.values.encode(values)
 
 
 def _given(
-    code: TokenFormat, rows: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, *, is_read: bool
+    code: TokenwiseFormat, rows: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, *, is_read: bool
 ) -> tuple[Tensor, Tensor]:
     """What attention is given of all tokens, when ``keys`` and ``values`` are new."""
     widths, dtype = (keys.shape[3], values.shape[3]), keys.dtype
@@ -127,6 +132,8 @@ def _given(
     def decode() -> tuple[Tensor, Tensor]:
         return code.keys.decode(rows[0], widths[0], dtype), code.values.decode(rows[1], widths[1], dtype)
 
+    if isinstance(code, EngineFormat):
+        return (stored_keys(rows[0], read_rounded(code, rows, widths), decode), rows[1]) if is_read else decode()
     if is_read and can_read(code, keys, values):
         return stored_keys(rows[0], read_tokenwise(code, rows, widths), decode), rows[1]
     return decode()

@@ -122,6 +122,31 @@ class Checkpoint(ABC):
         self.read_seconds += time.perf_counter() - start
         return tensor
 
+    def read_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Read some rows of a matrix, such as the embeddings of some tokens, ``[N, columns]``.
+
+        Args:
+            name: transformers' name of the tensor.
+            rows: int64 ``[N]``, in any order.
+
+        Raises:
+            CheckpointError: there is no such tensor, or the rows have NaN or infinite values.
+            StorageError: its file could not be read.
+        """
+        if name not in self.tensors:
+            raise CheckpointError("tensor", name, f"is missing from {self.path}")
+        some, places = torch.unique(rows, return_inverse=True)
+        try:
+            read = self._read_rows(name, some.tolist())
+        except OSError as error:
+            raise StorageError("tensor", name, f"could not be read: {error.strerror or error}") from None
+        if not bool(torch.isfinite(read).all()):
+            raise CheckpointError("tensor", name, "holds NaN or infinite values")
+        return read[places]
+
+    def _read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
+        return self._read(name)[list(rows)]
+
     def layer_of(self, name: str) -> int | None:
         """The layer that a tensor belongs to by its name; None where it is of none, such as the embedding."""
         pattern = re.escape(self.family.layer).replace(r"\{layer\}", r"(\d+)") + r"\."

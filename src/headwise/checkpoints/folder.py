@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -109,6 +110,14 @@ class FolderCheckpoint(Checkpoint):
         except SafetensorError as error:
             raise CheckpointError("tensor", name, f"could not be read ({_one_line(error)})") from None
         return tensor
+
+    def _read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
+        stored = self._stored[name]
+        try:
+            matrix = self._handle(self._files[stored]).get_slice(stored)
+            return torch.cat([matrix[row : row + 1] for row in rows])
+        except SafetensorError as error:
+            raise CheckpointError("tensor", name, f"could not be read ({_one_line(error)})") from None
 
     def copy_companions(self, destination: Path) -> None:
         """Copy the files beside the weights: tokenizer, chat template, settings, a sentence encoder's pooling.

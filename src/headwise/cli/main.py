@@ -136,6 +136,7 @@ def register_commands() -> None:
         generate,
         heal,
         migrate,
+        prepare,
         profile,
         sample,
     )

@@ -25,6 +25,7 @@ from headwise.options.frontier import FrontierOptions
 from headwise.options.heal import HealOptions
 from headwise.options.keywords import takes_options
 from headwise.options.migrate import MigrateOptions
+from headwise.options.prepare import PrepareOptions
 from headwise.options.sample import SampleOptions
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "MigrateOptions",
     "Options",
     "PlantedOptions",
+    "PrepareOptions",
     "RetrievalOptions",
     "Rule",
     "SampleOptions",

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headwise.cost.default_targets import GROUP, GROUPS
 from headwise.errors import ArgumentError
 from headwise.quantization import kivi
+from headwise.quantization.ggml import TYPES, GgmlCode, LlamaCppCode
 from headwise.quantization.groups import BITS, HADAMARD, Float8Code, GroupCode, TokenCode
 from headwise.quantization.kivi import KiviCode
+
+LLAMA_CPP = "llama.cpp"
 
 _SIZES = f"{', '.join(f':{size}' for size in GROUPS[:-1])} or :{GROUPS[-1]}"
 SPELLINGS = (
     f"int8, int4, int3 or int2, with {_SIZES} for the channels of a group and +hadamard for a rotation"
     " (int4:32+hadamard); fp8; two of these for keys and values (int8/int4); or kivi4, kivi3 or kivi2, with the"
-    " tokens of a block and the latest tokens that stay as they are (kivi2:32:128)"
+    " tokens of a block and the latest tokens that stay as they are (kivi2:32:128); or an engine's own:"
+    f" llama.cpp: with {', '.join(TYPES[:-1])} or {TYPES[-1]}, or two of them (llama.cpp:q8_0/q4_0)"
 )
 """Every spelling of a format, in words."""
 
@@ -40,7 +44,33 @@ class TokenFormat:
         return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
 
 
-CacheFormat = TokenFormat | KiviCode
+@dataclass(frozen=True)
+class EngineFormat:
+    """The format of an engine's own cache, rounded as that engine rounds; each token is coded by itself.
+
+    Attributes:
+        engine: its name.
+        keys: the code of the keys.
+        values: the code of the values.
+    """
+
+    engine: str
+    keys: LlamaCppCode
+    values: LlamaCppCode
+
+    def __str__(self) -> str:
+        sides = dict.fromkeys((str(self.keys), str(self.values)))
+        return f"{self.engine}:{'/'.join(sides)}"
+
+    def interleaved(self) -> EngineFormat:
+        """The format for a model whose file keeps the channels of a rotary pair side by side."""
+        return replace(self, keys=replace(self.keys, interleaved=True))
+
+
+TokenwiseFormat = TokenFormat | EngineFormat
+"""A format in which each token is coded by itself."""
+
+CacheFormat = TokenwiseFormat | KiviCode
 """A format of the keys and values of a cache."""
 
 
@@ -60,6 +90,11 @@ def parse_format(spelling: object, *, name: str = "quantize") -> CacheFormat:
         if (parts := _KIVI.fullmatch(spelling)) is not None:
             bits, block, recent = parts.groups()
             return KiviCode(int(bits), int(block or kivi.BLOCK), int(recent or 0))
+        engine, _, types = spelling.partition(":")
+        sides = types.split("/")
+        if engine == LLAMA_CPP and len(sides) <= 2 and all(side in TYPES for side in sides):
+            first, last = GgmlCode(sides[0]), GgmlCode(sides[-1])
+            return EngineFormat(engine, LlamaCppCode(first, is_keys=True), LlamaCppCode(last, is_keys=False))
         codes = [_token_code(part) for part in spelling.split("/")]
         match codes:
             case [GroupCode() | Float8Code() as both]:

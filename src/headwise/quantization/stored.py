@@ -11,12 +11,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from headwise.kernels import attend
 from headwise.kernels.gpu import attend_codes, why_not_codes
 from headwise.kernels.mask import as_bool_mask
 from headwise.kernels.native import are_plain, why_not
 from headwise.kernels.native.codes.integers.affine import AffineRows, KeyBlocks, attend_affine
 from headwise.kernels.packed import FEW_TOKENS
-from headwise.quantization.formats import TokenFormat
+from headwise.quantization.formats import EngineFormat, TokenFormat
 from headwise.quantization.groups import GroupCode, rotated
 from headwise.quantization.kivi import KiviCode
 
@@ -99,6 +100,25 @@ def read_tokenwise(code: TokenFormat, rows: tuple[Tensor, Tensor], widths: tuple
         attend = attend_codes if is_on_gpu(query) else attend_affine
         out = attend(query, keys, values, _as_mask(mask, query, rows[0].shape[2]), is_causal, scale)
         return rotated(out.float()).to(out.dtype) if value_code.hadamard else out
+
+    return read
+
+
+def read_rounded(code: EngineFormat, rows: tuple[Tensor, Tensor], widths: tuple[int, int]) -> Read:
+    """What attends to an engine's cache with the numbers that the engine would use, queries rounded among them.
+
+    Args:
+        code: the format.
+        rows: of keys and of values, uint8 ``[B, K, T, bytes]``.
+        widths: D and V.
+    """
+
+    def read(query: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+        keys = code.keys.type.decode(rows[0], widths[0], torch.float32)
+        values = code.values.type.decode(rows[1], widths[1], torch.float32)
+        queries = code.keys.type.rounded_queries(code.keys.turned(query.float()))
+        out = attend(queries, keys, values, mask, 0.0, is_causal, scale)
+        return code.values.turned_back(out).to(query.dtype)
 
     return read
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,21 +149,24 @@ class GgufCheckpoint(Checkpoint):
             tensor = tensor - self._layout.norm_offset
         return tensor
 
-    def _read_stored(self, entry: _Stored) -> Tensor:
-        from gguf.quants import dequantize
+    def _read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
+        parts = self._stored[name]
+        if len(parts) > 1 or (self._layout.is_interleaved and name.split(".")[-2] in ("q_proj", "k_proj")):
+            return super()._read_rows(name, rows)  # made of parts, or of rows in another order
+        ((stored, kind, nbytes),) = parts.values()
+        size = nbytes // stored.shape[0]
+        with stored.file.open("rb") as file:
+            raw = bytearray()
+            for row in rows:
+                file.seek(stored.offset + row * size)
+                raw += file.read(size)
+        return _decoded(raw, kind, (len(rows), *stored.shape[1:]))
 
+    def _read_stored(self, entry: _Stored) -> Tensor:
         stored, kind, nbytes = entry
         with stored.file.open("rb") as file:
             file.seek(stored.offset)
-            raw = np.frombuffer(bytearray(file.read(nbytes)), dtype=np.uint8)
-        if kind.name in DTYPES:
-            tensor = torch.from_numpy(raw).view(DTYPES[kind.name]).reshape(stored.shape)
-        else:
-            rows = raw.reshape(*stored.shape[:-1], -1)
-            with np.errstate(all="ignore"):  # `read` refuses a tensor with a scale that is NaN by name
-                values = dequantize(rows, kind)
-            tensor = torch.from_numpy(values).reshape(stored.shape)
-        return tensor
+            return _decoded(bytearray(file.read(nbytes)), kind, stored.shape)
 
     def _unpermute(self, name: str, tensor: Tensor) -> Tensor:
         """Undo llama.cpp's reordering of the rows of queries and keys from halves to neighbouring pairs."""
@@ -213,3 +216,15 @@ def _is_readable(kind: Any) -> bool:
     except (NotImplementedError, KeyError):
         return False
     return True
+
+
+def _decoded(content: bytearray, kind: Any, shape: tuple[int, ...]) -> Tensor:
+    """The numbers that the bytes of a tensor, or of some of its rows, stand for."""
+    from gguf.quants import dequantize
+
+    raw = np.frombuffer(content, dtype=np.uint8)
+    if kind.name in DTYPES:
+        return torch.from_numpy(raw).view(DTYPES[kind.name]).reshape(shape)
+    with np.errstate(all="ignore"):  # `read` refuses a tensor with a scale that is NaN by name
+        values = dequantize(raw.reshape(*shape[:-1], -1), kind)
+    return torch.from_numpy(values).reshape(shape)

@@ -29,6 +29,22 @@ def first_part(path: Path) -> Path:
     return first if first.is_file() else path
 
 
+def renamed_parts(path: Path, count: int) -> list[Path]:
+    """The files of a model in so many parts that is called by a path: the path itself where it is whole.
+
+    For example ``renamed_parts(Path("out.gguf"), 2)[0]`` is ``Path("out-00001-of-00002.gguf")``.
+
+    Args:
+        path: a ``.gguf``, with or without the number of a part.
+        count: of parts.
+    """
+    if count == 1:
+        return [path]
+    match = _NAME.fullmatch(path.name)
+    stem = path.stem if match is None else match["stem"]
+    return [path.with_name(_part_name(stem, number, count)) for number in range(1, count + 1)]
+
+
 def are_of_one_model(files: Sequence[Path]) -> bool:
     """Whether files are parts of one model by their names, which leave open whether parts are missing.
 

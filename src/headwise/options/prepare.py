@@ -1,0 +1,30 @@
+"""The options of `headwise.prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from headwise.options.declare import Options, at_least, not_empty, option
+
+
+class PrepareOptions(Options):
+    """The caches that a model is prepared for, and the text that it is fitted on.
+
+    For example ``PrepareOptions(cache=["llama.cpp:q4_0"])``.
+    """
+
+    cache: str | Sequence[str] = option(
+        "an engine's cache to prepare for, or several: llama.cpp: with a type of --cache-type-k, or two types for"
+        " keys and values (llama.cpp:q4_0, llama.cpp:q8_0/q4_0)",
+        flag="--for",
+        metavar="ENGINE:FORMAT",
+        rule=not_empty("must be at least one cache"),
+    )
+    calibrate: str | Path | Sequence[str | Path] = option(
+        "a text to fit on, or several; the weights alone are enough where there is none",
+        default=(),
+        metavar="TEXT",
+    )
+    calibration_tokens: int = option("tokens of the text to read", default=4096, rule=at_least(256))
+    overwrite: bool = option("replace what is at the output", default=False, identity=False)

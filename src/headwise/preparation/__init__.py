@@ -1,0 +1,5 @@
+"""Models changed without a change of what they compute, so that engines' own small caches lose less of them."""
+
+from headwise.preparation.prepare import Preparation, prepare
+
+__all__ = ["Preparation", "prepare"]

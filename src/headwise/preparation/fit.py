@@ -1,0 +1,210 @@
+"""The change of a layer's queries and keys under which a format of the cache loses least.
+
+A block of keys is rounded to codes that lie a step apart, so that each channel is off by a random part of it. What
+scores lose is the mean square of the step times that of the queries' channels in the block, summed over blocks. Where
+steps follow from the mean square of a rotated head, the best factor of a pair has the fourth power Q/K, of the mean
+squares of its queries and keys. Real steps follow from the largest number of a block, so the sum itself is minimised:
+first over any factors by gradient descent, then over powers of two and quarter turns, one pair after the other.
+
+Shapes: K key–value heads, T keys, N queries, D head dim, G groups of channels, b blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from headwise.preparation.change import Change, channels, num_pairs
+from headwise.quantization.formats import EngineFormat
+from headwise.quantization.ggml import BLOCK
+from headwise.specs import GroupedSpec
+
+STEPS = 100
+KEYS = 256
+"""Keys of a head that steps are computed of; of queries only second moments count, which take all samples."""
+
+OFFSETS = (0.0, 0.25, 0.5, 0.75)
+"""What is added to the base-2 logarithms of factors before they are rounded."""
+
+_RATE = 0.07
+_SWEEPS = 4
+_GAIN = -1e-3
+"""A change of one pair is made where it changes the logarithm of the loss by less than this."""
+
+
+def fit(queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat]) -> list[Change]:
+    """Find changes of a layer under which formats lose little.
+
+    All factors of a head may be multiplied by one number, which changes no rounding of the cache, and leads to other
+    powers of two: each of `OFFSETS` gives a change. For example
+    ``fit(queries, keys, layer, [parse_format("llama.cpp:q4_0")])[0].exponents``.
+
+    Args:
+        queries: ``[K, N, D]`` in float32, all queries of a key–value head together.
+        keys: ``[K, T, D]``.
+        layer: its spec; one with a norm of each query and key head gets one change for all heads, and no layer with
+            norms gets turns.
+        formats: at least one whose keys have blocks; of several, the product of their losses is minimised.
+    """
+    problem = _Problem(queries, keys, layer, formats)
+    logarithms = problem.descended()
+    solved = [problem.rounded(logarithms + offset) for offset in OFFSETS]
+    every = (len(keys), -1)
+    return [Change(exponents.expand(every).clone(), turns.expand(every).clone()) for exponents, turns in solved]
+
+
+def where_it_helps(
+    change: Change, queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat]
+) -> Change:
+    """The change of the heads in which formats lose less by it, and none of the others.
+
+    Args:
+        change: that weights have room for.
+        queries: all samples; see `fit`.
+        keys: all samples.
+        layer: its spec.
+        formats: see `fit`.
+    """
+    new = change.applied(queries, layer, "q"), change.applied(keys, layer, "k")
+    pairs = [(score_loss(*new, code), score_loss(queries, keys, code)) for code in formats]
+    gain = torch.stack([(old / now).log() for now, old in pairs]).sum(0)
+    if layer.qk_norm == "head":
+        gain = gain.mean().expand_as(gain)
+    helps = (gain > 0)[:, None]
+    return replace(change, exponents=change.exponents * helps, turns=change.turns & helps)
+
+
+def score_loss(queries: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:
+    """What scores lose by rounding keys, ``[K]``, but for a factor that depends on the format alone.
+
+    Args:
+        queries: ``[K, N, D]``.
+        keys: ``[K, T, D]``.
+        code: the format.
+    """
+    weights = torch.unflatten(code.keys.turned(queries).square().mean(-2), -1, (-1, BLOCK)).sum(-1)  # [K, b]
+    return _loss(weights, code.keys.turned(keys), code)
+
+
+def _loss(weights: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:
+    """The loss of keys ``[…, T, D]`` as a format sees them, with the mean squares of queries in its blocks."""
+    return (code.keys.type.steps(keys).square().mean(-2) * weights).sum(-1)
+
+
+class _Problem:
+    """The loss of a layer under a change of its queries and keys; see `fit` for the arguments."""
+
+    def __init__(self, queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat]) -> None:
+        D = keys.shape[-1]
+        self.moments = queries.transpose(1, 2) @ queries / queries.shape[1]  # [K, D, D]
+        self.keys = keys[:, :: max(1, keys.shape[1] // KEYS)]
+        self.groups = channels(layer)
+        self.pairs = 0 if layer.qk_norm else num_pairs(layer)
+        self.heads = 1 if layer.qk_norm == "head" else len(keys)
+        self.formats = list(formats)
+        # What a format sees of a head is a linear map of it, [D, D]; the mean square of a block of queries is the sum
+        # of their second moments, each times a number of the map's, [b, D, D].
+        self.maps = [code.keys.turned(torch.eye(D)) for code in formats]
+        self.blocks = [
+            torch.einsum("dbi,ebi->bde", *2 * [torch.unflatten(seen, -1, (-1, BLOCK))]) for seen in self.maps
+        ]
+
+    def _losses(self, moments: Tensor, seen: Sequence[Tensor]) -> Tensor:
+        """The logarithm of the loss, ``[…, heads]``.
+
+        Args:
+            moments: of queries, ``[…, K, D, D]``.
+            seen: keys as each format sees them, ``[…, K, T, D]``.
+        """
+        parts = []
+        for code, keys, blocks in zip(self.formats, seen, self.blocks, strict=True):
+            weights = torch.einsum("...de,bde->...b", moments, blocks)
+            parts.append(_loss(weights, keys, code).log())
+        total = torch.stack(parts).sum(0)
+        return total.mean(-1, keepdim=True) if self.heads == 1 else total
+
+    def _scaled(self, factors: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Moments of queries, keys as the formats see them, and keys, all times factors of groups ``[heads, G]``."""
+        wide = torch.ones(len(factors), self.keys.shape[-1])
+        for column in (0, 1):
+            wide = wide.index_copy(-1, self.groups[:, column], factors)
+        keys = self.keys * wide[:, None]
+        return self.moments / (wide[:, :, None] * wide[:, None]), [keys @ seen for seen in self.maps], keys
+
+    def descended(self) -> Tensor:
+        """The base-2 logarithms of the best factors, ``[heads, G]``, from the fourth roots of Q/K on."""
+        mean_squares = [self.moments.diagonal(dim1=-2, dim2=-1), self.keys.square().mean(1)]
+        first, second = self.groups.T
+        by_group = [part[:, first] + torch.where(first == second, 0.0, part[:, second]) for part in mean_squares]
+        if self.heads == 1:
+            by_group = [part.mean(0, keepdim=True) for part in by_group]
+        Q, K = (part.clamp_min(1e-12 * float(part.max()) + 1e-30) for part in by_group)
+        best = (Q / K).log2() / 4
+        best = best - best.mean(-1, keepdim=True)
+        least = torch.full((self.heads,), torch.inf)
+        logarithms = best.clone().requires_grad_()
+        optimizer = torch.optim.Adam([logarithms], lr=_RATE)
+        with torch.enable_grad():
+            for _ in range(STEPS):
+                moments, seen, _ = self._scaled(logarithms.exp2())
+                losses = self._losses(moments, seen)
+                improved = losses.detach() < least
+                least = torch.where(improved, losses.detach(), least)
+                best = torch.where(improved[:, None], logarithms.detach(), best)
+                optimizer.zero_grad()
+                losses.sum().backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+        return best
+
+    def rounded(self, logarithms: Tensor) -> tuple[Tensor, Tensor]:
+        """The best exponents and turns near factors: one group after another, until none helps.
+
+        All moves of a group are tried at once: its two channels of all keys get other values, which adds two rows of
+        each format's map.
+        """
+        exponents, turns = logarithms.round().long(), torch.zeros_like(logarithms, dtype=torch.bool)
+        moments, seen, keys = self._scaled(exponents.double().exp2().float())
+        least = self._losses(moments, seen)
+        every = torch.arange(len(keys))
+        moves = [(move, turn) for turn in (False, True) for move in (0, 1, -1)]
+        for _ in range(_SWEEPS):
+            before = least
+            for group, (first, second) in enumerate(self.groups.tolist()):
+                pair = [first] if first == second else [first, second]
+                allowed = moves[1:] if group < self.pairs else moves[1:3]
+                old = keys[..., pair]
+                new = torch.stack([_moved(old, move, turn) for move, turn in allowed])  # [moves, K, T, 2]
+                rows = torch.stack([_moved_rows(moments, pair, -move, turn) for move, turn in allowed])
+                after = [own + (new - old) @ matrix[pair] for own, matrix in zip(seen, self.maps, strict=True)]
+                losses, number = self._losses(rows, after).min(0)  # [heads]
+                improved = losses < least + _GAIN
+                least = torch.where(improved, losses, least)
+                kept, which = improved.expand(len(keys)), number.expand(len(keys))
+                keys[..., pair] = torch.where(kept[:, None, None], new[which, every], old)
+                moments = torch.where(kept[:, None, None], rows[which, every], moments)
+                seen = [
+                    torch.where(kept[:, None, None], others[which, every], own)
+                    for own, others in zip(seen, after, strict=True)
+                ]
+                exponents[:, group] += torch.tensor([move for move, _ in allowed])[number] * improved
+                turns[:, group] ^= torch.tensor([turn for _, turn in allowed])[number] & improved
+            if not bool((least < before + _GAIN).any()):
+                break
+        return exponents, turns
+
+
+def _moved(pair: Tensor, move: int, turn: bool) -> Tensor:
+    """The one or two channels of a group, ``[…, 2]``, times a power of two, and turned by a quarter."""
+    scaled = pair * 2.0**move
+    return torch.stack((-scaled[..., 1], scaled[..., 0]), -1) if turn else scaled
+
+
+def _moved_rows(moments: Tensor, pair: list[int], move: int, turn: bool) -> Tensor:
+    """Second moments ``[K, D, D]`` after the same of one group's channels."""
+    moved = moments.clone()
+    moved[..., pair] = _moved(moved[..., pair], move, turn)
+    moved[:, pair] = _moved(moved[:, pair].mT, move, turn).mT
+    return moved

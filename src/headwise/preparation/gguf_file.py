@@ -1,0 +1,137 @@
+"""A GGUF model with the queries and keys of its layers changed in place: all other bytes are copied.
+
+Shapes: H query heads, K key–value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwise.checkpoints import GgufCheckpoint
+from headwise.checkpoints.gguf.scaling import Bytes, Rows
+from headwise.errors import CheckpointError
+from headwise.preparation.change import Change, row_plan
+from headwise.preparation.room import FAR, half_span
+from headwise.specs import GroupedSpec, read_gguf_header
+from headwise.specs.gguf.types import TYPES, tensor_bytes
+
+_WIDE = ("F64", "F32", "BF16")
+"""Types that have room for every exponent."""
+
+
+class GgufLayers:
+    """The queries and keys of a GGUF model's layers, as they are stored.
+
+    Args:
+        checkpoint: the model.
+    """
+
+    def __init__(self, checkpoint: GgufCheckpoint) -> None:
+        self._checkpoint, self._header = checkpoint, read_gguf_header(checkpoint.path)
+        self._is_interleaved = checkpoint.family.gguf_interleaved
+
+    def spans(self, index: int, layer: GroupedSpec, side: str) -> tuple[Tensor, Tensor]:
+        """The least and the largest exponent that each row of a side has room for, ``[K, D]`` in transformers' order.
+
+        Args:
+            index: of the layer.
+            layer: its spec.
+            side: ``q`` or ``k``.
+        """
+        D = layer.head_dim
+        heads = _stored_heads(layer, side)
+        least, most = torch.full((heads, D), -FAR), torch.full((heads, D), FAR)
+        place = self._held(D).argsort()
+        for name, start in self._places(index, layer, side):
+            tensor = self._header.tensors[name]
+            if TYPES[tensor.ggml_type][0] in _WIDE:
+                continue
+            with tensor.file.open("rb") as file:
+                file.seek(tensor.offset)
+                raw = np.frombuffer(bytearray(file.read(tensor_bytes(tensor) or 0)), np.uint8)
+            scales = Rows(raw, tensor.ggml_type, tensor.shape).scales()[start : start + heads * D]
+            low, high = (torch.from_numpy(part).reshape(heads, D)[:, place] for part in half_span(scales))
+            least, most = torch.maximum(least, low), torch.minimum(most, high)
+        shared = (min(heads, layer.num_kv_heads), -1, D)
+        low, high = least.reshape(shared).amax(1), most.reshape(shared).amin(1)
+        return low.expand(layer.num_kv_heads, D), high.expand(layer.num_kv_heads, D)
+
+    def write(self, changes: Sequence[Change | None], files: dict[Path, Path]) -> None:
+        """Change the layers in copies of the model's files.
+
+        Args:
+            changes: of each layer; None where it is left as it is.
+            files: the copy of each file.
+
+        Raises:
+            OSError: a copy cannot be written.
+        """
+        for path, copy in files.items():
+            with copy.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
+                for index, change in enumerate(changes):
+                    layer = self._checkpoint.spec.layers[index]
+                    if change is None or not isinstance(layer, GroupedSpec):
+                        continue
+                    for side in ("q", "k"):
+                        for name, start in self._places(index, layer, side):
+                            tensor = self._header.tensors[name]
+                            if tensor.file == path:
+                                size = tensor_bytes(tensor)
+                                assert size is not None
+                                raw = np.frombuffer(data, np.uint8, size, tensor.offset).copy()
+                                self._change(raw, tensor.ggml_type, tensor.shape, start, change, layer, side)
+                                data[tensor.offset : tensor.offset + size] = raw.tobytes()
+
+    def _change(
+        self, raw: Bytes, kind: int, shape: tuple[int, ...], start: int, change: Change, layer: GroupedSpec, side: str
+    ) -> None:
+        """Change the bytes of a tensor, of which the side's rows begin at ``start``."""
+        D, heads = layer.head_dim, _stored_heads(layer, side)
+        held = self._held(D)
+        # In transformers' order row c becomes row order[c] of the old ones; the file's row r is channel held[r].
+        order, signs, exponents = (part[:heads, held] for part in row_plan(change, layer, side))
+        old = held.argsort()[order] + torch.arange(heads)[:, None] * D + start
+        every, sign, exponent = np.arange(shape[0]), np.ones(shape[0], np.int64), np.zeros(shape[0], np.int64)
+        part = slice(start, start + heads * D)
+        every[part], sign[part], exponent[part] = (each.flatten().numpy() for each in (old, signs, exponents))
+        rows = Rows(raw, kind, shape)
+        if bool(change.turns.any()):
+            rows.take(every, sign)
+        rows.multiply(exponent)
+
+    def _places(self, index: int, layer: GroupedSpec, side: str) -> list[tuple[str, int]]:
+        """The stored tensors of a side, and the first row of the side in each.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        prefix = f"blk.{index}.attn_"
+        if layer.qk_norm:
+            names = [(f"{prefix}{side}_norm.weight", 0)]
+        elif f"{prefix}qkv.weight" in self._header.tensors:
+            start = 0 if side == "q" else layer.num_heads * layer.head_dim
+            names = [(f"{prefix}qkv.{kind}", start) for kind in ("weight", "bias")]
+        else:
+            names = [(f"{prefix}{side}.{kind}", 0) for kind in ("weight", "bias")]
+        found = [(name, start) for name, start in names if name in self._header.tensors]
+        if not found:
+            raise CheckpointError("GGUF tensor", names[0][0], "is missing")
+        return found
+
+    def _held(self, head_dim: int) -> Tensor:
+        """The channel, as transformers numbers them, that each row of a head in the file holds, ``[D]``."""
+        rows = torch.arange(head_dim)
+        return rows.reshape(2, -1).T.flatten() if self._is_interleaved else rows
+
+
+def _stored_heads(layer: GroupedSpec, side: str) -> int:
+    """The heads that a side has numbers for: one where a norm of every head has the same weights."""
+    if layer.qk_norm == "head":
+        return 1
+    return layer.num_heads if side == "q" else layer.num_kv_heads

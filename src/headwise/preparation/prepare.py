@@ -1,0 +1,283 @@
+"""``headwise.prepare``: a model that loses less in an engine's own small cache, and computes what it did."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from headwise.checkpoints import Checkpoint, GgufCheckpoint, open_checkpoint
+from headwise.disk import clearly, refuse_file, refuse_input_within, refuse_no_file, replace
+from headwise.documents import as_document
+from headwise.errors import ArgumentError, SpecError
+from headwise.options import PrepareOptions, takes_options
+from headwise.preparation.change import Change
+from headwise.preparation.chosen import best_of
+from headwise.preparation.fit import fit, score_loss, where_it_helps
+from headwise.preparation.folder import FolderLayers, write_folder
+from headwise.preparation.gguf_file import GgufLayers
+from headwise.preparation.inputs import layer_inputs
+from headwise.preparation.room import within
+from headwise.preparation.samples import as_cached
+from headwise.progress import Progress, silent
+from headwise.quantization.formats import SPELLINGS, EngineFormat, parse_format
+from headwise.specs import AttentionSpec, GroupedSpec
+from headwise.specs.gguf.parts import renamed_parts
+from headwise.texts.calibration_texts import check_texts
+from headwise.type_checks import typed
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedLayer:
+    """What preparing did to one layer.
+
+    Attributes:
+        layer: its number.
+        loss: what scores lose by each format's rounding afterwards, over what they lost before; by the format's
+            spelling. It is the geometric mean over the key–value heads.
+        cut: how many powers of two the layer's weights have too little room for, at most; 0 where all fit.
+    """
+
+    layer: int
+    loss: dict[str, float]
+    cut: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """A prepared model.
+
+    Attributes:
+        source: the model, as the user named it.
+        output: the file or folder that was written; of a split model the first of its files.
+        cache: the formats that it was prepared for.
+        calibrate: the texts that it was fitted on; none where the weights alone were.
+        layers: what was done to each layer.
+        notes: what a user should know.
+        seconds: that it took.
+    """
+
+    source: str
+    output: str
+    cache: tuple[str, ...]
+    calibrate: tuple[str, ...]
+    layers: tuple[PreparedLayer, ...]
+    notes: tuple[str, ...] = ()
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON-able values."""
+        return as_document(self)
+
+
+@takes_options(PrepareOptions)
+@typed
+def prepare(
+    source: str | Path, output: str | Path, options: PrepareOptions, *, progress: Progress = silent
+) -> Preparation:
+    """Write a model whose keys lose less in an engine's own small cache, and which computes what it did.
+
+    For example ``prepare("model.gguf", "prepared.gguf", cache="llama.cpp:q4_0")``.
+
+    The two channels of each rotary pair of a key–value head are multiplied by a power of two, and those of its
+    queries divided by it; some pairs are turned by a quarter as well. All products of queries and keys stay as they
+    are, and powers of two round no weight, so the model is the same. Of a ``.gguf`` only the scales of blocks of
+    attn_q and attn_k are written anew, and all other bytes are copied.
+
+    Args:
+        source: a model folder, or a ``.gguf`` of any type.
+        output: a ``.gguf`` for a ``.gguf``, and a folder for a folder.
+        options: the keywords below as one object, in place of them.
+        progress: told of each layer.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ArgumentError: the output cannot be written, or a cache is none that a model can be prepared for.
+        SpecError: the model's keys cannot be changed so.
+        CheckpointError: the source cannot be read.
+        StorageError: the output cannot be written.
+    """
+    start = time.perf_counter()
+    formats = read_formats(options.cache)
+    checkpoint = open_checkpoint(source)
+    path = Path(output)
+    check_output(checkpoint, path, overwrite=options.overwrite)
+    check_layers(checkpoint, formats)
+    texts = check_texts(options.calibrate, options.calibration_tokens if options.calibrate else None, None)
+    if checkpoint.family.gguf_interleaved:
+        formats = [code.interleaved() for code in formats]
+    stored = GgufLayers(checkpoint) if isinstance(checkpoint, GgufCheckpoint) else FolderLayers(checkpoint)
+    changes: list[Change | None] = []
+    layers = []
+    inputs = layer_inputs(checkpoint, texts)
+    for index, layer in enumerate(checkpoint.spec.layers):
+        progress("fitting", index, checkpoint.spec.num_layers)
+        assert isinstance(layer, GroupedSpec)
+        state = checkpoint.family.read_attention(checkpoint.read, index, layer)
+        windows = as_cached(state, layer, *next(inputs))
+        samples = grouped(*windows[:2], layer)
+        spans = stored.spans(index, layer, "k"), stored.spans(index, layer, "q")
+        tried = [within(change, layer, *spans) for change in fit(*samples, layer, formats)]
+        tried = [where_it_helps(change, *samples, layer, formats) for change in tried]
+        change = best_of([*tried, Change.none(layer)], layer, state, windows, formats)
+        changes.append(change)
+        layers.append(PreparedLayer(layer=index, loss=losses(samples, change, layer, formats), cut=change.cut))
+    progress("fitting", len(layers), len(layers))
+    if isinstance(stored, GgufLayers):
+        written = write_files(stored, path, changes, checkpoint.files)
+    else:
+        write_folder(checkpoint, path, changes, overwrite=options.overwrite, progress=progress)
+        written = path
+    return Preparation(
+        source=str(source),
+        output=str(written),
+        cache=tuple(map(str, formats)),
+        calibrate=tuple(map(str, texts.sources)),
+        layers=tuple(layers),
+        notes=(*checkpoint.notes, *_notes(layers)),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def read_formats(caches: str | Sequence[str]) -> list[EngineFormat]:
+    """Read the formats that a model is prepared for.
+
+    For example ``read_formats("llama.cpp:q4_0")``.
+
+    Raises:
+        ArgumentError: one is no format of an engine, or keeps keys as they are.
+    """
+    formats = []
+    for spelling in dict.fromkeys([caches] if isinstance(caches, str) else caches):
+        code = parse_format(spelling, name="for")
+        if not isinstance(code, EngineFormat):
+            raise ArgumentError("for", spelling, f"is no engine's own cache; formats are {SPELLINGS}")
+        if not code.keys.type.has_blocks:
+            raise ArgumentError("for", spelling, "keeps keys as they are, so that there is nothing to prepare")
+        formats.append(code)
+    return formats
+
+
+def check_layers(checkpoint: Checkpoint, formats: Sequence[EngineFormat]) -> None:
+    """Refuse a model whose keys cannot be changed in this way.
+
+    Raises:
+        SpecError: a layer has no keys of heads, or shares them with another layer.
+        ArgumentError: a format's blocks do not divide its heads.
+    """
+    if not checkpoint.spec.is_causal or checkpoint.family.cross_attention is not None:
+        raise SpecError("model_type", checkpoint.family.model_type, "is no decoder, and cannot be prepared")
+    for index, layer in enumerate(checkpoint.spec.layers):
+        if (reason := _why_not(layer)) is not None:
+            raise SpecError(f"layer {index}", layer.label, f"{reason}, and cannot be prepared")
+        assert isinstance(layer, GroupedSpec)
+        for code in formats:
+            code.keys.type.token_bytes(layer.head_dim)
+
+
+def _why_not(layer: AttentionSpec) -> str | None:
+    if not isinstance(layer, GroupedSpec):
+        return "has no keys of heads"
+    if layer.shares_kv:
+        return "reads another layer's keys"
+    if layer.output_gate or layer.q_lora_rank is not None:
+        return "projects its queries in another way"
+    return None
+
+
+def check_output(checkpoint: Checkpoint, output: Path, *, overwrite: bool) -> None:
+    """Refuse an output that cannot be written, or that would replace the source.
+
+    Raises:
+        ArgumentError: it is of the wrong kind, exists, or is the source.
+    """
+    is_file = isinstance(checkpoint, GgufCheckpoint)
+    if is_file != (output.suffix == ".gguf"):
+        rule = "must end in .gguf, as the source does" if is_file else "must be a folder, as the source is"
+        raise ArgumentError("output", str(output), rule)
+    if not is_file:
+        refuse_file(output)
+        refuse_input_within(output, checkpoint.path, "the source")
+        return
+    for part in renamed_parts(output, len(checkpoint.files)):
+        refuse_no_file("output", part)
+        if part.exists() and any(part.samefile(file) for file in checkpoint.files):
+            raise ArgumentError("output", str(part), "must not be the source")
+        if part.exists() and not overwrite:
+            raise ArgumentError("output", str(part), "exists; say --overwrite to replace it")
+
+
+def grouped(queries: Tensor, keys: Tensor, layer: GroupedSpec) -> tuple[Tensor, Tensor]:
+    """Queries ``[H, B, W, D]`` of all heads that share a key–value head together, ``[K, N, D]``, and keys alike."""
+    return queries.reshape(layer.num_kv_heads, -1, layer.head_dim), keys.flatten(1, 2)
+
+
+def losses(
+    samples: tuple[Tensor, Tensor], change: Change, layer: GroupedSpec, formats: Sequence[EngineFormat]
+) -> dict[str, float]:
+    """What scores lose after a change, over what they lost before it, by the spelling of each format.
+
+    Args:
+        samples: queries ``[K, N, D]`` and keys ``[K, T, D]``.
+        change: of the layer.
+        layer: its spec.
+        formats: that it is prepared for.
+    """
+    before = dict(zip("qk", samples, strict=True))
+    after = {side: change.applied(states, layer, side) for side, states in before.items()}
+    ratios = {}
+    for code in formats:
+        old, new = (score_loss(states["q"], states["k"], code) for states in (before, after))
+        ratios[str(code)] = float((new / old).log().mean().exp())
+    return ratios
+
+
+def write_files(layers: GgufLayers, output: Path, changes: Sequence[Change | None], files: Sequence[Path]) -> Path:
+    """Copy the files of a GGUF model, change the copies, and move them into place.
+
+    Args:
+        layers: of the model.
+        output: the file to write; of a split model the name that its parts get their numbers in.
+        changes: of each layer.
+        files: the model's.
+
+    Returns:
+        The first file.
+
+    Raises:
+        StorageError: they cannot be written; nothing is left then.
+    """
+    targets = renamed_parts(output, len(files))
+    with ExitStack() as partials, clearly("output", output):
+        copies = {}
+        for file, target in zip(files, targets, strict=True):
+            folder = Path(os.path.realpath(target)).parent
+            place = partials.enter_context(tempfile.TemporaryDirectory(prefix=".headwise-partial-", dir=folder))
+            copies[file] = Path(place) / target.name
+            shutil.copyfile(file, copies[file])
+        layers.write(changes, copies)
+        for file, target in zip(files, targets, strict=True):
+            replace(copies[file], Path(os.path.realpath(target)))
+    return targets[0]
+
+
+def _notes(layers: Sequence[PreparedLayer]) -> list[str]:
+    cut = [layer for layer in layers if layer.cut]
+    if not cut:
+        return []
+    most = max(cut, key=lambda layer: layer.cut)
+    names = ", ".join(str(layer.layer) for layer in cut)
+    return [
+        f"the types of layers {names} have too little room for the powers of two that were wanted (layer"
+        f" {most.layer}: {most.cut} too many); smaller ones were taken"
+    ]
