@@ -10,7 +10,6 @@ dim, V value dim, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -44,7 +43,8 @@ def best_of(
         errors = errors.mean(-1, keepdim=True).expand_as(errors)
     best, heads = errors.argmin(0), torch.arange(layer.num_kv_heads)
     every = [torch.stack([getattr(change, name) for change in changes]) for name in ("exponents", "turns")]
-    return replace(changes[0], exponents=every[0][best, heads], turns=every[1][best, heads])
+    cut = max(changes[number].cut for number in best.tolist())
+    return Change(every[0][best, heads], every[1][best, heads], cut)
 
 
 def _errors(

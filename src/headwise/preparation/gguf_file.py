@@ -62,11 +62,11 @@ class GgufLayers:
         low, high = least.reshape(shared).amax(1), most.reshape(shared).amin(1)
         return low.expand(layer.num_kv_heads, D), high.expand(layer.num_kv_heads, D)
 
-    def write(self, changes: Sequence[Change | None], files: dict[Path, Path]) -> None:
+    def write(self, changes: Sequence[Change], files: dict[Path, Path]) -> None:
         """Change the layers in copies of the model's files.
 
         Args:
-            changes: of each layer; None where it is left as it is.
+            changes: of each layer.
             files: the copy of each file.
 
         Raises:
@@ -76,8 +76,7 @@ class GgufLayers:
             with copy.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
                 for index, change in enumerate(changes):
                     layer = self._checkpoint.spec.layers[index]
-                    if change is None or not isinstance(layer, GroupedSpec):
-                        continue
+                    assert isinstance(layer, GroupedSpec)
                     for side in ("q", "k"):
                         for name, start in self._places(index, layer, side):
                             tensor = self._header.tensors[name]

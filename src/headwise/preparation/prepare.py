@@ -22,7 +22,7 @@ from headwise.options import PrepareOptions, takes_options
 from headwise.preparation.change import Change
 from headwise.preparation.chosen import best_of
 from headwise.preparation.fit import fit, score_loss, where_it_helps
-from headwise.preparation.folder import FolderLayers, write_folder
+from headwise.preparation.folder import folder_spans, write_folder
 from headwise.preparation.gguf_file import GgufLayers
 from headwise.preparation.inputs import layer_inputs
 from headwise.preparation.room import within
@@ -116,8 +116,8 @@ def prepare(
     texts = check_texts(options.calibrate, options.calibration_tokens if options.calibrate else None, None)
     if checkpoint.family.gguf_interleaved:
         formats = [code.interleaved() for code in formats]
-    stored = GgufLayers(checkpoint) if isinstance(checkpoint, GgufCheckpoint) else FolderLayers(checkpoint)
-    changes: list[Change | None] = []
+    stored = GgufLayers(checkpoint) if isinstance(checkpoint, GgufCheckpoint) else None
+    changes: list[Change] = []
     layers = []
     inputs = layer_inputs(checkpoint, texts)
     for index, layer in enumerate(checkpoint.spec.layers):
@@ -126,14 +126,16 @@ def prepare(
         state = checkpoint.family.read_attention(checkpoint.read, index, layer)
         windows = as_cached(state, layer, *next(inputs))
         samples = grouped(*windows[:2], layer)
-        spans = stored.spans(index, layer, "k"), stored.spans(index, layer, "q")
-        tried = [within(change, layer, *spans) for change in fit(*samples, layer, formats)]
+        keys, queries = (
+            folder_spans(state, layer, side) if stored is None else stored.spans(index, layer, side) for side in "kq"
+        )
+        tried = [within(change, layer, keys, queries) for change in fit(*samples, layer, formats)]
         tried = [where_it_helps(change, *samples, layer, formats) for change in tried]
         change = best_of([*tried, Change.none(layer)], layer, state, windows, formats)
         changes.append(change)
         layers.append(PreparedLayer(layer=index, loss=losses(samples, change, layer, formats), cut=change.cut))
     progress("fitting", len(layers), len(layers))
-    if isinstance(stored, GgufLayers):
+    if stored is not None:
         written = write_files(stored, path, changes, checkpoint.files)
     else:
         write_folder(checkpoint, path, changes, overwrite=options.overwrite, progress=progress)
@@ -242,7 +244,7 @@ def losses(
     return ratios
 
 
-def write_files(layers: GgufLayers, output: Path, changes: Sequence[Change | None], files: Sequence[Path]) -> Path:
+def write_files(layers: GgufLayers, output: Path, changes: Sequence[Change], files: Sequence[Path]) -> Path:
     """Copy the files of a GGUF model, change the copies, and move them into place.
 
     Args:
