@@ -73,7 +73,7 @@ def test_the_scale_of_levels_is_fitted_and_codes_are_not() -> None:
 @pytest.mark.parametrize("is_keys", [True, False])
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_turning_keeps_products_and_is_undone(width: int, is_keys: bool, interleaved: bool) -> None:
-    code = LlamaCppCode(GgmlCode("q8_0"), is_keys=is_keys, interleaved=interleaved and is_keys)
+    code = LlamaCppCode(GgmlCode("q8_0"), is_keys=is_keys, is_interleaved=interleaved and is_keys)
     a, b = states(1, width).double(), states(2, width).double()
     seen = code.turned(a)
     assert_close((seen * code.turned(b)).sum(-1), (a * b).sum(-1), 1e-12)
@@ -119,7 +119,7 @@ def test_attention_is_that_of_rounded_queries_keys_and_values(name: str, cache: 
         key = code.keys.decode(code.keys.encode(key), 64, torch.float32)
         value = code.values.decode(code.values.encode(value), 64, torch.float32)
         seen = code.keys.turned(query)
-        operand = GgmlCode("q8_0" if code.keys.type.has_blocks else "f16")
+        operand = GgmlCode("q8_0" if code.keys.rounds else "f16")
         exact = operand.decode(operand.encode(seen), 64, torch.float32)
         keys = code.keys.turned(key).repeat_interleave(2, 1)
         scores = exact @ keys.mT * 64**-0.5

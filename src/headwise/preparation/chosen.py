@@ -73,9 +73,8 @@ def _errors(
     for code in formats:
         new_keys = change.applied(keys.flatten(1, 2), layer, "k").view_as(keys)
         new_queries = change.applied(grouped.flatten(1, 3), layer, "q").view_as(grouped)
-        stored = code.keys.type.encode(code.keys.turned(new_keys))
-        rounded = code.keys.type.decode(stored, D, torch.float32)
-        asked_of = code.keys.type.rounded_queries(code.keys.turned(new_queries))
+        rounded = code.keys.as_read(code.keys.stored(code.keys.turned(new_keys)), D)
+        asked_of = code.keys.rounded_queries(code.keys.turned(new_queries))
         off = (attended(asked_of, rounded) - exact).flatten(1, 2) @ output  # [K, B·S, E]
         total = total + (off.square().sum((1, 2)) + 1e-30).log()
     return total

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from headwise.preparation.change import Change, channels, num_pairs
 from headwise.quantization.formats import EngineFormat
-from headwise.quantization.ggml import BLOCK
 from headwise.specs import GroupedSpec
 
 STEPS = 100
@@ -85,13 +84,14 @@ def score_loss(queries: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:
         keys: ``[K, T, D]``.
         code: the format.
     """
-    weights = torch.unflatten(code.keys.turned(queries).square().mean(-2), -1, (-1, BLOCK)).sum(-1)  # [K, b]
+    block = code.keys.block(queries.shape[-1])
+    weights = torch.unflatten(code.keys.turned(queries).square().mean(-2), -1, (-1, block)).sum(-1)  # [K, b]
     return _loss(weights, code.keys.turned(keys), code)
 
 
 def _loss(weights: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:
     """The loss of keys ``[…, T, D]`` as a format sees them, with the mean squares of queries in its blocks."""
-    return (code.keys.type.steps(keys).square().mean(-2) * weights).sum(-1)
+    return (code.keys.steps(keys).square().mean(-2) * weights).sum(-1)
 
 
 class _Problem:
@@ -109,7 +109,8 @@ class _Problem:
         # of their second moments, each times a number of the map's, [b, D, D].
         self.maps = [code.keys.turned(torch.eye(D)) for code in formats]
         self.blocks = [
-            torch.einsum("dbi,ebi->bde", *2 * [torch.unflatten(seen, -1, (-1, BLOCK))]) for seen in self.maps
+            torch.einsum("dbi,ebi->bde", *2 * [torch.unflatten(seen, -1, (-1, code.keys.block(D)))])
+            for code, seen in zip(formats, self.maps, strict=True)
         ]
 
     def _losses(self, moments: Tensor, seen: Sequence[Tensor]) -> Tensor:

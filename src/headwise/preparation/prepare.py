@@ -164,7 +164,7 @@ def read_formats(caches: str | Sequence[str]) -> list[EngineFormat]:
         code = parse_format(spelling, name="for")
         if not isinstance(code, EngineFormat):
             raise ArgumentError("for", spelling, f"is no engine's own cache; formats are {SPELLINGS}")
-        if not code.keys.type.has_blocks:
+        if not code.keys.rounds:
             raise ArgumentError("for", spelling, "keeps keys as they are, so that there is nothing to prepare")
         formats.append(code)
     return formats
@@ -184,7 +184,7 @@ def check_layers(checkpoint: Checkpoint, formats: Sequence[EngineFormat]) -> Non
             raise SpecError(f"layer {index}", layer.label, f"{reason}, and cannot be prepared")
         assert isinstance(layer, GroupedSpec)
         for code in formats:
-            code.keys.type.token_bytes(layer.head_dim)
+            code.keys.block(layer.head_dim)
 
 
 def _why_not(layer: AttentionSpec) -> str | None:

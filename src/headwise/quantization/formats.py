@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from headwise.cost.default_targets import GROUP, GROUPS
 from headwise.errors import ArgumentError
 from headwise.quantization import kivi
+from headwise.quantization.engine_code import EngineCode
 from headwise.quantization.ggml import TYPES, GgmlCode, LlamaCppCode
 from headwise.quantization.groups import BITS, HADAMARD, Float8Code, GroupCode, TokenCode
 from headwise.quantization.kivi import KiviCode
@@ -55,8 +56,8 @@ class EngineFormat:
     """
 
     engine: str
-    keys: LlamaCppCode
-    values: LlamaCppCode
+    keys: EngineCode
+    values: EngineCode
 
     def __str__(self) -> str:
         sides = dict.fromkeys((str(self.keys), str(self.values)))
@@ -64,7 +65,7 @@ class EngineFormat:
 
     def interleaved(self) -> EngineFormat:
         """The format for a model whose file keeps the channels of a rotary pair side by side."""
-        return replace(self, keys=replace(self.keys, interleaved=True))
+        return replace(self, keys=self.keys.interleaved(), values=self.values.interleaved())
 
 
 TokenwiseFormat = TokenFormat | EngineFormat

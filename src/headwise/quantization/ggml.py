@@ -9,7 +9,7 @@ Shapes: B batch, K key–value heads, T tokens, D channels of a head, N blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -117,13 +117,13 @@ class LlamaCppCode:
     Attributes:
         type: how rows are stored.
         is_keys: whether it is the side of the keys.
-        interleaved: whether a GGUF file keeps the two channels of a rotary pair side by side, where transformers has
-            them half a head apart; of keys alone.
+        is_interleaved: whether a GGUF file keeps the two channels of a rotary pair side by side, where transformers
+            has them half a head apart; of keys alone.
     """
 
     type: GgmlCode
     is_keys: bool
-    interleaved: bool = False
+    is_interleaved: bool = False
 
     def __str__(self) -> str:
         return str(self.type)
@@ -132,26 +132,60 @@ class LlamaCppCode:
         """Bytes of a token's row; see `GgmlCode.token_bytes`."""
         return self.type.token_bytes(width)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether it stores codes, and not numbers."""
+        return self.type.has_blocks
+
+    def block(self, width: int) -> int:
+        """How many channels share a scale: 32.
+
+        Raises:
+            ArgumentError: they do not divide a head.
+        """
+        self.token_bytes(width)
+        return BLOCK
+
+    def interleaved(self) -> LlamaCppCode:
+        """The code for a model whose file keeps the two channels of a rotary pair side by side."""
+        return replace(self, is_interleaved=self.is_keys)
+
     def encode(self, states: Tensor) -> Tensor:
         """Rows of bytes, uint8 ``[B, K, T, token_bytes(D)]``, of keys or values ``[B, K, T, D]``."""
-        return self.type.encode(self.turned(states.float()))
+        return self.stored(self.turned(states.float()))
 
     def decode(self, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """The keys or values ``[B, K, T, width]`` that rows stand for."""
-        states = self._rotated(self.type.decode(rows, width, torch.float32))
-        if self.interleaved:
+        states = self._rotated(self.as_read(rows, width))
+        if self.is_interleaved:
             states = torch.unflatten(states, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return states.to(dtype)
 
     def turned(self, states: Tensor) -> Tensor:
         """Queries, keys or values ``[…, D]`` in the order and rotation that rows are stored in."""
-        if self.interleaved:
+        if self.is_interleaved:
             states = torch.unflatten(states, -1, (2, -1)).transpose(-1, -2).flatten(-2)
         return self._rotated(states)
 
     def turned_back(self, states: Tensor) -> Tensor:
         """Undo `turned` for sums of values ``[…, D]``."""
         return self._rotated(states)
+
+    def stored(self, turned: Tensor) -> Tensor:
+        """Rows of bytes of turned states ``[…, D]``."""
+        return self.type.encode(turned)
+
+    def as_read(self, rows: Tensor, width: int) -> Tensor:
+        """The turned states ``[…, width]`` that rows stand for, in float32."""
+        return self.type.decode(rows, width, torch.float32)
+
+    def rounded_queries(self, turned: Tensor) -> Tensor:
+        """Turned queries ``[…, D]`` as ggml's CPU backend multiplies them with keys of this type, in float32."""
+        return self.type.rounded_queries(turned)
+
+    def steps(self, turned: Tensor) -> Tensor:
+        """How far apart the codes of each block of turned states lie; see `GgmlCode.steps`."""
+        return self.type.steps(turned)
 
     def _rotated(self, states: Tensor) -> Tensor:
         """Times the symmetric Hadamard matrix, which is its own inverse."""

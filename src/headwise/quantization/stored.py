@@ -114,9 +114,9 @@ def read_rounded(code: EngineFormat, rows: tuple[Tensor, Tensor], widths: tuple[
     """
 
     def read(query: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-        keys = code.keys.type.decode(rows[0], widths[0], torch.float32)
-        values = code.values.type.decode(rows[1], widths[1], torch.float32)
-        queries = code.keys.type.rounded_queries(code.keys.turned(query.float()))
+        keys = code.keys.as_read(rows[0], widths[0])
+        values = code.values.as_read(rows[1], widths[1])
+        queries = code.keys.rounded_queries(code.keys.turned(query.float()))
         out = attend(queries, keys, values, mask, 0.0, is_causal, scale)
         return code.values.turned_back(out).to(query.dtype)
 
