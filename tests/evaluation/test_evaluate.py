@@ -148,7 +148,7 @@ def test_several_texts_are_scored_each_and_together(root: Path) -> None:
 
 
 def test_cost_by_position_adds_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["headwise.evaluation.evaluate"], "_FIRST_BUCKET", 16)
+    monkeypatch.setattr(sys.modules["headwise.evaluation.results"], "_FIRST_BUCKET", 16)
     evaluation = headwise.evaluate(
         root / "half", against=root / "source", text=root / "text.txt", window=100, windows=3, context=10
     )

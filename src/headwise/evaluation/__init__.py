@@ -2,9 +2,10 @@
 
 from headwise.evaluation.accuracy_intervals import Rate, rate
 from headwise.evaluation.choices import Choice, ChoiceEvaluation, evaluate_choices, log_likelihoods, read_choices
-from headwise.evaluation.evaluate import WINDOW, Evaluation, PositionScore, TextScore, evaluate, evaluate_windows
+from headwise.evaluation.evaluate import WINDOW, evaluate, evaluate_windows
 from headwise.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.evaluation.planted import DepthScore, PlantedEvaluation, evaluate_planted
+from headwise.evaluation.results import Evaluation, PositionScore, TextScore
 from headwise.evaluation.retrieval import (
     Encoder,
     Pooling,

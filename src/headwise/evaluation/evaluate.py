@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.evaluation.model_pair import Pair, check_vocabulary, open_pair
-from headwise.evaluation.paired_results import Paired
+from headwise.evaluation.results import Evaluation, Scores, evaluation_of
 from headwise.evaluation.scoring import score_window
 from headwise.evaluation.speed import Speed, allocated_bytes, decode_times
 from headwise.hf import check_logits, has_codes
-from headwise.options import EvaluateOptions, takes_options
+from headwise.options import EvaluateOptions, PassageOptions, takes_options
 from headwise.processes import all_sum, barrier, my_windows, process_index
 from headwise.progress import Progress, silent
 from headwise.texts.files import read_text
@@ -30,100 +27,9 @@ from headwise.type_checks import typed
 
 WINDOW = 2048
 CONTEXT = 512
-_FIRST_BUCKET = 256
 
-_Scores = list[tuple[str, dict[str, Tensor]]]
-"""The name of each text, and the scores of `score_window` for its windows, each ``[windows, W - 1]``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PositionScore(Paired, compared=("nll",)):
-    """The mean cost of the tokens in a range of positions within their windows.
-
-    Attributes:
-        start: the first position; a window's first token has position 0.
-        stop: the first position after the range.
-        nll: mean negative log-likelihood, in nats.
-    """
-
-    start: int
-    stop: int
-    nll: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextScore(Paired, compared=("perplexity",)):
-    """Quality on one text.
-
-    Attributes:
-        text: the file.
-        windows: the number of windows.
-        tokens: the number of scored predictions (a window's first token is not predicted).
-        perplexity: exp of the mean negative log-likelihood.
-        perplexity_ratio: the model's over the reference's; this and the next two are None without a reference.
-        kl: mean KL(reference ‖ model) a token, in nats.
-        top1_agreement: fraction of positions where both rank the same token first.
-        by_position: the cost by position in the window, in ranges of doubling length: 1–255, 256–511, 512–1023, ….
-    """
-
-    text: str
-    windows: int
-    tokens: int
-    perplexity: float
-    perplexity_ratio: float | None = None
-    kl: float | None = None
-    top1_agreement: float | None = None
-    by_position: tuple[PositionScore, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation(Paired, compared=("perplexity", "cache_bytes_per_token", "decode_ms")):
-    """Measurements of a model on texts, and in ``reference`` those of its reference in the same run.
-
-    Quality is over all tokens of all texts; ``texts`` has the quality on each.
-
-    Attributes:
-        model: the model, as the user named it.
-        against: the reference, as the user named it.
-        text: the file, or several files joined by commas.
-        window: tokens in each window.
-        begin: the tokens that each window begins with because the tokenizer begins every text so, such as ``<bos>``.
-        windows: the number of windows.
-        tokens: the number of scored predictions (a window's first token is not predicted).
-        perplexity: exp of the mean negative log-likelihood.
-        perplexity_ratio: the model's over the reference's; this and the next two are None without a reference.
-        kl: mean KL(reference ‖ model) a token, in nats.
-        top1_agreement: fraction of positions where both rank the same token first.
-        texts: the quality on each text.
-        cache: the format that the model's cache was stored in; None for the model's own numbers.
-        cache_bytes_per_token: bytes of the cache's tensors over the number of cached tokens; for a ``cache``, of all
-            memory that it allocates for a window.
-        context: tokens in the cache while decoding was timed.
-        decode_ms: median milliseconds for one more token at that context.
-        dtype: that both were run in.
-        device: that both were run on.
-        threads: the number of torch's threads.
-    """
-
-    model: str
-    against: str | None
-    text: str
-    window: int
-    begin: tuple[str, ...] = ()
-    windows: int
-    tokens: int
-    perplexity: float
-    perplexity_ratio: float | None = None
-    kl: float | None = None
-    top1_agreement: float | None = None
-    texts: tuple[TextScore, ...]
-    cache: str | None = None
-    cache_bytes_per_token: float
-    context: int
-    decode_ms: float
-    dtype: str
-    device: str
-    threads: int
+Windows = Sequence[tuple[str, Tensor]]
+"""The name of each text, and its windows ``[n, W]`` of tokens; W is the same for all."""
 
 
 @takes_options(EvaluateOptions)
@@ -151,26 +57,64 @@ def evaluate(
         ArgumentError: a text is missing or shorter than a window, or a number is out of range.
         CheckpointError: a model cannot be read.
     """
-    files = list(map(str, named_texts(options.text)))
-    contents = [read_text(file) for file in files]
-    refuse_twice(files, name="text")
+    contents = read_texts(options.text)
     # Opened before the tokenizer, whose errors say less about what is wrong with a folder.
     pair = open_pair(model, against=options.against, dtype=options.dtype, device=options.device, progress=progress)
+    batches, context = windows_of(contents, pair, options)
+    return evaluate_windows(pair, batches, context=context, cache=options.cache, progress=progress, shared=shared)
+
+
+def read_texts(texts: str | Path | Sequence[str | Path]) -> dict[str, str]:
+    """The content of each text to evaluate on, by its file.
+
+    For example ``read_texts(["wiki.txt", "brown.txt"])["wiki.txt"]``.
+
+    Raises:
+        ArgumentError: a text cannot be read, or is named twice.
+    """
+    files = list(map(str, named_texts(texts)))
+    contents = [read_text(file) for file in files]
+    refuse_twice(files, name="text")
+    return dict(zip(files, contents, strict=True))
+
+
+def windows_of(contents: dict[str, str], pair: Pair, options: PassageOptions) -> tuple[Windows, int]:
+    """The windows of each text that models are evaluated on, and the context at which decoding is timed.
+
+    For example ``windows_of(read_texts("wiki.txt"), open_pair("./model"), EvaluateOptions(text="wiki.txt"))``.
+
+    Args:
+        contents: of each text, by its file.
+        pair: the models, whose positions and tokenizer decide.
+        options: how many windows, how long, and the context.
+
+    Raises:
+        ArgumentError: a text is shorter than a window, or a number is out of range.
+    """
     longest = pair.positions
     window = _within("window", options.window, usual_window(longest, WINDOW), 2, longest)
     # One position less, because the timed token needs one.
     context = _within("context", options.context, CONTEXT, 1, None if longest is None else longest - 1)
     batches = [
         (file, token_windows(pair.tokenizer, content, window=window, windows=options.windows, name=f"text {file}"))
-        for file, content in zip(files, contents, strict=True)
+        for file, content in contents.items()
     ]
-    return evaluate_windows(pair, batches, context=context, cache=options.cache, progress=progress, shared=shared)
+    return batches, context
+
+
+def prompt_of(texts: Windows, context: int) -> Tensor:
+    """The tokens ``[1, context]`` behind which decoding is timed: a text from its beginning, repeated if need be.
+
+    For example ``prompt_of([("text.txt", windows)], 512)``.
+    """
+    prompt = texts[0][1].flatten()[None, :context]
+    return prompt.repeat(1, -(-context // prompt.shape[1]))[:, :context]
 
 
 @torch.inference_mode()
 def evaluate_windows(
     pair: Pair,
-    texts: Sequence[tuple[str, Tensor]],
+    texts: Windows,
     *,
     context: int | None = None,
     cache: str | None = None,
@@ -191,8 +135,7 @@ def evaluate_windows(
     """
     if context is None:
         context = CONTEXT if pair.positions is None else min(CONTEXT, pair.positions - 1)
-    prompt = texts[0][1].flatten()[None, :context]
-    prompt = prompt.repeat(1, -(-context // prompt.shape[1]))[:, :context]
+    prompt = prompt_of(texts, context)
     with pair.caching(cache):
         check_vocabulary(pair.models, max(int(batch.max()) for _, batch in texts))
         scores = _scores(pair, texts, progress, shared=shared)
@@ -200,16 +143,19 @@ def evaluate_windows(
     if cache is not None or has_codes(pair.models["model"]):
         allocated = allocated_bytes(pair.models["model"], texts[0][1][0], cache)
         speed["model"] = replace(speed["model"], bytes_per_token=allocated)
-    about = {"window": texts[0][1].shape[1], "begin": _begin(pair, texts), "context": context}
+    about = {"window": texts[0][1].shape[1], "begin": begin_of(pair, texts), "context": context}
     reference = None
     if "against" in speed:
         alone = [(name, {"nll": score["reference_nll"]}) for name, score in scores]
-        reference = _evaluation(alone, speed["against"], about | pair.about("against"))
-    return _evaluation(scores, speed["model"], about | pair.about() | {"cache": cache}, reference)
+        reference = evaluation_of(alone, speed["against"], about | pair.about("against"))
+    return evaluation_of(scores, speed["model"], about | pair.about() | {"cache": cache}, reference)
 
 
-def _begin(pair: Pair, texts: Sequence[tuple[str, Tensor]]) -> tuple[str, ...]:
-    """The tokens that the tokenizer puts before every text, if all windows begin with them."""
+def begin_of(pair: Pair, texts: Windows) -> tuple[str, ...]:
+    """The tokens that the tokenizer puts before every text, if all windows begin with them.
+
+    For example ``begin_of(open_pair("./gemma"), [("text.txt", windows)])`` is ``("<bos>",)``.
+    """
     with suppress(CheckpointError):  # windows of tokens need no tokenizer
         ids = first_ids(pair.tokenizer)
         if ids and all(bool((batch[:, : len(ids)] == torch.tensor(ids)).all()) for _, batch in texts):
@@ -217,7 +163,7 @@ def _begin(pair: Pair, texts: Sequence[tuple[str, Tensor]]) -> tuple[str, ...]:
     return ()
 
 
-def _scores(pair: Pair, texts: Sequence[tuple[str, Tensor]], progress: Progress, *, shared: bool) -> _Scores:
+def _scores(pair: Pair, texts: Windows, progress: Progress, *, shared: bool) -> Scores:
     """The scores of every window, of which each process computes its share where they are shared."""
     windows = [(name, ids) for name, batch in texts for ids in batch]
     mine = my_windows(len(windows)) if shared else range(len(windows))
@@ -253,34 +199,6 @@ def _speed(pair: Pair, prompt: Tensor, progress: Progress, *, shared: bool) -> d
     return {name: Speed(*row) for name, row in zip(pair.models, all_sum(measured).tolist(), strict=True)}
 
 
-def _evaluation(
-    scores: _Scores, speed: Speed, about: dict[str, Any], reference: Evaluation | None = None
-) -> Evaluation:
-    """The evaluation of one model, from its scores and speed, and from the evaluation of its reference."""
-    together = {key: torch.cat([score[key] for _, score in scores]) for key in scores[0][1]}
-    others = [None] * len(scores) if reference is None else reference.texts
-    return Evaluation(
-        text=", ".join(name for name, _ in scores),
-        windows=len(together["nll"]),
-        **_quality(together, reference),
-        texts=tuple(_text_score(name, score, other) for (name, score), other in zip(scores, others, strict=True)),
-        cache_bytes_per_token=speed.bytes_per_token,
-        decode_ms=speed.decode_ms,
-        reference=reference,
-        **about,
-    )
-
-
-def _text_score(name: str, score: dict[str, Tensor], reference: TextScore | None) -> TextScore:
-    return TextScore(
-        text=name,
-        windows=len(score["nll"]),
-        **_quality(score, reference),
-        by_position=_by_position(score["nll"], reference),
-        reference=reference,
-    )
-
-
 def _within(name: str, value: int | None, default: int, least: int, most: int | None) -> int:
     """Check a number of tokens against the models' positions; when None, the default or as many as they have.
 
@@ -293,42 +211,3 @@ def _within(name: str, value: int | None, default: int, least: int, most: int | 
         positions = "" if most is None else f" and at most {most}, by the models' positions"
         raise ArgumentError(name, value, f"must be at least {least}{positions}")
     return value
-
-
-def _quality(score: dict[str, Tensor], reference: Evaluation | TextScore | None) -> dict[str, Any]:
-    """Means over all tokens of ``[windows, W - 1]`` scores, as fields of `Evaluation` and `TextScore`."""
-    perplexity = _exp(float(score["nll"].mean()))
-    quality: dict[str, Any] = {"tokens": score["nll"].numel(), "perplexity": perplexity}
-    if reference is not None:
-        quality |= {
-            "perplexity_ratio": perplexity / reference.perplexity,
-            "kl": max(float(score["kl"].mean()), 0.0),  # a negative mean comes from rounding
-            "top1_agreement": float(score["agree"].mean()),
-        }
-    return quality
-
-
-def _by_position(nll: Tensor, reference: TextScore | None) -> tuple[PositionScore, ...]:
-    """Means of costs ``[windows, W - 1]`` over all windows and each range of positions."""
-    window = nll.shape[1] + 1
-    edges = [1]
-    while edges[-1] < window:
-        edges.append(min(max(_FIRST_BUCKET, 2 * edges[-1]), window))
-    mean = nll.mean(0)
-    return tuple(
-        PositionScore(
-            start=start,
-            stop=stop,
-            nll=float(mean[start - 1 : stop - 1].mean()),
-            reference=None if reference is None else reference.by_position[index],
-        )
-        for index, (start, stop) in enumerate(pairwise(edges))
-    )
-
-
-def _exp(mean: float) -> float:
-    """exp, infinite where it exceeds the largest float, as a broken model's perplexity may."""
-    try:
-        return math.exp(mean)
-    except OverflowError:
-        return math.inf

@@ -15,7 +15,7 @@ import torch
 from headwise.checkpoints import Checkpoint
 from headwise.cost.default_targets import plain_formats
 from headwise.errors import SpecError
-from headwise.evaluation.evaluate import Evaluation
+from headwise.evaluation.results import Evaluation
 from headwise.hf import HeadwiseCache, stock_config
 from headwise.quantization.files import FILE as CODES
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec

@@ -24,10 +24,12 @@ class Speed:
     Attributes:
         bytes_per_token: bytes of the cache over the number of cached tokens.
         decode_ms: median milliseconds for one more token.
+        allocated: bytes that an engine allocated for its cache; None without an engine.
     """
 
     bytes_per_token: float
     decode_ms: float
+    allocated: int | None = None
 
 
 @torch.inference_mode()

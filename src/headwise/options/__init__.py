@@ -13,11 +13,15 @@ from headwise.options.convert import (
 )
 from headwise.options.declare import Declaration, Options, Rule, at_least, declarations, each_of, not_empty, option
 from headwise.options.evaluate import (
+    ENGINE,
     ChoiceOptions,
+    EngineOptions,
     EvaluateOptions,
     FactOptions,
     ItemOptions,
+    PassageOptions,
     PlantedOptions,
+    PythonOptions,
     RetrievalOptions,
     TextOptions,
 )
@@ -30,6 +34,7 @@ from headwise.options.sample import SampleOptions
 
 __all__ = [
     "BITS",
+    "ENGINE",
     "EVALUATION_WINDOWS",
     "KV_BUDGET",
     "SIZES",
@@ -40,6 +45,7 @@ __all__ = [
     "ChoiceOptions",
     "ConvertOptions",
     "Declaration",
+    "EngineOptions",
     "EvaluateOptions",
     "FactOptions",
     "FrontierOptions",
@@ -47,8 +53,10 @@ __all__ = [
     "ItemOptions",
     "MigrateOptions",
     "Options",
+    "PassageOptions",
     "PlantedOptions",
     "PrepareOptions",
+    "PythonOptions",
     "RetrievalOptions",
     "Rule",
     "SampleOptions",

@@ -9,6 +9,11 @@ from headwise.options.declare import Options, Rule, at_least, not_empty, option
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
+ENGINE = (
+    "measure text in an engine itself: llama.cpp, mlx-lm or vllm; beside the reference, or the same model, with the "
+    "engine's full cache"
+)
+
 _FRACTIONS = Rule(
     "must be numbers from 0 to 1", lambda depths: len(depths) > 0 and 0 <= min(depths) <= max(depths) <= 1
 )
@@ -26,8 +31,8 @@ class RunOptions(Options):
     )
 
 
-class ModelOptions(RunOptions):
-    """The reference that a model is compared with, and how both are run."""
+class ReferenceOptions(Options):
+    """The reference that a model is compared with."""
 
     against: str | Path | None = option(
         "the reference, usually the model before its conversion; the reference's tokenizer is used",
@@ -36,13 +41,17 @@ class ModelOptions(RunOptions):
     )
 
 
+class ModelOptions(RunOptions, ReferenceOptions):
+    """The reference that a model is compared with, and how both are run."""
+
+
 class CacheOptions(Options):
     """The format of the evaluated model's cache."""
 
     cache: str | None = option(
         "run the model, and not its reference, with its keys and values stored as int8, int4, int3, int2, fp8, kivi4,"
         " kivi3 or kivi2, or in two formats, as int8/int4, or as an engine has it, as llama.cpp:q4_0; docs/speed.md"
-        " has all",
+        " has all. In an engine the format is in its own words: q4_0, q8_0/q4_0; 8, 4; fp8",
         default=None,
         metavar="FORMAT",
     )
@@ -58,7 +67,7 @@ class WindowOptions(Options):
     windows: int | None = option("how many windows of each text to evaluate on", default=6, rule=at_least(1))
 
 
-class TextOptions(ModelOptions, CacheOptions, WindowOptions):
+class PassageOptions(CacheOptions, WindowOptions):
     """The windows of text that are scored, and the context at which decoding is timed."""
 
     context: int | None = option(
@@ -67,15 +76,43 @@ class TextOptions(ModelOptions, CacheOptions, WindowOptions):
     )
 
 
-class EvaluateOptions(TextOptions):
+class TextOptions(ModelOptions, PassageOptions):
+    """The models, and the windows of text that they are scored on."""
+
+
+class FileOptions(Options):
+    """The texts to predict."""
+
+    text: str | Path | Sequence[str | Path] = option(
+        "a UTF-8 file to predict, or several", metavar="FILE", rule=not_empty("must be at least one file")
+    )
+
+
+class EvaluateOptions(FileOptions, TextOptions):
     """How `headwise.evaluate` measures a model on text.
 
     For example ``EvaluateOptions(text="text.txt", window=1024, against="smollm2-135m")``.
     """
 
-    text: str | Path | Sequence[str | Path] = option(
-        "a UTF-8 file to predict, or several", metavar="FILE", rule=not_empty("must be at least one file")
+
+class PythonOptions(Options):
+    """Where an engine is installed."""
+
+    engine_python: str | Path | None = option(
+        "the Python interpreter of the environment where the engine is installed; headwise's own when left out",
+        default=None,
+        metavar="PATH",
+        identity=False,
     )
+
+
+class EngineOptions(FileOptions, ReferenceOptions, PassageOptions, PythonOptions):
+    """How `headwise.evaluate_in_engine` measures a model on text.
+
+    For example ``EngineOptions(text="text.txt", engine="llama.cpp", cache="q4_0")``.
+    """
+
+    engine: str = option(ENGINE)
 
 
 class SeedOptions(Options):

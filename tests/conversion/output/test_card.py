@@ -12,7 +12,7 @@ import yaml
 
 from headwise.conversion.output.card import CardFacts, base_model_of, model_card, source_license
 from headwise.cost import model as cost
-from headwise.evaluation.evaluate import Evaluation, PositionScore, TextScore
+from headwise.evaluation.results import Evaluation, PositionScore, TextScore
 from headwise.specs import GroupedSpec, LatentSpec, ModelSpec
 
 E, H, K, D = 64, 8, 4, 8
