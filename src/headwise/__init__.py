@@ -23,6 +23,7 @@ _PUBLIC = {
     "Conversion": "headwise.conversion",
     "ConvertOptions": "headwise.options",
     "Count": "headwise.counting",
+    "EngineOptions": "headwise.options",
     "EvaluateOptions": "headwise.options",
     "Evaluation": "headwise.evaluation",
     "ExpertLatentAttention": "headwise.attention",
@@ -72,6 +73,7 @@ _PUBLIC = {
     "doctor": "headwise.measurement",
     "evaluate": "headwise.evaluation",
     "evaluate_choices": "headwise.evaluation",
+    "evaluate_in_engine": "headwise.engines",
     "evaluate_planted": "headwise.evaluation",
     "evaluate_retrieval": "headwise.evaluation",
     "frontier": "headwise.frontiers",
@@ -100,6 +102,7 @@ if TYPE_CHECKING:
     from headwise.conversion import Calibration, Conversion, calibrate, convert
     from headwise.cost import Comparison, Complexity, Inspection, compare, complexity, inspect
     from headwise.counting import Count, LayerCounts, count, count_layer
+    from headwise.engines import evaluate_in_engine
     from headwise.errors import (
         ArgumentError,
         CheckpointError,
@@ -128,6 +131,7 @@ if TYPE_CHECKING:
         CalibrateOptions,
         ChoiceOptions,
         ConvertOptions,
+        EngineOptions,
         EvaluateOptions,
         FrontierOptions,
         HealOptions,
@@ -161,6 +165,7 @@ __all__ = [
     "Conversion",
     "ConvertOptions",
     "Count",
+    "EngineOptions",
     "EvaluateOptions",
     "Evaluation",
     "ExpertLatentAttention",
@@ -210,6 +215,7 @@ __all__ = [
     "doctor",
     "evaluate",
     "evaluate_choices",
+    "evaluate_in_engine",
     "evaluate_planted",
     "evaluate_retrieval",
     "frontier",

@@ -24,7 +24,7 @@ def show_text(result: Evaluation, *, columns: tuple[str, str] = COLUMNS) -> None
         columns: headings for the model and for its reference.
     """
     begin = f" that begin with {escape(' '.join(result.begin))}" if result.begin else ""
-    how = f"windows of {result.window}{begin}; {result.dtype}, {result.threads} thread{'s' * (result.threads != 1)}"
+    how = f"windows of {result.window}{begin}; {result.engine or result.dtype}, {result.threads} thread{'s' * (result.threads != 1)}"
     cache = "" if result.cache is None else f"; the model's cache in {result.cache}"
     out.print(f"{result.tokens:,} tokens of {escape(result.text)}, {how}{cache}")
     table = _table("", result.against, columns)
@@ -32,6 +32,8 @@ def show_text(result: Evaluation, *, columns: tuple[str, str] = COLUMNS) -> None
         _row(table, f"perplexity of {escape(score.text)}", score, "perplexity", ".3f")
     _row(table, "perplexity", result, "perplexity", ".3f")
     _row(table, "cache B/token", result, "cache_bytes_per_token", ",.0f")
+    if result.engine is not None:
+        _row(table, "cache B", result, "cache_bytes", ",")
     _row(table, f"decode ms/token at {result.context}", result, "decode_ms", ".1f")
     out.print(table)
     for score in result.texts if result.against is not None else ():
@@ -40,6 +42,8 @@ def show_text(result: Evaluation, *, columns: tuple[str, str] = COLUMNS) -> None
             f"{name}perplexity ratio {score.perplexity_ratio:.4f} · KL {score.kl:.4f} nats a token"
             f" · top-1 agreement {score.top1_agreement:.1%}"
         )
+        if result.engine is not None:
+            out.print(f"{name}one token in a thousand has a KL above {score.kl_999:.2f} nats")
 
 
 def _show_by_position(result: Evaluation) -> None:

@@ -1,7 +1,8 @@
-"""Which engines load a model, why others refuse it, and what to write for them instead."""
+"""Which engines load a model, why others refuse it, and what to write for them instead; and what they compute of it."""
 
 from headwise.engines.check import EngineReport, Verdict, engines
 from headwise.engines.facts import ModelFacts
+from headwise.engines.in_engine import evaluate_in_engine
 from headwise.engines.rules import ENGINES, Engine
 
-__all__ = ["ENGINES", "Engine", "EngineReport", "ModelFacts", "Verdict", "engines"]
+__all__ = ["ENGINES", "Engine", "EngineReport", "ModelFacts", "Verdict", "engines", "evaluate_in_engine"]

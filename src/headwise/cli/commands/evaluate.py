@@ -15,11 +15,14 @@ from headwise.cli.scores import SHOW
 from headwise.cli.torchrun import as_one_process
 from headwise.errors import ArgumentError, naming
 from headwise.options import (
+    ENGINE,
     ChoiceOptions,
+    EngineOptions,
     EvaluateOptions,
     FactOptions,
     ItemOptions,
     PlantedOptions,
+    PythonOptions,
     RetrievalOptions,
     TextOptions,
     option,
@@ -27,7 +30,7 @@ from headwise.options import (
 from headwise.progress import Progress
 
 
-class TaskOptions(TextOptions, ItemOptions, FactOptions):
+class TaskOptions(TextOptions, ItemOptions, FactOptions, PythonOptions):
     """The texts and tasks that the command evaluates a model on."""
 
     text: Sequence[str | Path] = option("a UTF-8 file to predict", default=(), metavar="FILE")
@@ -40,6 +43,7 @@ class TaskOptions(TextOptions, ItemOptions, FactOptions):
     retrieval: str | Path | None = option(
         "a .jsonl of questions and passages, for an encoder", default=None, metavar="FILE"
     )
+    engine: str | None = option(ENGINE, default=None)
     by_position: bool = option("show the cost by position in the window", default=False, identity=False)
 
     def __post_init__(self) -> None:
@@ -50,6 +54,11 @@ class TaskOptions(TextOptions, ItemOptions, FactOptions):
             raise ArgumentError("planted", self.planted, "needs --text, to plant the fact in")
         if self.cache is not None and not (self.text or self.choices):
             raise ArgumentError("cache", self.cache, "needs --text or --choices: an encoder has no cache")
+        for name in ("choices", "planted", "retrieval", "dtype", "device") if self.engine is not None else ():
+            if (given := getattr(self, name)) is not None:
+                raise ArgumentError(
+                    name, given, "must be left out with --engine, which runs models as they are, on text"
+                )
 
 
 @app.command(epilog="Example: headwise evaluate ./smollm2-mla --against smollm2-135m --text text.txt --windows 6")
@@ -89,6 +98,10 @@ def _results(model: str, options: TaskOptions, progress: Progress) -> dict[str, 
     """The result of each requested task, by its name; models are loaded once for all tasks on text."""
     from headwise import evaluation
 
+    if options.engine is not None:
+        from headwise.engines import evaluate_in_engine
+
+        return {"text": evaluate_in_engine(model, EngineOptions.of(options), progress=progress)}
     in_pair: dict[str, Any] = dict.fromkeys(("against", "dtype", "device"))  # an open pair has its own
     results: dict[str, Any] = {}
     if options.text or options.choices:

@@ -1,0 +1,150 @@
+"""`evaluate_in_engine`: what an engine's own cache costs, measured in the engine itself."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise.checkpoints import Checkpoint, GgufCheckpoint
+from headwise.engines.facts import ModelFacts
+from headwise.engines.process import ask
+from headwise.engines.rules import ENGINES
+from headwise.errors import ArgumentError, CheckpointError
+from headwise.evaluation.evaluate import Windows, begin_of, prompt_of, read_texts, windows_of
+from headwise.evaluation.model_pair import Pair, open_pair
+from headwise.evaluation.results import Evaluation, Scores, evaluation_of
+from headwise.evaluation.speed import Speed
+from headwise.options import EngineOptions, takes_options
+from headwise.progress import Progress, silent
+from headwise.quantization.ggml import TYPES
+from headwise.type_checks import typed
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """An engine that models are measured in.
+
+    Attributes:
+        name: of `headwise.engines.ENGINES`.
+        install: what pip installs it by.
+        caches: the formats of its cache, in its own words; empty where it alone knows them.
+        in_pairs: whether keys and values may have a format each, as in ``q8_0/q4_0``.
+    """
+
+    name: str
+    install: str
+    caches: tuple[str, ...] = ()
+    in_pairs: bool = False
+
+    def check(self, cache: str) -> None:
+        """Refuse a format that is not one of its words.
+
+        Raises:
+            ArgumentError: it is not.
+        """
+        sides = cache.split("/") if self.in_pairs else [cache]
+        if self.caches and not (len(sides) <= 2 and all(side in self.caches for side in sides)):
+            pairs = f", or two of them for keys and values ({self.caches[-1]}/{self.caches[0]})" * self.in_pairs
+            raise ArgumentError("cache", cache, f"must be {' or '.join(self.caches)} in {self.name}{pairs}")
+
+
+_MLX = Runnable("MLX-LM", "mlx-lm", ("8", "4"))
+RUNNABLE = {
+    "llama.cpp": Runnable("llama.cpp", "llama-cpp-python==0.3.36", TYPES, in_pairs=True),
+    "mlx-lm": _MLX,
+    "mlx": _MLX,
+}
+"""The engines by the words of ``--engine``."""
+
+
+@takes_options(EngineOptions)
+@typed
+def evaluate_in_engine(model: str | Path, options: EngineOptions, *, progress: Progress = silent) -> Evaluation:
+    """Evaluate a model on text in an engine, with a cache of the engine's, beside the engine's full cache.
+
+    For example ``evaluate_in_engine("model.gguf", engine="llama.cpp", cache="q4_0", text="text.txt").kl``.
+
+    The reference is ``against``, or without it the model itself, and has the engine's full cache. The engine runs in a
+    process of its own, which reads both a chunk of 512 tokens at a time: all tokens behind a window's first attend to
+    what the caches hold.
+
+    Args:
+        model: a ``.gguf`` for llama.cpp, a model folder for the others.
+        options: the keywords below as one object, in place of them.
+        progress: told of each window.
+
+    Raises:
+        ArgumentError: the engine does not take such a model or cache, fails, or a text is shorter than a window.
+        CheckpointError: a model cannot be read, or computes NaN or infinite logits.
+        MissingExtraError: the engine is not installed.
+    """
+    if (engine := RUNNABLE.get(options.engine)) is None:
+        raise ArgumentError(
+            "engine", options.engine, f"must be {', '.join(list(RUNNABLE)[:-1])} or {[*RUNNABLE][-1]}"
+        )
+    if options.cache is not None:
+        engine.check(options.cache)
+    contents = read_texts(options.text)
+    against = options.against if options.against is not None or options.cache is None else model
+    pair = open_pair(model, against=against)
+    files = {name: _file(engine, pair, name) for name in pair.sources}
+    texts, context = windows_of(contents, pair, options)
+    request = {
+        "models": {
+            name: {"file": str(file), "cache": options.cache if name == "model" else None}
+            for name, file in files.items()
+        },
+        "windows": torch.cat([batch for _, batch in texts]).tolist(),
+        "prompt": prompt_of(texts, context)[0].tolist(),
+        "threads": torch.get_num_threads(),
+    }
+    python = str(options.engine_python or sys.executable)
+    return _evaluation(
+        pair, texts, ask(engine.name, python, engine.install, request, progress), context, options.cache
+    )
+
+
+def _file(engine: Runnable, pair: Pair, name: str) -> Path:
+    """What the engine opens of a model.
+
+    Raises:
+        ArgumentError: the engine does not serve such a model.
+    """
+    checkpoint: Checkpoint = pair.checkpoints[name]
+    rules = next(one for one in ENGINES if one.name == engine.name)
+    if (refusal := rules.refusal(ModelFacts(checkpoint, pair.sources[name]))) is not None:
+        why, instead = refusal
+        raise ArgumentError(name, pair.sources[name], f"{engine.name} {why}; instead: {instead}")
+    return checkpoint.files[0] if isinstance(checkpoint, GgufCheckpoint) else checkpoint.path
+
+
+def _evaluation(pair: Pair, texts: Windows, answer: dict[str, Any], context: int, cache: str | None) -> Evaluation:
+    """An engine's answer as an evaluation.
+
+    Raises:
+        CheckpointError: the engine computes NaN or infinite logits.
+    """
+    scores = {key: torch.tensor(values, dtype=torch.float64) for key, values in answer["scores"].items()}
+    for key, name in (("nll", "model"), ("reference_nll", "against")):
+        if key in scores and not bool(scores[key].isfinite().all()):
+            raise CheckpointError(name, pair.sources[name], f"computes NaN or infinite logits in {answer['version']}")
+    counts = [len(batch) for _, batch in texts]
+    parts = {key: values.split(counts) for key, values in scores.items()}  # type: ignore[no-untyped-call]
+    names = [name for name, _ in texts]
+    own: Scores = [(name, {key: part[at] for key, part in parts.items()}) for at, name in enumerate(names)]
+    speed = {
+        name: Speed(one["bytes"] / one["room"], 1e3 * one["seconds"], one["bytes"])
+        for name, one in answer["speed"].items()
+    }
+    about = {"window": texts[0][1].shape[1], "begin": begin_of(pair, texts), "context": context}
+    about |= {"engine": answer["version"]}
+    device = {"device": answer["device"]}
+    reference = None
+    if "against" in speed:
+        alone: Scores = [(name, {"nll": score["reference_nll"]}) for name, score in own]
+        reference = evaluation_of(alone, speed["against"], about | pair.about("against") | device)
+    return evaluation_of(own, speed["model"], about | pair.about() | device | {"cache": cache}, reference)
