@@ -24,7 +24,8 @@ def show_text(result: Evaluation, *, columns: tuple[str, str] = COLUMNS) -> None
         columns: headings for the model and for its reference.
     """
     begin = f" that begin with {escape(' '.join(result.begin))}" if result.begin else ""
-    how = f"windows of {result.window}{begin}; {result.engine or result.dtype}, {result.threads} thread{'s' * (result.threads != 1)}"
+    threads = f"{result.threads} thread{'s' * (result.threads != 1)}"
+    how = f"windows of {result.window}{begin}; {result.engine or result.dtype}, {threads}"
     cache = "" if result.cache is None else f"; the model's cache in {result.cache}"
     out.print(f"{result.tokens:,} tokens of {escape(result.text)}, {how}{cache}")
     table = _table("", result.against, columns)
@@ -35,6 +36,8 @@ def show_text(result: Evaluation, *, columns: tuple[str, str] = COLUMNS) -> None
     if result.engine is not None:
         _row(table, "cache B", result, "cache_bytes", ",")
     _row(table, f"decode ms/token at {result.context}", result, "decode_ms", ".1f")
+    if result.engine is not None:
+        _row(table, "decode tokens/s", result, "decode_tokens_per_second", ".1f")
     out.print(table)
     for score in result.texts if result.against is not None else ():
         name = f"{escape(score.text)}: " if len(result.texts) > 1 else ""

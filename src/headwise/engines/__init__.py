@@ -1,4 +1,4 @@
-"""Which engines load a model, why others refuse it, and what to write for them instead; and what they compute of it."""
+"""Which engines load a model, why others refuse it, what to write for them instead, and what their caches cost."""
 
 from headwise.engines.check import EngineReport, Verdict, engines
 from headwise.engines.facts import ModelFacts

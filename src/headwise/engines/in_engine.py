@@ -68,9 +68,8 @@ def evaluate_in_engine(model: str | Path, options: EngineOptions, *, progress: P
 
     For example ``evaluate_in_engine("model.gguf", engine="llama.cpp", cache="q4_0", text="text.txt").kl``.
 
-    The reference is ``against``, or without it the model itself, and has the engine's full cache. The engine runs in a
-    process of its own, which reads both a chunk of 512 tokens at a time: all tokens behind a window's first attend to
-    what the caches hold.
+    The reference is ``against``, or without it the model itself, and has the engine's full cache. The engine runs in
+    a process of its own, and both models read windows in chunks of 512 tokens through their caches.
 
     Args:
         model: a ``.gguf`` for llama.cpp, a model folder for the others.
@@ -83,9 +82,7 @@ def evaluate_in_engine(model: str | Path, options: EngineOptions, *, progress: P
         MissingExtraError: the engine is not installed.
     """
     if (engine := RUNNABLE.get(options.engine)) is None:
-        raise ArgumentError(
-            "engine", options.engine, f"must be {', '.join(list(RUNNABLE)[:-1])} or {[*RUNNABLE][-1]}"
-        )
+        raise ArgumentError("engine", options.engine, f"must be {' or '.join(RUNNABLE)}")
     if options.cache is not None:
         engine.check(options.cache)
     contents = read_texts(options.text)
@@ -103,9 +100,8 @@ def evaluate_in_engine(model: str | Path, options: EngineOptions, *, progress: P
         "threads": torch.get_num_threads(),
     }
     python = str(options.engine_python or sys.executable)
-    return _evaluation(
-        pair, texts, ask(engine.name, python, engine.install, request, progress), context, options.cache
-    )
+    answer = ask(engine.name, python, engine.install, request, progress)
+    return _evaluation(pair, texts, answer, context, options.cache)
 
 
 def _file(engine: Runnable, pair: Pair, name: str) -> Path:

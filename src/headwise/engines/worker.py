@@ -2,9 +2,9 @@
 
 Engines ask for other versions of the same packages than headwise does, so that it imports the standard library, NumPy
 and the engine alone. ``process.py`` starts it. The first line of stdin is the request, in JSON: the ``engine``, its
-``threads``, ``models`` by name (each a ``file`` and a ``cache``, None for the engine's full one), ``windows`` of token
-ids, and a ``prompt`` behind which decoding is timed. Every line of stdout is JSON: how far it is, and in the last one
-the answer.
+``threads``, ``models`` by name (each a ``file`` and a ``cache``, None for the engine's full one), ``windows`` of
+token ids, and a ``prompt`` behind which decoding is timed. Every line of stdout is JSON: how far it is, and in the
+last one the answer.
 
 Shapes: S tokens of a window, V tokens of the vocabulary.
 """
@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -81,7 +80,7 @@ class Model(Protocol):
 
 
 class LlamaCpp:
-    """A GGUF file in llama.cpp, as its server has it by default: with flash attention, which quantised values need."""
+    """A GGUF file in llama.cpp, with flash attention, which quantised values need."""
 
     ERROR = 4
     """ggml's level of errors, for which the package has no name."""
@@ -231,20 +230,21 @@ def measure(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     kind = ENGINES[request["engine"]]
     windows, prompt = request["windows"], request["prompt"]
     room = max(len(windows[0]), len(prompt) + WARMUP + REPEATS)
-    models = {}
+    models: dict[str, Model] = {}
     for name, one in request["models"].items():
         tell("loading", len(models), len(request["models"]))
         models[name] = kind(one["file"], one["cache"], room, request["threads"])
     sizes = {name: model.vocabulary for name, model in models.items()}
-    if len(set(sizes.values())) > 1 or max(map(max, windows)) >= min(sizes.values()):
-        raise RefusedError(
-            f"vocabularies of {sizes} tokens do not suit a text of tokens up to {max(map(max, windows))}"
-        )
+    largest = max(map(max, windows))
+    if len(set(sizes.values())) > 1 or largest >= min(sizes.values()):
+        raise RefusedError(f"vocabularies of {sizes} tokens do not suit a text with token {largest}")
+    tell("loading", len(models), len(models))
     scores: dict[str, list[list[float]]] = {}
     for done, ids in enumerate(windows):
         tell("perplexity", done, len(windows))
         for key, values in score_window(models, ids).items():
             scores.setdefault(key, []).append(values)
+    tell("perplexity", len(windows), len(windows))
     allocated = {name: model.allocated() for name, model in models.items()}
     seconds = decode_seconds(models, prompt, tell)
     speed = {
@@ -261,10 +261,8 @@ def score_window(models: dict[str, Model], ids: list[int]) -> dict[str, list[flo
     All models read a chunk before any reads the next, so that no more than a chunk's logits are in memory.
     """
     scores: dict[str, list[float]] = {}
-    for start, pieces in zip(
-        count(0, CHUNK), zip(*(m.logits(ids) for m in models.values()), strict=True), strict=False
-    ):
-        targets = ids[start + 1 : start + 1 + CHUNK]
+    for chunk, pieces in enumerate(zip(*(model.logits(ids) for model in models.values()), strict=True)):
+        targets = ids[chunk * CHUNK + 1 : (chunk + 1) * CHUNK + 1]
         for first in range(0, len(targets), ROWS):
             rows = slice(first, min(first + ROWS, len(targets)))
             for key, values in _score([piece[rows] for piece in pieces], targets[rows]).items():
@@ -286,7 +284,7 @@ def _score(logits: list[Array], targets: list[int]) -> dict[str, Array]:
 
 
 def _log_softmax(logits: Array) -> Array:
-    shifted = logits - logits.max(-1, keepdims=True)
+    shifted: Array = logits - logits.max(-1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(-1, keepdims=True))
     return shifted
 
@@ -305,6 +303,7 @@ def decode_seconds(models: dict[str, Model], prompt: list[int], tell: Tell) -> d
             start = time.perf_counter()
             model.step(prompt[-1])
             times[name].append(time.perf_counter() - start)
+    tell("decoding", WARMUP + REPEATS, WARMUP + REPEATS)
     return {name: statistics.median(values[WARMUP:]) for name, values in times.items()}
 
 

@@ -118,6 +118,11 @@ class Evaluation(Paired, compared=("perplexity", "cache_bytes_per_token", "cache
     threads: int
     engine: str | None = None
 
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens a second that are decoded at ``context``."""
+        return 1e3 / self.decode_ms
+
 
 def evaluation_of(
     scores: Scores, speed: Speed, about: dict[str, Any], reference: Evaluation | None = None
