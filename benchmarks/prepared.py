@@ -9,9 +9,7 @@ beside the file as it is with a float16 cache. Kept in benchmarks/results/prepar
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,12 +18,10 @@ from benchmarks.kept import Kept, say
 
 import headwise
 from benchmarks import data
-from headwise.checkpoints import load_tokenizer
-from headwise.texts import read_text, token_windows
 
 MODELS = {"Qwen2.5-Coder-0.5B": data.qwen}
 TEXTS = ("wikitext-test", "brown", "python-reference")
-CACHES = (("f16", "f16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"))
+CACHES = ("f16", "q8_0", "q4_0")
 WAYS = ("as it is", "weights", "text")
 
 
@@ -49,41 +45,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
         files, seconds = {"as it is": source}, {"as it is": 0.0}
         for way in WAYS[1:]:
             files[way] = options.work / f"{name}-{way}.gguf"
-            text = {"calibrate": data.wikitext("train", options.cache)} if way == "text" else {}
+            fitted = {"calibrate": data.wikitext("train", options.cache)} if way == "text" else {}
             begin = time.perf_counter()
-            headwise.prepare(source, files[way], cache=options.prepare_for, overwrite=True, **text)
+            headwise.prepare(source, files[way], cache=options.prepare_for, overwrite=True, **fitted)
             seconds[way] = time.perf_counter() - begin
-        tokenizer = load_tokenizer(source)
         for text_name in options.texts:
             if f"{name} {text_name}" in kept.rows:
                 continue
-            content = read_text(data.ALL[text_name](options.cache))
-            windows = token_windows(tokenizer, content, window=options.window, windows=options.windows)
-            asked = {
-                "models": [str(files[way]) for way in WAYS], "caches": CACHES, "windows": windows.tolist(),
-                "threads": os.cpu_count(),
-            }  # fmt: skip
-            answer = run_worker(options.python, asked, options.work / "asked.json")
-            of_file = {str(file): way for way, file in files.items()}
-            rows = [{**row, "model": of_file[row["model"]]} for row in answer["rows"]]
+            text = data.ALL[text_name](options.cache)
+            run = {"engine": "llama.cpp", "engine_python": options.python, "text": text, "against": source}
+            run |= {"windows": options.windows, "window": options.window}
+            rows = []
+            for way, cache in itertools.product(WAYS, CACHES):
+                result = headwise.evaluate_in_engine(files[way], cache=cache, **run)
+                rows.append(
+                    {
+                        "model": way,
+                        "cache": cache,
+                        "bytes": result.cache_bytes_per_token,
+                        "perplexity": result.perplexity,
+                        "kl": result.kl,
+                        "kl_999": result.kl_999,
+                        "same_top": result.top1_agreement,
+                    }
+                )
+                say(f"{name} {text_name} {way} {cache}: {result.perplexity:.3f}, KL {result.kl:.4f}")
             kept.add(
                 f"{name} {text_name}",
-                {"rows": rows, "engine": answer["version"], "seconds": seconds, "text": text_name, "name": name},
+                {"rows": rows, "engine": result.engine, "seconds": seconds, "text": text_name, "name": name},
             )
-            for row in rows:
-                say(f"{name} {text_name} {row['model']} {row['cache']}: {row['perplexity']:.3f}, KL {row['kl']:.4f}")
-
-
-def run_worker(python: str, asked: dict[str, object], file: Path) -> dict[str, list[dict[str, object]]]:
-    """What the engine's process answers; it reads what is asked from a file, as a command line is too short."""
-    file.write_text(json.dumps(asked))
-    worker = Path(__file__).with_name("engines") / "caches_llama_cpp.py"
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    with file.with_suffix(".log").open("w") as log:  # the engine tells of every tensor
-        command = [python, str(worker), f"@{file}"]
-        said = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, stderr=log, text=True)
-    answer: dict[str, list[dict[str, object]]] = json.loads(said.stdout.splitlines()[-1])
-    return answer
 
 
 if __name__ == "__main__":

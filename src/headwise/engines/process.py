@@ -56,12 +56,15 @@ def ask(engine: str, python: str, install: str, request: dict[str, Any], progres
         except OSError as error:
             raise ArgumentError("engine_python", python, f"cannot be started: {error.strerror}") from None
         with process:
+            assert process.stdin is not None
             try:
                 answer, last = _answer(process, request | {"engine": engine}, progress)
                 status = process.wait()
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+                with suppress(BrokenPipeError):  # of a request that was not read
+                    process.stdin.close()
         if missing := answer.get("missing"):
             what = "is not installed" if missing in ("llama_cpp", "mlx", "mlx_lm", "vllm") else f"asks for {missing}"
             raise MissingExtraError("engine", engine, f"{what} in {python}: {python} -m pip install '{install}'")
