@@ -103,6 +103,7 @@ def test_the_options_of_public_functions_are_public() -> None:
         headwise.convert: headwise.ConvertOptions,
         headwise.evaluate: headwise.EvaluateOptions,
         headwise.evaluate_choices: headwise.ChoiceOptions,
+        headwise.evaluate_in_engine: headwise.EngineOptions,
         headwise.evaluate_planted: headwise.PlantedOptions,
         headwise.evaluate_retrieval: headwise.RetrievalOptions,
         headwise.frontier: headwise.FrontierOptions,

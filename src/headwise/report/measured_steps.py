@@ -23,6 +23,8 @@ def measured_steps(documents: Iterable[Mapping[str, Any]], source: str) -> list[
     for document in documents:
         if not {"texts", "decode_ms", "context", "dtype", "threads", "device"} <= set(document):
             continue
+        if document.get("engine") is not None:  # predictions are of transformers
+            continue
         timed = (
             (document.get("cache") or AS_IT_IS, document.get("model"), document["decode_ms"]),
             (AS_IT_IS, document.get("against"), document.get("reference_decode_ms")),
