@@ -1,7 +1,8 @@
 """Measuring in engines: a caller that says in one line what an engine's process did, and engines where there are any.
 
 Processes that fail are real ones, whose interpreter is a script of the test's. Engines are run where they can be
-imported here, or by the interpreters that HEADWISE_LLAMA_CPP_PYTHON and HEADWISE_MLX_LM_PYTHON name.
+imported here, or by the interpreters that HEADWISE_LLAMA_CPP_PYTHON, HEADWISE_MLX_LM_PYTHON and HEADWISE_VLLM_PYTHON
+name.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def test_an_engine_that_is_not_installed(refused: Callable[..., str], models: Pa
 @pytest.mark.parametrize(
     ("engine", "others", "line"),
     [
-        ("ollama", (), "--engine = 'ollama': must be llama.cpp or mlx-lm or mlx"),
+        ("ollama", (), "--engine = 'ollama': must be llama.cpp or mlx-lm or mlx or vllm"),
         ("llama.cpp", ("--cache", "int4"), "--cache = 'int4': must be f16 or bf16 or f32 or q8_0 or q5_1"),
         ("llama.cpp", ("--cache", "q8_0/q4_0/q4_0"), "--cache = 'q8_0/q4_0/q4_0': must be"),
         ("mlx", ("--cache", "q4_0"), "--cache = 'q4_0': must be 8 or 4 in MLX-LM"),
@@ -243,3 +244,16 @@ def test_mlx_lm(models: Path) -> None:
     assert eight.reference.perplexity == pytest.approx(ours.perplexity, rel=1e-3)
     assert 0 < eight.kl < four.kl
     assert four.cache_bytes / eight.cache_bytes == pytest.approx((4 * HEAD + 64) / (8 * HEAD + 64))
+
+
+def test_vllm(models: Path, refused: Callable[..., str]) -> None:
+    python = engine_python("vllm", "HEADWISE_VLLM_PYTHON")
+    sizes = {"text": models / "text.txt", "window": 600, "windows": 1, "context": 16}
+    ours = headwise.evaluate(models / "folder", **sizes)
+    run = {"engine": "vllm", "engine_python": python, "against": models / "folder"}
+    result = headwise.evaluate_in_engine(models / "folder", **run, **sizes)
+    assert result.perplexity == pytest.approx(ours.perplexity, rel=1e-2)  # it runs float32 in 16 bits
+    assert (result.kl, result.perplexity_ratio) == (pytest.approx(0, abs=1e-6), pytest.approx(1))
+    assert result.cache_bytes_per_token == pytest.approx(ours.cache_bytes_per_token / 2, rel=0.01)
+    said = refused(*arguments(models, "vllm", "--cache", "q4_0", "--engine-python", python))
+    assert "refuses this: ValidationError: " in said

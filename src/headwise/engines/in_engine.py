@@ -57,6 +57,7 @@ RUNNABLE = {
     "llama.cpp": Runnable("llama.cpp", "llama-cpp-python==0.3.36", TYPES, in_pairs=True),
     "mlx-lm": _MLX,
     "mlx": _MLX,
+    "vllm": Runnable("vLLM", "vllm"),
 }
 """The engines by the words of ``--engine``."""
 

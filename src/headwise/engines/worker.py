@@ -216,7 +216,96 @@ class MlxLm:
         return self._model(self._mx.array([ids]), cache=self._cache)[0]
 
 
-ENGINES: dict[str, type[Model]] = {"llama.cpp": LlamaCpp, "MLX-LM": MlxLm}
+class Vllm:
+    """A model folder in vLLM, whose engine runs in this process, one request at a time."""
+
+    POOL = 2
+    """GiB of memory for blocks of the cache."""
+
+    def __init__(self, file: str, cache: str | None, room: int, threads: int) -> None:
+        # vLLM reads them when it is imported, and keeps what is set already.
+        os.environ |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(self.POOL),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # some tokens are decoded behind the longest prompt
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": str(threads),
+        }
+        self._api = api = importlib.import_module("vllm")
+        model = api.LLM(
+            model=file,
+            kv_cache_dtype=cache or "auto",
+            max_model_len=room + WARMUP,
+            max_num_seqs=1,
+            max_num_batched_tokens=CHUNK,
+            kv_cache_memory_bytes=self.POOL * 2**30,
+            enable_prefix_caching=False,
+            async_scheduling=False,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            compilation_config={
+                "custom_ops": ["none"]
+            },  # its rotary embedding takes MLA's tensors for others on a CPU
+        )
+        self._engine = model.llm_engine
+        self._caught: list[Any] = []
+        model.apply_model(self._catch)
+        self._room, self._requests = room, 0
+        self.vocabulary = int(self._engine.model_config.get_vocab_size())
+        self.device = str(importlib.import_module("vllm.platforms").current_platform.device_type)
+
+    @classmethod
+    def version(cls) -> str:
+        """See `Model`."""
+        return f"vllm {importlib.import_module('vllm').__version__}"
+
+    def _catch(self, model: Any) -> None:
+        """Keep the logits that the engine computes: its answers have them as Python's numbers, one by one."""
+        compute = model.compute_logits
+
+        def caught(*args: Any) -> Any:
+            self._caught.append(compute(*args))
+            return self._caught[-1]
+
+        model.compute_logits = caught
+
+    def logits(self, ids: list[int]) -> Iterator[Array]:
+        """See `Model`."""
+        self._ask(ids, 1, prompt_logprobs=0)
+        while self._engine.has_unfinished_requests():
+            self._caught.clear()
+            self._engine.step()
+            for logits in self._caught[1:]:  # the first are those that the next token is drawn by
+                yield logits.float().cpu().numpy()
+
+    def read(self, ids: list[int]) -> None:
+        """See `Model`."""
+        self._ask(ids, 1 + WARMUP + REPEATS)
+        while not any(output.outputs[0].token_ids for output in self._engine.step()):
+            pass
+
+    def step(self, token: int) -> None:
+        """See `Model`; the engine takes the token that it finds likeliest."""
+        self._caught.clear()
+        self._engine.step()
+
+    def allocated(self) -> tuple[int, int]:
+        """See `Model`: of the pool's blocks, those that this run's tokens take."""
+        cache = self._engine.vllm_config.cache_config
+        blocks = -(-self._room // cache.block_size)
+        return round(blocks * self.POOL * 2**30 / cache.num_gpu_blocks), blocks * int(cache.block_size)
+
+    def _ask(self, ids: list[int], new: int, prompt_logprobs: int | None = None) -> None:
+        """Start a request."""
+        sampling = self._api.SamplingParams(
+            temperature=0, max_tokens=new, prompt_logprobs=prompt_logprobs, ignore_eos=True, detokenize=False
+        )
+        self._requests += 1
+        self._engine.add_request(str(self._requests), {"prompt_token_ids": ids}, sampling)
+
+
+ENGINES: dict[str, type[Model]] = {"llama.cpp": LlamaCpp, "MLX-LM": MlxLm, "vLLM": Vllm}
 
 
 def measure(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
@@ -323,6 +412,8 @@ def main() -> None:
         print(json.dumps({"missing": error.name}), file=lines)
     except RefusedError as error:
         print(json.dumps({"refused": str(error)}), file=lines)
+    except Exception as error:  # engines fail in many ways
+        print(json.dumps({"refused": f"{type(error).__name__}: {error}"}), file=lines)
     os._exit(0)  # an engine's threads may wait for ever, and destructors may crash
 
 
