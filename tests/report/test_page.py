@@ -294,6 +294,7 @@ def test_steps_are_of_the_model_itself_or_its_reference() -> None:
     assert [step["seconds"] for step in measured_steps([converted], "smollm2-135m")] == [0.03]
     assert measured_steps([{"points": []}, {**EVALUATION, "decode_ms": None}], "smollm2-135m") == []
     assert measured_steps([EVALUATION], "another") == []
+    assert measured_steps([{**EVALUATION, "engine": "vllm 0.32.0"}], "smollm2-135m") == []
 
 
 @needs_browser

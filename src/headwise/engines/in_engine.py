@@ -19,6 +19,7 @@ from headwise.evaluation.model_pair import Pair, open_pair
 from headwise.evaluation.results import Evaluation, Scores, evaluation_of
 from headwise.evaluation.speed import Speed
 from headwise.options import EngineOptions, takes_options
+from headwise.processes import process_count
 from headwise.progress import Progress, silent
 from headwise.quantization.ggml import TYPES
 from headwise.type_checks import typed
@@ -84,6 +85,8 @@ def evaluate_in_engine(model: str | Path, options: EngineOptions, *, progress: P
     """
     if (engine := RUNNABLE.get(options.engine)) is None:
         raise ArgumentError("engine", options.engine, f"must be {' or '.join(RUNNABLE)}")
+    if process_count() > 1:
+        raise ArgumentError("engine", options.engine, "runs in one process, and not under torchrun")
     if options.cache is not None:
         engine.check(options.cache)
     contents = read_texts(options.text)

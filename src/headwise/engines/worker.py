@@ -244,9 +244,8 @@ class Vllm:
             async_scheduling=False,
             enforce_eager=True,
             skip_tokenizer_init=True,
-            compilation_config={
-                "custom_ops": ["none"]
-            },  # its rotary embedding takes MLA's tensors for others on a CPU
+            # Its compiled rotary embedding (0.32) takes the wrong stride of MLA's tensors on a CPU.
+            compilation_config={"custom_ops": ["none"]},
         )
         self._engine = model.llm_engine
         self._caught: list[Any] = []
