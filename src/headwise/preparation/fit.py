@@ -86,12 +86,7 @@ def score_loss(queries: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:
     """
     block = code.keys.block(queries.shape[-1])
     weights = torch.unflatten(code.keys.turned(queries).square().mean(-2), -1, (-1, block)).sum(-1)  # [K, b]
-    return _loss(weights, code.keys.turned(keys), code)
-
-
-def _loss(weights: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:
-    """The loss of keys ``[…, T, D]`` as a format sees them, with the mean squares of queries in its blocks."""
-    return (code.keys.steps(keys).square().mean(-2) * weights).sum(-1)
+    return code.keys.loss(code.keys.turned(keys), weights)
 
 
 class _Problem:
@@ -123,7 +118,7 @@ class _Problem:
         parts = []
         for code, keys, blocks in zip(self.formats, seen, self.blocks, strict=True):
             weights = torch.einsum("...de,bde->...b", moments, blocks)
-            parts.append(_loss(weights, keys, code).log())
+            parts.append(code.keys.loss(keys, weights).log())
         total = torch.stack(parts).sum(0)
         return total.mean(-1, keepdim=True) if self.heads == 1 else total
 

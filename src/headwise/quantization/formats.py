@@ -3,24 +3,69 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from headwise.cost.default_targets import GROUP, GROUPS
 from headwise.errors import ArgumentError
 from headwise.quantization import kivi
 from headwise.quantization.engine_code import EngineCode
+from headwise.quantization.floats import EngineFloat8Code, Float4Code
 from headwise.quantization.ggml import TYPES, GgmlCode, LlamaCppCode
 from headwise.quantization.groups import BITS, HADAMARD, Float8Code, GroupCode, TokenCode
 from headwise.quantization.kivi import KiviCode
+from headwise.quantization.mlx import BITS as MLX_BITS
+from headwise.quantization.mlx import MlxCode
+from headwise.quantization.quanto import BITS as QUANTO_BITS
+from headwise.quantization.quanto import QuantoCode
+from headwise.quantization.vllm import Int4TokenCode, Int8TokenCode, TurboKeyCode, TurboValueCode
 
 LLAMA_CPP = "llama.cpp"
+
+
+def _alike(*codes: EngineCode) -> dict[str, tuple[EngineCode, EngineCode]]:
+    return {str(code): (code, code) for code in codes}
+
+
+def _turbo(name: str, keys: int, values: int) -> dict[str, tuple[EngineCode, EngineCode]]:
+    return {name: (TurboKeyCode(keys, name), TurboValueCode(values, name))}
+
+
+_K8V4 = "turboquant_k8v4"
+ENGINES: dict[str, dict[str, tuple[EngineCode, EngineCode]]] = {
+    LLAMA_CPP: {
+        kind: (LlamaCppCode(GgmlCode(kind), is_keys=True), LlamaCppCode(GgmlCode(kind), is_keys=False))
+        for kind in TYPES
+    },
+    "mlx": _alike(*map(MlxCode, MLX_BITS)),
+    "vllm": {
+        **_alike(EngineFloat8Code(), Int8TokenCode(), Int4TokenCode()),
+        _K8V4: (EngineFloat8Code(rounds_queries=False, name=_K8V4), TurboValueCode(4, _K8V4)),
+        **_turbo("turboquant_4bit_nc", 4, 4),
+        **_turbo("turboquant_k3v4_nc", 3, 4),
+        **_turbo("turboquant_3bit_nc", 3, 3),
+    },
+    "sglang": _alike(EngineFloat8Code(saturates=False), Float4Code()),
+    "transformers": _alike(*map(QuantoCode, QUANTO_BITS)),
+}
+"""The caches of each engine by the engine's name and the cache's: the codes of keys and of values."""
+
+GGUF_READERS = (LLAMA_CPP, "sglang", "transformers")
+"""The engines among them that load a ``.gguf``."""
+
+
+def _any_of(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
+
 
 _SIZES = f"{', '.join(f':{size}' for size in GROUPS[:-1])} or :{GROUPS[-1]}"
 SPELLINGS = (
     f"int8, int4, int3 or int2, with {_SIZES} for the channels of a group and +hadamard for a rotation"
     " (int4:32+hadamard); fp8; two of these for keys and values (int8/int4); or kivi4, kivi3 or kivi2, with the"
     " tokens of a block and the latest tokens that stay as they are (kivi2:32:128); or an engine's own:"
-    f" llama.cpp: with {', '.join(TYPES[:-1])} or {TYPES[-1]}, or two of them (llama.cpp:q8_0/q4_0)"
+    f" {'; '.join(f'{engine}: with {_any_of(caches)}' for engine, caches in ENGINES.items())}; two of llama.cpp's for"
+    " keys and values (llama.cpp:q8_0/q4_0)"
 )
 """Every spelling of a format, in words."""
 
@@ -64,7 +109,7 @@ class EngineFormat:
         return f"{self.engine}:{'/'.join(sides)}"
 
     def interleaved(self) -> EngineFormat:
-        """The format for a model whose file keeps the channels of a rotary pair side by side."""
+        """The format for a model whose file keeps the channels of a rotary pair side by side; see `EngineCode`."""
         return replace(self, keys=self.keys.interleaved(), values=self.values.interleaved())
 
 
@@ -91,11 +136,10 @@ def parse_format(spelling: object, *, name: str = "quantize") -> CacheFormat:
         if (parts := _KIVI.fullmatch(spelling)) is not None:
             bits, block, recent = parts.groups()
             return KiviCode(int(bits), int(block or kivi.BLOCK), int(recent or 0))
-        engine, _, types = spelling.partition(":")
-        sides = types.split("/")
-        if engine == LLAMA_CPP and len(sides) <= 2 and all(side in TYPES for side in sides):
-            first, last = GgmlCode(sides[0]), GgmlCode(sides[-1])
-            return EngineFormat(engine, LlamaCppCode(first, is_keys=True), LlamaCppCode(last, is_keys=False))
+        engine, _, names = spelling.partition(":")
+        caches, sides = ENGINES.get(engine, {}), names.split("/")
+        if len(sides) <= (2 if engine == LLAMA_CPP else 1) and all(side in caches for side in sides):
+            return EngineFormat(engine, caches[sides[0]][0], caches[sides[-1]][1])
         codes = [_token_code(part) for part in spelling.split("/")]
         match codes:
             case [GroupCode() | Float8Code() as both]:
