@@ -90,10 +90,11 @@ class Int4TokenCode(EngineCode):
     def stored(self, turned: Tensor) -> Tensor:
         """Rows of bytes of turned states ``[…, D]``; a row with a number that is not finite is read as NaN."""
         self.token_bytes(turned.shape[-1])
-        least, most = turned.amin(-1, keepdim=True), turned.amax(-1, keepdim=True)
+        wide = turned * _power_of_two(turned.shape[-1]) ** 0.5  # vLLM's rotation makes numbers longer by this
+        least, most = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
         scale = ((most - least) / 15).clamp_min(_LEAST_SCALE)
         zero = _away_from_zero(-least / scale).clamp(0, 15).nan_to_num(0.0)
-        codes = _away_from_zero(turned * (1 / scale) + zero).clamp(0, 15).nan_to_num(0.0).to(torch.uint8)
+        codes = _away_from_zero(wide * (1 / scale) + zero).clamp(0, 15).nan_to_num(0.0).to(torch.uint8)
         bits = scale.contiguous().view(torch.int32) & -16 | zero.to(torch.int32)
         return torch.cat((pack_bits(codes, 4), as_bytes(bits, torch.int32)), -1)
 
@@ -101,7 +102,8 @@ class Int4TokenCode(EngineCode):
         """The turned states ``[…, width]`` that rows stand for, in float32."""
         bits = from_bytes(rows[..., width // 2 :], torch.int32)
         codes = unpack_bits(rows[..., : width // 2], 4, width).float()
-        return (codes - (bits & 15)) * (bits & -16).view(torch.float32)
+        wide: Tensor = (codes - (bits & 15)) * (bits & -16).view(torch.float32)
+        return wide / _power_of_two(width) ** 0.5
 
     def steps(self, turned: Tensor) -> Tensor:
         """How far apart a head's codes lie, ``[…, 1]``, but for a factor."""
