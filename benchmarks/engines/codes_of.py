@@ -85,8 +85,7 @@ def vllm(states: Any) -> Iterator[Stored]:
     import triton
     import triton.language
 
-    import vllm  # noqa: F401
-
+    importlib.import_module("vllm")
     # vLLM's CPU build hides Triton from its kernels.
     shown = types.ModuleType("vllm.triton_utils")
     shown.__dict__.update(triton=triton, tl=triton.language, HAS_TRITON=True)
@@ -172,10 +171,10 @@ def main() -> None:
     asked = request()
     answers = {}
     for name, states in np.load(asked["states"]).items():
-        for cache, rows, read in ENGINES[asked["engine"]](states):
-            answers[f"{name}/{cache}"] = rows
+        for kind, rows, read in ENGINES[asked["engine"]](states):
+            answers[f"{name}/{kind}"] = rows
             if read is not None:
-                answers[f"{name}/{cache}/read"] = read.astype(np.float32)
+                answers[f"{name}/{kind}/read"] = read.astype(np.float32)
     np.savez(asked["rows"], **answers)
     print(json.dumps({package: version(package) for package in PACKAGES[asked["engine"]]}), flush=True)
 
