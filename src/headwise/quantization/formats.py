@@ -22,52 +22,8 @@ from headwise.quantization.vllm import Int4TokenCode, Int8TokenCode, TurboKeyCod
 
 LLAMA_CPP = "llama.cpp"
 
-
-def _alike(*codes: EngineCode) -> dict[str, tuple[EngineCode, EngineCode]]:
-    return {str(code): (code, code) for code in codes}
-
-
-def _turbo(name: str, keys: int, values: int) -> dict[str, tuple[EngineCode, EngineCode]]:
-    return {name: (TurboKeyCode(keys, name), TurboValueCode(values, name))}
-
-
-_K8V4 = "turboquant_k8v4"
-ENGINES: dict[str, dict[str, tuple[EngineCode, EngineCode]]] = {
-    LLAMA_CPP: {
-        kind: (LlamaCppCode(GgmlCode(kind), is_keys=True), LlamaCppCode(GgmlCode(kind), is_keys=False))
-        for kind in TYPES
-    },
-    "mlx": _alike(*map(MlxCode, MLX_BITS)),
-    "vllm": {
-        **_alike(EngineFloat8Code(), Int8TokenCode(), Int4TokenCode()),
-        _K8V4: (EngineFloat8Code(rounds_queries=False, name=_K8V4), TurboValueCode(4, _K8V4)),
-        **_turbo("turboquant_4bit_nc", 4, 4),
-        **_turbo("turboquant_k3v4_nc", 3, 4),
-        **_turbo("turboquant_3bit_nc", 3, 3),
-    },
-    "sglang": _alike(EngineFloat8Code(saturates=False), Float4Code()),
-    "transformers": _alike(*map(QuantoCode, QUANTO_BITS)),
-}
-"""The caches of each engine by the engine's name and the cache's: the codes of keys and of values."""
-
 GGUF_READERS = (LLAMA_CPP, "sglang", "transformers")
 """The engines among them that load a ``.gguf``."""
-
-
-def _any_of(names: Iterable[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} or {last}"
-
-
-_SIZES = f"{', '.join(f':{size}' for size in GROUPS[:-1])} or :{GROUPS[-1]}"
-SPELLINGS = (
-    f"int8, int4, int3 or int2, with {_SIZES} for the channels of a group and +hadamard for a rotation"
-    " (int4:32+hadamard); fp8; two of these for keys and values (int8/int4); or kivi4, kivi3 or kivi2, with the"
-    " tokens of a block and the latest tokens that stay as they are (kivi2:32:128); or an engine's own:"
-    f" {'; '.join(f'{engine}: with {_any_of(caches)}' for engine, caches in ENGINES.items())}; two of llama.cpp's for"
-    " keys and values (llama.cpp:q8_0/q4_0)"
-)
-"""Every spelling of a format, in words."""
 
 _SIZE = "|".join(map(str, GROUPS))
 _INTEGERS = re.compile(rf"int({'|'.join(map(str, BITS))})(?::({_SIZE}))?({re.escape(HADAMARD)})?")
@@ -98,11 +54,13 @@ class EngineFormat:
         engine: its name.
         keys: the code of the keys.
         values: the code of the values.
+        wide_ends: how many layers at each end of a model keep their cache as it is; half of all at most.
     """
 
     engine: str
     keys: EngineCode
     values: EngineCode
+    wide_ends: int = 0
 
     def __str__(self) -> str:
         sides = dict.fromkeys((str(self.keys), str(self.values)))
@@ -112,12 +70,65 @@ class EngineFormat:
         """The format for a model whose file keeps the channels of a rotary pair side by side; see `EngineCode`."""
         return replace(self, keys=self.keys.interleaved(), values=self.values.interleaved())
 
+    def is_wide(self, layer: int, layers: int) -> bool:
+        """Whether a layer of a model keeps its cache as it is.
+
+        Args:
+            layer: its number.
+            layers: how many the model has.
+        """
+        ends = min(self.wide_ends, layers // 2)
+        return not ends <= layer < layers - ends
+
+
+def _same(engine: str, *codes: EngineCode) -> dict[str, EngineFormat]:
+    return {str(code): EngineFormat(engine, code, code) for code in codes}
+
+
+def _turboquant(name: str, keys: EngineCode, value_bits: int) -> dict[str, EngineFormat]:
+    return {name: EngineFormat("vllm", keys, TurboValueCode(value_bits, name), wide_ends=2)}
+
+
+_K8V4, _4BIT, _K3V4, _3BIT = (f"turboquant_{name}" for name in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"))
+ENGINES: dict[str, dict[str, EngineFormat]] = {
+    LLAMA_CPP: {
+        kind: EngineFormat(LLAMA_CPP, LlamaCppCode(code, is_keys=True), LlamaCppCode(code, is_keys=False))
+        for kind, code in zip(TYPES, map(GgmlCode, TYPES), strict=True)
+    },
+    "mlx": _same("mlx", *map(MlxCode, MLX_BITS)),
+    "vllm": {
+        **_same("vllm", EngineFloat8Code(), Int8TokenCode(), Int4TokenCode()),
+        **_turboquant(_K8V4, EngineFloat8Code(rounds_queries=False, name=_K8V4), 4),
+        **_turboquant(_4BIT, TurboKeyCode(4, _4BIT), 4),
+        **_turboquant(_K3V4, TurboKeyCode(3, _K3V4), 4),
+        **_turboquant(_3BIT, TurboKeyCode(3, _3BIT), 3),
+    },
+    "sglang": _same("sglang", EngineFloat8Code(saturates=False), Float4Code()),
+    "transformers": _same("transformers", *map(QuantoCode, QUANTO_BITS)),
+}
+"""The formats of each engine, by the engine's name and the format's."""
 
 TokenwiseFormat = TokenFormat | EngineFormat
 """A format in which each token is coded by itself."""
 
 CacheFormat = TokenwiseFormat | KiviCode
 """A format of the keys and values of a cache."""
+
+
+def _any_of(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
+
+
+_SIZES = f"{', '.join(f':{size}' for size in GROUPS[:-1])} or :{GROUPS[-1]}"
+SPELLINGS = (
+    f"int8, int4, int3 or int2, with {_SIZES} for the channels of a group and +hadamard for a rotation"
+    " (int4:32+hadamard); fp8; two of these for keys and values (int8/int4); or kivi4, kivi3 or kivi2, with the"
+    " tokens of a block and the latest tokens that stay as they are (kivi2:32:128); or an engine's own:"
+    f" {'; '.join(f'{engine}: with {_any_of(caches)}' for engine, caches in ENGINES.items())}; two of llama.cpp's for"
+    " keys and values (llama.cpp:q8_0/q4_0)"
+)
+"""Every spelling of a format, in words."""
 
 
 def parse_format(spelling: object, *, name: str = "quantize") -> CacheFormat:
@@ -139,7 +150,7 @@ def parse_format(spelling: object, *, name: str = "quantize") -> CacheFormat:
         engine, _, names = spelling.partition(":")
         caches, sides = ENGINES.get(engine, {}), names.split("/")
         if len(sides) <= (2 if engine == LLAMA_CPP else 1) and all(side in caches for side in sides):
-            return EngineFormat(engine, caches[sides[0]][0], caches[sides[-1]][1])
+            return replace(caches[sides[0]], values=caches[sides[-1]].values)
         codes = [_token_code(part) for part in spelling.split("/")]
         match codes:
             case [GroupCode() | Float8Code() as both]:

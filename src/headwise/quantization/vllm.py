@@ -8,6 +8,7 @@ and values as they are there, and to what their codes stand for here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -90,7 +91,7 @@ class Int4TokenCode(EngineCode):
     def stored(self, turned: Tensor) -> Tensor:
         """Rows of bytes of turned states ``[…, D]``; a row with a number that is not finite is read as NaN."""
         self.token_bytes(turned.shape[-1])
-        wide = turned * _power_of_two(turned.shape[-1]) ** 0.5  # vLLM's rotation makes numbers longer by this
+        wide = turned * math.sqrt(_power_of_two(turned.shape[-1]))  # vLLM's rotation makes numbers longer by this
         least, most = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
         scale = ((most - least) / 15).clamp_min(_LEAST_SCALE)
         zero = _away_from_zero(-least / scale).clamp(0, 15).nan_to_num(0.0)
@@ -102,8 +103,8 @@ class Int4TokenCode(EngineCode):
         """The turned states ``[…, width]`` that rows stand for, in float32."""
         bits = from_bytes(rows[..., width // 2 :], torch.int32)
         codes = unpack_bits(rows[..., : width // 2], 4, width).float()
-        wide: Tensor = (codes - (bits & 15)) * (bits & -16).view(torch.float32)
-        return wide / _power_of_two(width) ** 0.5
+        scale = (bits & -16).view(torch.float32) / math.sqrt(_power_of_two(width))
+        return (codes - (bits & 15)) * scale
 
     def steps(self, turned: Tensor) -> Tensor:
         """How far apart a head's codes lie, ``[…, 1]``, but for a factor."""
