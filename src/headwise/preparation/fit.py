@@ -26,7 +26,7 @@ from headwise.specs import GroupedSpec
 
 STEPS = 100
 KEYS = 256
-"""Keys of a head that steps of blocks are computed of; of queries only second moments count, which take all samples."""
+"""Keys of a head that the steps of blocks are computed of. Of queries only second moments count, of all samples."""
 
 OFFSETS = (0.0, 0.25, 0.5, 0.75)
 """What is added to the base-2 logarithms of factors before they are rounded."""
@@ -41,8 +41,8 @@ _GAIN = -1e-3
 def fit(queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat]) -> list[Change]:
     """Find changes of a layer under which formats lose little.
 
-    Where channels share steps, all factors of a head may be multiplied by one number, which changes no rounding of the
-    cache, and leads to other powers of two: each of `OFFSETS` gives a change. For example
+    Where channels share steps, all factors of a head may be multiplied by one number, which changes no rounding of
+    the cache, and leads to other powers of two: each of `OFFSETS` gives a change. For example
     ``fit(queries, keys, layer, [parse_format("llama.cpp:q4_0")])[0].exponents``.
 
     Args:

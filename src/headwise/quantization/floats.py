@@ -125,7 +125,7 @@ class Float4Code(EngineCode):
         scaled = blocks / exponents.exp2()
         # Halfway between two levels, the larger one.
         bounds = torch.tensor(_BOUNDS, device=turned.device)
-        codes = torch.bucketize(scaled.abs(), bounds, right=True) + 8 * (scaled < 0)
+        codes = torch.bucketize(scaled.abs().contiguous(), bounds, right=True) + 8 * (scaled < 0)
         scales = torch.where(largest.isfinite(), exponents + _BIAS, _NO_SCALE).to(torch.uint8)
         return torch.cat((pack_bits(codes.to(torch.uint8).flatten(-2), 4), scales[..., 0]), -1)
 

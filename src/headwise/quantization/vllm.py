@@ -152,7 +152,8 @@ class TurboKeyCode(EngineCode):
         """Rows of bytes of turned states ``[…, D]``; a row with a number that is not finite is read as no number."""
         norm = turned.norm(dim=-1, keepdim=True)
         levels = levels_of_normal(turned.shape[-1], self.bits).to(turned.device)
-        codes = torch.bucketize(turned / (norm + 1e-8), (levels[:-1] + levels[1:]) / 2, right=True)
+        unit = (turned / (norm + 1e-8)).contiguous()
+        codes = torch.bucketize(unit, (levels[:-1] + levels[1:]) / 2, right=True)
         return torch.cat((pack_bits(codes.to(torch.uint8), self.bits), as_bytes(norm, torch.float16)), -1)
 
     def as_read(self, rows: Tensor, width: int) -> Tensor:
