@@ -8,6 +8,7 @@ on CUDA, and SGLang's FlashAttention. They then round the softmax's weights as w
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,6 @@ _STEP = 0.0919
 """A number's step of codes over the number: the root of the mean square, (1 − 1/4) / (2 ln 2) / 8²."""
 
 _LEAST_STEP = 2.0**-9
-_REACH = 4.0
-"""How many times their root mean square the largest queries of a channel are taken to be."""
 
 _LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -77,20 +76,22 @@ class EngineFloat8Code(EngineCode):
     def steps(self, turned: Tensor) -> Tensor:
         """How far apart codes lie around each number, ``[…, D]``; beyond ±448, so far that it is off by as much."""
         sizes = turned.abs()
-        return (_STEP * sizes).clamp_min(_LEAST_STEP) + 12**0.5 * (sizes - _MOST).clamp_min(0.0)
+        return (_STEP * sizes).clamp_min(_LEAST_STEP) + math.sqrt(12) * (sizes - _MOST).clamp_min(0.0)
 
     def loss(self, turned: Tensor, queries: Tensor) -> Tensor:
         """What scores lose by rounding keys and queries; see `EngineCode.loss`.
 
-        Factors of a channel change nothing of it, but for numbers that are too large or too small.
+        Factors of a channel change nothing of it, but for numbers that are too large or too small. A channel's
+        queries are taken to have a normal distribution.
         """
         lost = super().loss(turned, queries)
         if not self.rounds_queries:
             return lost
-        sizes = queries.clamp_min(1e-30).sqrt()
-        beyond = (_REACH * sizes - _MOST).clamp_min(0.0)
-        steps = (_STEP * sizes).clamp_min(_LEAST_STEP) + 12**0.5 * beyond
-        return lost + (turned.square().mean(-2) * steps.square()).sum(-1)
+        most = _MOST / queries.clamp_min(1e-30).sqrt()
+        density = (-0.5 * most.square()).exp() / math.sqrt(2 * math.pi)
+        beyond = ((1 + most.square()) * torch.special.ndtr(-most) - most * density).clamp_min(0.0)
+        squares: Tensor = (_STEP**2 * queries).clamp_min(_LEAST_STEP**2) + 24 * queries * beyond  # of steps
+        return lost + (turned.square().mean(-2) * squares).sum(-1)
 
 
 @dataclass(frozen=True)
