@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import headwise
 import headwise.hf
+from headwise.errors import ArgumentError
 from headwise.hf import default_cache
 from headwise.preparation.fit import fit
 from headwise.preparation.prepare import read_formats
@@ -52,7 +53,7 @@ def test_large_keys_come_into_range_and_nothing_else_changes(cache: str, tmp_pat
     headwise.prepare(source, tmp_path / "out", cache=cache)
     before, after = (divergence(source, folder, cache) for folder in (source, tmp_path / "out"))
     assert after < 0.2 * before if cache == "vllm:fp8" else math.isnan(before)
-    assert after < 0.02
+    assert after < 0.03
     old, new = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
     for name in old:
         if "q_proj" in name or "k_proj" in name:
@@ -111,3 +112,8 @@ def test_layers_that_stay_wide_are_left_alone(tmp_path: Path) -> None:
     new = load_file(tmp_path / "out/model.safetensors")
     moved = {name.split(".")[2] for name in uneven if not torch.equal(uneven[name], new[name])}
     assert moved == {"2"}
+    sizes["num_hidden_layers"] = 2
+    with pytest.raises(ArgumentError, match="all 2 layers"):
+        headwise.prepare(
+            save_family(tmp_path / "two", "qwen2", **sizes), tmp_path / "no", cache="vllm:turboquant_3bit_nc"
+        )

@@ -179,9 +179,14 @@ def check_layers(checkpoint: Checkpoint, formats: Sequence[EngineFormat]) -> Non
 
     Raises:
         SpecError: a layer has no keys of heads, or shares them with another layer.
-        ArgumentError: a format's blocks do not divide its heads, or its engine loads no such file.
+        ArgumentError: a format's blocks do not divide its heads, it keeps all layers as they are, or its engine loads
+            no such file.
     """
+    count = checkpoint.spec.num_layers
     for code in formats:
+        if all(code.is_wide(index, count) for index in range(count)):
+            rule = f"keeps the caches of all {count} layers as they are, so that there is nothing to prepare"
+            raise ArgumentError("for", str(code), rule)
         if isinstance(checkpoint, GgufCheckpoint) and code.engine not in GGUF_READERS:
             rule = f"is a cache of {code.engine}, which loads no .gguf: prepare the folder that it was made of"
             raise ArgumentError("for", str(code), rule)
