@@ -110,7 +110,7 @@ def test_numbers_are_near_what_is_read(spelling: str, side: str, seed: int) -> N
             assert (off <= turned.abs() / 16 + 2**-10)[inside].all()
         elif "turboquant" in spelling and side == "keys":
             ends = off.square().sum(-1).sqrt() / turned.square().sum(-1).sqrt()
-            assert ends[0, 1].max() < (0.2 if spelling.endswith("4bit_nc") else 0.35)
+            assert ends[0, 1].mean() < (0.13 if spelling.endswith("4bit_nc") else 0.24)
         else:
             block = code.block(width)
             largest = torch.unflatten(turned.abs(), -1, (-1, block)).amax(-1).repeat_interleave(block, -1)
