@@ -33,7 +33,7 @@ from headwise.texts import read_text, token_windows
 
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m"
-TOKENS = 64
+TOKENS = 16
 
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.vectors.write_text(json.dumps(document, indent=1) + "\n")
         return
     kept = Kept(options.json, {"tokens": TOKENS, "model": MODEL})
-    states = {f"random, {width}": drawn(TOKENS, 2, width, width).numpy() for width in (64, 128, 96)}
+    states = {f"random, {width}": drawn(TOKENS, 8, width, width).numpy() for width in (64, 128, 96)}
     states["SmolLM2-135M"] = of_model().numpy()
     for engine, python in pythons.items():
         rows, versions = _rows(engine, python, states)
