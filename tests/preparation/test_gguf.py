@@ -194,3 +194,12 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(HeadwiseError, match="No space left"):
         headwise.prepare(source, tmp_path / "out.gguf", cache="llama.cpp:q4_0")
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_engines_that_load_no_such_file_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", "Q8_0")
+    for cache in ("mlx:8", "vllm:fp8", "vllm:turboquant_4bit_nc"):
+        with pytest.raises(HeadwiseError, match=r"loads no \.gguf"):
+            headwise.prepare(tmp_path / "model.gguf", tmp_path / "out.gguf", cache=cache)
+    for cache in ("sglang:fp4", "transformers:quanto4"):
+        headwise.prepare(tmp_path / "model.gguf", tmp_path / "out.gguf", cache=cache, overwrite=True)

@@ -47,8 +47,8 @@ class HeadwiseCache(DynamicCache):
             zero point for each 64 channels of a token; ``int4:32`` for 32), ``int4+hadamard`` (rotated first),
             ``fp8``, ``int8/int4`` (keys/values), ``kivi4``, ``kivi3`` or ``kivi2``
             (`headwise.quantization.kivi.KiviCode`; ``kivi2:32:128`` for blocks of 32 and 128 recent tokens); or an
-            engine's own: ``llama.cpp:q4_0``. As they are when None. An engine's queries are rounded too where the
-            attention is ``headwise``.
+            engine's own: ``llama.cpp:q4_0``, ``mlx:4``, ``vllm:fp8``, … As they are when None. An engine's queries
+            are rounded too where the attention is ``headwise``.
 
     Raises:
         ArgumentError: ``max_length`` is not a whole number of at least 1, or ``quantize`` is no such format or
@@ -72,7 +72,10 @@ class HeadwiseCache(DynamicCache):
         self.positions_ahead: Tensor | None = None
         kernel = None if not _reads_codes(config) else "int8" if str(code) == _FUSED else "codes"
         longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-        self.layers: list[Any] = [_with_room(layer, longest, max_length, code, kernel) for layer in self.layers]
+        codes = [_of_layer(code, index, len(self.layers)) for index in range(len(self.layers))]
+        self.layers: list[Any] = [
+            _with_room(layer, longest, max_length, own, kernel) for layer, own in zip(self.layers, codes, strict=True)
+        ]
         quantised = (QuantizedLayer, TokenwiseLayer, TokenwiseSlidingLayer, KiviLayer)
         if code is not None and not any(isinstance(layer, quantised) for layer in self.layers):
             kinds = {type(layer) for layer in self.layers}
@@ -182,6 +185,11 @@ def _reads_codes(config: Any) -> bool:
     """Whether the model's attention is headwise's by name; a converted model's layers take no codes."""
     is_hosted = str(getattr(config, "model_type", "")).startswith(HOSTED_PREFIX)
     return getattr(config, "_attn_implementation", None) == NAME and not is_hosted
+
+
+def _of_layer(code: CacheFormat | None, layer: int, layers: int) -> CacheFormat | None:
+    """The format of one of a model's layers, which an engine may leave as it is."""
+    return None if isinstance(code, EngineFormat) and code.is_wide(layer, layers) else code
 
 
 def _with_room(

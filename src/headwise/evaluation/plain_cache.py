@@ -48,7 +48,7 @@ def bfloat16_bytes(checkpoint: Checkpoint, tokens: int, quantize: str | None = N
     total = 0
     for index, layer in enumerate(checkpoint.spec.layers):
         shapes = _shapes(layer)
-        kind = (shapes, layer.sliding_window)
+        kind = (shapes, layer.sliding_window, type(cache.layers[index]))
         if kind not in sizes:
             before = cache.nbytes
             keys, values = (torch.zeros(1, heads, tokens, width, dtype=torch.bfloat16) for heads, width in shapes)

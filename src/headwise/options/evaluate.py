@@ -50,8 +50,9 @@ class CacheOptions(Options):
 
     cache: str | None = option(
         "run the model, and not its reference, with its keys and values stored as int8, int4, int3, int2, fp8, kivi4,"
-        " kivi3 or kivi2, or in two formats, as int8/int4, or as an engine has it, as llama.cpp:q4_0; docs/speed.md"
-        " has all. In an engine the format is in its own words: q4_0, q8_0/q4_0; 8, 4; fp8",
+        " kivi3 or kivi2, or in two formats, as int8/int4, or as an engine has it, as llama.cpp:q4_0, mlx:4,"
+        " vllm:fp8, sglang:fp4 or transformers:quanto4; docs/speed.md has all. With --engine the format is in the"
+        " engine's own words: q4_0, q8_0/q4_0; 8, 4; fp8",
         default=None,
         metavar="FORMAT",
     )

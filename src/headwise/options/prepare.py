@@ -16,7 +16,8 @@ class PrepareOptions(Options):
 
     cache: str | Sequence[str] = option(
         "an engine's cache to prepare for, or several: llama.cpp: with a type of --cache-type-k, or two types for"
-        " keys and values (llama.cpp:q4_0, llama.cpp:q8_0/q4_0)",
+        " keys and values (llama.cpp:q4_0, llama.cpp:q8_0/q4_0); mlx:4 or mlx:8; vllm:fp8, int8_per_token_head,"
+        " int4_per_token_head or a turboquant_; sglang:fp8 or fp4; transformers:quanto4 or quanto2",
         flag="--for",
         metavar="ENGINE:FORMAT",
         rule=not_empty("must be at least one cache"),

@@ -76,7 +76,8 @@ def _errors(
         rounded = code.keys.as_read(code.keys.stored(code.keys.turned(new_keys)), D)
         asked_of = code.keys.rounded_queries(code.keys.turned(new_queries))
         off = (attended(asked_of, rounded) - exact).flatten(1, 2) @ output  # [K, B·S, E]
-        total = total + (off.square().sum((1, 2)) + 1e-30).log()
+        # A format that has no code for a number makes NaN of it: nothing is worse.
+        total = total + (off.square().sum((1, 2)) + 1e-30).log().nan_to_num(torch.inf, torch.inf)
     return total
 
 

@@ -6,6 +6,9 @@ steps follow from the mean square of a rotated head, the best factor of a pair h
 squares of its queries and keys. Real steps follow from the largest number of a block, so the sum itself is minimised:
 first over any factors by gradient descent, then over powers of two and quarter turns, one pair after the other.
 
+Numbers that have an exponent each, as 8-bit floats, lose nothing by their size but where they are too large or too
+small for their format. Then pairs are moved one after the other from no change on, and only those that gain by it.
+
 Shapes: K key–value heads, T keys, N queries, D head dim, G groups of channels, b blocks.
 """
 
@@ -23,13 +26,14 @@ from headwise.specs import GroupedSpec
 
 STEPS = 100
 KEYS = 256
-"""Keys of a head that steps are computed of; of queries only second moments count, which take all samples."""
+"""Keys of a head that the steps of blocks are computed of. Of queries only second moments count, of all samples."""
 
 OFFSETS = (0.0, 0.25, 0.5, 0.75)
 """What is added to the base-2 logarithms of factors before they are rounded."""
 
 _RATE = 0.07
 _SWEEPS = 4
+_SWEEPS_FROM_NONE = 16
 _GAIN = -1e-3
 """A change of one pair is made where it changes the logarithm of the loss by less than this."""
 
@@ -37,8 +41,8 @@ _GAIN = -1e-3
 def fit(queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat]) -> list[Change]:
     """Find changes of a layer under which formats lose little.
 
-    All factors of a head may be multiplied by one number, which changes no rounding of the cache, and leads to other
-    powers of two: each of `OFFSETS` gives a change. For example
+    Where channels share steps, all factors of a head may be multiplied by one number, which changes no rounding of
+    the cache, and leads to other powers of two: each of `OFFSETS` gives a change. For example
     ``fit(queries, keys, layer, [parse_format("llama.cpp:q4_0")])[0].exponents``.
 
     Args:
@@ -46,11 +50,14 @@ def fit(queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[Eng
         keys: ``[K, T, D]``.
         layer: its spec; one with a norm of each query and key head gets one change for all heads, and no layer with
             norms gets turns.
-        formats: at least one whose keys have blocks; of several, the product of their losses is minimised.
+        formats: at least one; of several, the product of their losses is minimised.
     """
     problem = _Problem(queries, keys, layer, formats)
-    logarithms = problem.descended()
-    solved = [problem.rounded(logarithms + offset) for offset in OFFSETS]
+    if problem.shares_steps:
+        logarithms = problem.descended()
+        solved = [problem.rounded(logarithms + offset) for offset in OFFSETS]
+    else:
+        solved = [problem.rounded(torch.zeros(problem.heads, len(problem.groups)), _SWEEPS_FROM_NONE)]
     every = (len(keys), -1)
     return [Change(exponents.expand(every).clone(), turns.expand(every).clone()) for exponents, turns in solved]
 
@@ -86,12 +93,7 @@ def score_loss(queries: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:
     """
     block = code.keys.block(queries.shape[-1])
     weights = torch.unflatten(code.keys.turned(queries).square().mean(-2), -1, (-1, block)).sum(-1)  # [K, b]
-    return _loss(weights, code.keys.turned(keys), code)
-
-
-def _loss(weights: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:
-    """The loss of keys ``[…, T, D]`` as a format sees them, with the mean squares of queries in its blocks."""
-    return (code.keys.steps(keys).square().mean(-2) * weights).sum(-1)
+    return code.keys.loss(code.keys.turned(keys), weights)
 
 
 class _Problem:
@@ -100,7 +102,8 @@ class _Problem:
     def __init__(self, queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat]) -> None:
         D = keys.shape[-1]
         self.moments = queries.transpose(1, 2) @ queries / queries.shape[1]  # [K, D, D]
-        self.keys = keys[:, :: max(1, keys.shape[1] // KEYS)]
+        self.shares_steps = any(code.keys.block(D) > 1 for code in formats)
+        self.keys = keys[:, :: max(1, keys.shape[1] // KEYS)] if self.shares_steps else keys.clone()
         self.groups = channels(layer)
         self.pairs = 0 if layer.qk_norm else num_pairs(layer)
         self.heads = 1 if layer.qk_norm == "head" else len(keys)
@@ -123,7 +126,7 @@ class _Problem:
         parts = []
         for code, keys, blocks in zip(self.formats, seen, self.blocks, strict=True):
             weights = torch.einsum("...de,bde->...b", moments, blocks)
-            parts.append(_loss(weights, keys, code).log())
+            parts.append(code.keys.loss(keys, weights).log())
         total = torch.stack(parts).sum(0)
         return total.mean(-1, keepdim=True) if self.heads == 1 else total
 
@@ -160,7 +163,7 @@ class _Problem:
                 optimizer.step()
         return best
 
-    def rounded(self, logarithms: Tensor) -> tuple[Tensor, Tensor]:
+    def rounded(self, logarithms: Tensor, sweeps: int = _SWEEPS) -> tuple[Tensor, Tensor]:
         """The best exponents and turns near factors: one group after another, until none helps.
 
         All moves of a group are tried at once: its two channels of all keys get other values, which adds two rows of
@@ -171,7 +174,7 @@ class _Problem:
         least = self._losses(moments, seen)
         every = torch.arange(len(keys))
         moves = [(move, turn) for turn in (False, True) for move in (0, 1, -1)]
-        for _ in range(_SWEEPS):
+        for _ in range(sweeps):
             before = least
             for group, (first, second) in enumerate(self.groups.tolist()):
                 pair = [first] if first == second else [first, second]

@@ -28,7 +28,7 @@ from headwise.preparation.inputs import layer_inputs
 from headwise.preparation.room import within
 from headwise.preparation.samples import as_cached
 from headwise.progress import Progress, silent
-from headwise.quantization.formats import SPELLINGS, EngineFormat, parse_format
+from headwise.quantization.formats import GGUF_READERS, SPELLINGS, EngineFormat, parse_format
 from headwise.specs import AttentionSpec, GroupedSpec
 from headwise.specs.gguf.parts import renamed_parts
 from headwise.texts.calibration_texts import check_texts
@@ -42,7 +42,8 @@ class PreparedLayer:
     Attributes:
         layer: its number.
         loss: what scores lose by each format's rounding afterwards, over what they lost before; by the format's
-            spelling. It is the geometric mean over the key–value heads.
+            spelling. It is the geometric mean over the key–value heads. Formats that keep this layer's cache as it is
+            are left out.
         cut: how many powers of two the layer's weights have too little room for, at most; 0 where all fit.
     """
 
@@ -93,7 +94,7 @@ def prepare(
     attn_q and attn_k are written anew, and all other bytes are copied.
 
     Args:
-        source: a model folder, or a ``.gguf`` of any type.
+        source: a model folder, or a ``.gguf`` of any type for an engine that loads one.
         output: a ``.gguf`` for a ``.gguf``, and a folder for a folder.
         options: the keywords below as one object, in place of them.
         progress: told of each layer.
@@ -125,15 +126,18 @@ def prepare(
         assert isinstance(layer, GroupedSpec)
         state = checkpoint.family.read_attention(checkpoint.read, index, layer)
         windows = as_cached(state, layer, *next(inputs))
+        rounded = [code for code in formats if not code.is_wide(index, checkpoint.spec.num_layers)]
         samples = grouped(*windows[:2], layer)
         keys, queries = (
             folder_spans(state, layer, side) if stored is None else stored.spans(index, layer, side) for side in "kq"
         )
-        tried = [within(change, layer, keys, queries) for change in fit(*samples, layer, formats)]
-        tried = [where_it_helps(change, *samples, layer, formats) for change in tried]
-        change = best_of([*tried, Change.none(layer)], layer, state, windows, formats)
+        change = Change.none(layer)
+        if rounded:
+            tried = [within(change, layer, keys, queries) for change in fit(*samples, layer, rounded)]
+            tried = [where_it_helps(change, *samples, layer, rounded) for change in tried]
+            change = best_of([*tried, change], layer, state, windows, rounded)
         changes.append(change)
-        layers.append(PreparedLayer(layer=index, loss=losses(samples, change, layer, formats), cut=change.cut))
+        layers.append(PreparedLayer(layer=index, loss=losses(samples, change, layer, rounded), cut=change.cut))
     progress("fitting", len(layers), len(layers))
     if stored is not None:
         written = write_files(stored, path, changes, checkpoint.files)
@@ -175,8 +179,17 @@ def check_layers(checkpoint: Checkpoint, formats: Sequence[EngineFormat]) -> Non
 
     Raises:
         SpecError: a layer has no keys of heads, or shares them with another layer.
-        ArgumentError: a format's blocks do not divide its heads.
+        ArgumentError: a format's blocks do not divide its heads, it keeps all layers as they are, or its engine loads
+            no such file.
     """
+    count = checkpoint.spec.num_layers
+    for code in formats:
+        if all(code.is_wide(index, count) for index in range(count)):
+            rule = f"keeps the caches of all {count} layers as they are, so that there is nothing to prepare"
+            raise ArgumentError("for", str(code), rule)
+        if isinstance(checkpoint, GgufCheckpoint) and code.engine not in GGUF_READERS:
+            rule = f"is a cache of {code.engine}, which loads no .gguf: prepare the folder that it was made of"
+            raise ArgumentError("for", str(code), rule)
     if not checkpoint.spec.is_causal or checkpoint.family.cross_attention is not None:
         raise SpecError("model_type", checkpoint.family.model_type, "is no decoder, and cannot be prepared")
     for index, layer in enumerate(checkpoint.spec.layers):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol, Self
 
+import torch
 from torch import Tensor
 
+from headwise.errors import ArgumentError
 from headwise.quantization.groups import TokenCode
 
 
@@ -13,7 +15,8 @@ class EngineCode(TokenCode, Protocol):
     """One side of an engine's own cache, rounded as that engine rounds.
 
     An engine may reorder and rotate the channels of a head before it stores them; queries then take part, and
-    attention is computed in that order. *Turned* states are those that it stores.
+    attention is computed in that order. *Turned* states are those that it stores. What most engines do is what the
+    methods do here; a code says what it does in another way.
 
     Shapes: D channels of a head.
     """
@@ -21,30 +24,39 @@ class EngineCode(TokenCode, Protocol):
     @property
     def rounds(self) -> bool:
         """Whether it stores codes, and not numbers."""
-        ...
+        return True
 
     def block(self, width: int) -> int:
-        """How many channels of a head of ``width`` share a scale, side by side as they are stored.
+        """How many channels of a head of ``width`` share a scale, side by side as they are stored; all of them here.
 
         Raises:
             ArgumentError: blocks do not divide a head.
         """
-        ...
+        self.token_bytes(width)
+        return width
 
     def interleaved(self) -> Self:
-        """The code for a model whose file keeps the two channels of a rotary pair side by side."""
-        ...
+        """The code for a model whose file keeps the two channels of a rotary pair side by side: a GGUF file's."""
+        return self
+
+    def encode(self, states: Tensor) -> Tensor:
+        """Rows of bytes, uint8 ``[B, K, T, token_bytes(D)]``, of keys or values ``[B, K, T, D]``."""
+        return self.stored(self.turned(states.float()))
+
+    def decode(self, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """The keys or values ``[B, K, T, width]`` that rows stand for."""
+        return self.turned_back(self.as_read(rows, width)).to(dtype)
 
     def turned(self, states: Tensor) -> Tensor:
         """Queries, keys or values ``[…, D]`` in the order and rotation that they are stored in."""
-        ...
+        return states
 
     def turned_back(self, states: Tensor) -> Tensor:
         """Undo `turned` for sums of values ``[…, D]``."""
-        ...
+        return states
 
     def stored(self, turned: Tensor) -> Tensor:
-        """Rows of bytes of turned states ``[…, D]``."""
+        """Rows of bytes of turned states ``[…, D]`` in float32."""
         ...
 
     def as_read(self, rows: Tensor, width: int) -> Tensor:
@@ -53,9 +65,47 @@ class EngineCode(TokenCode, Protocol):
 
     def rounded_queries(self, turned: Tensor) -> Tensor:
         """Turned queries ``[…, D]`` as the engine multiplies them with keys, in float32."""
-        ...
+        return turned.float()
 
     def steps(self, turned: Tensor) -> Tensor:
         """How far apart the codes of each block of turned states lie, ``[…, D / block]``, but for a factor that all
         blocks share."""
         ...
+
+    def loss(self, turned: Tensor, queries: Tensor) -> Tensor:
+        """What scores lose by rounding: the mean square of their error, but for a factor of the format alone.
+
+        A block of keys is off by a random part of a step in each channel, so that it is the sum over blocks of the
+        mean square of their steps times that of the queries in them.
+
+        Args:
+            turned: keys ``[…, T, D]``.
+            queries: the mean squares of queries, summed over the channels of each block, ``[…, D / block]``.
+
+        Returns:
+            ``[…]``, which has derivatives.
+        """
+        return (self.steps(turned).square().mean(-2) * queries).sum(-1)
+
+
+def whole_groups(code: object, width: int, group: int) -> int:
+    """How many groups of channels a head of ``width`` has: ``whole_groups("mlx:4", 128, 64)`` is 2.
+
+    Raises:
+        ArgumentError: they do not divide it.
+    """
+    if width % group:
+        rule = f"has groups of {group} channels, which do not divide the {width} of this model's heads"
+        raise ArgumentError("quantize", str(code), rule)
+    return width // group
+
+
+def as_bytes(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes of numbers in a dtype: uint8 ``[…, n · bytes]`` of ``[…, n]``."""
+    return numbers.to(dtype).contiguous().view(torch.uint8)
+
+
+def from_bytes(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers ``[…, n]`` of `as_bytes`, in their dtype."""
+    # A copy, because a view in a wider dtype would need rows that begin at multiples of its bytes.
+    return rows.clone(memory_format=torch.contiguous_format).view(dtype)

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from headwise.cost.default_targets import GROUP, GROUPS
 from headwise.errors import ArgumentError
 from headwise.quantization import kivi
 from headwise.quantization.engine_code import EngineCode
+from headwise.quantization.floats import EngineFloat8Code, Float4Code
 from headwise.quantization.ggml import TYPES, GgmlCode, LlamaCppCode
 from headwise.quantization.groups import BITS, HADAMARD, Float8Code, GroupCode, TokenCode
 from headwise.quantization.kivi import KiviCode
+from headwise.quantization.mlx import BITS as MLX_BITS
+from headwise.quantization.mlx import MlxCode
+from headwise.quantization.quanto import BITS as QUANTO_BITS
+from headwise.quantization.quanto import QuantoCode
+from headwise.quantization.vllm import Int4TokenCode, Int8TokenCode, TurboKeyCode, TurboValueCode
 
 LLAMA_CPP = "llama.cpp"
 
-_SIZES = f"{', '.join(f':{size}' for size in GROUPS[:-1])} or :{GROUPS[-1]}"
-SPELLINGS = (
-    f"int8, int4, int3 or int2, with {_SIZES} for the channels of a group and +hadamard for a rotation"
-    " (int4:32+hadamard); fp8; two of these for keys and values (int8/int4); or kivi4, kivi3 or kivi2, with the"
-    " tokens of a block and the latest tokens that stay as they are (kivi2:32:128); or an engine's own:"
-    f" llama.cpp: with {', '.join(TYPES[:-1])} or {TYPES[-1]}, or two of them (llama.cpp:q8_0/q4_0)"
-)
-"""Every spelling of a format, in words."""
+GGUF_READERS = (LLAMA_CPP, "sglang", "transformers")
+"""The engines among them that load a ``.gguf``."""
 
 _SIZE = "|".join(map(str, GROUPS))
 _INTEGERS = re.compile(rf"int({'|'.join(map(str, BITS))})(?::({_SIZE}))?({re.escape(HADAMARD)})?")
@@ -53,26 +54,81 @@ class EngineFormat:
         engine: its name.
         keys: the code of the keys.
         values: the code of the values.
+        wide_ends: how many layers at each end of a model keep their cache as it is; half of all at most.
     """
 
     engine: str
     keys: EngineCode
     values: EngineCode
+    wide_ends: int = 0
 
     def __str__(self) -> str:
         sides = dict.fromkeys((str(self.keys), str(self.values)))
         return f"{self.engine}:{'/'.join(sides)}"
 
     def interleaved(self) -> EngineFormat:
-        """The format for a model whose file keeps the channels of a rotary pair side by side."""
+        """The format for a model whose file keeps the channels of a rotary pair side by side; see `EngineCode`."""
         return replace(self, keys=self.keys.interleaved(), values=self.values.interleaved())
 
+    def is_wide(self, layer: int, layers: int) -> bool:
+        """Whether a layer of a model keeps its cache as it is.
+
+        Args:
+            layer: its number.
+            layers: how many the model has.
+        """
+        ends = min(self.wide_ends, layers // 2)
+        return not ends <= layer < layers - ends
+
+
+def _same(engine: str, *codes: EngineCode) -> dict[str, EngineFormat]:
+    return {str(code): EngineFormat(engine, code, code) for code in codes}
+
+
+def _turboquant(name: str, keys: EngineCode, value_bits: int) -> dict[str, EngineFormat]:
+    return {name: EngineFormat("vllm", keys, TurboValueCode(value_bits, name), wide_ends=2)}
+
+
+_K8V4, _4BIT, _K3V4, _3BIT = (f"turboquant_{name}" for name in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"))
+ENGINES: dict[str, dict[str, EngineFormat]] = {
+    LLAMA_CPP: {
+        kind: EngineFormat(LLAMA_CPP, LlamaCppCode(code, is_keys=True), LlamaCppCode(code, is_keys=False))
+        for kind, code in zip(TYPES, map(GgmlCode, TYPES), strict=True)
+    },
+    "mlx": _same("mlx", *map(MlxCode, MLX_BITS)),
+    "vllm": {
+        **_same("vllm", EngineFloat8Code(), Int8TokenCode(), Int4TokenCode()),
+        **_turboquant(_K8V4, EngineFloat8Code(rounds_queries=False, name=_K8V4), 4),
+        **_turboquant(_4BIT, TurboKeyCode(4, _4BIT), 4),
+        **_turboquant(_K3V4, TurboKeyCode(3, _K3V4), 4),
+        **_turboquant(_3BIT, TurboKeyCode(3, _3BIT), 3),
+    },
+    "sglang": _same("sglang", EngineFloat8Code(saturates=False), Float4Code()),
+    "transformers": _same("transformers", *map(QuantoCode, QUANTO_BITS)),
+}
+"""The formats of each engine, by the engine's name and the format's."""
 
 TokenwiseFormat = TokenFormat | EngineFormat
 """A format in which each token is coded by itself."""
 
 CacheFormat = TokenwiseFormat | KiviCode
 """A format of the keys and values of a cache."""
+
+
+def _any_of(names: Iterable[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
+
+
+_SIZES = f"{', '.join(f':{size}' for size in GROUPS[:-1])} or :{GROUPS[-1]}"
+SPELLINGS = (
+    f"int8, int4, int3 or int2, with {_SIZES} for the channels of a group and +hadamard for a rotation"
+    " (int4:32+hadamard); fp8; two of these for keys and values (int8/int4); or kivi4, kivi3 or kivi2, with the"
+    " tokens of a block and the latest tokens that stay as they are (kivi2:32:128); or an engine's own:"
+    f" {'; '.join(f'{engine}: with {_any_of(caches)}' for engine, caches in ENGINES.items())}; two of llama.cpp's for"
+    " keys and values (llama.cpp:q8_0/q4_0)"
+)
+"""Every spelling of a format, in words."""
 
 
 def parse_format(spelling: object, *, name: str = "quantize") -> CacheFormat:
@@ -91,11 +147,10 @@ def parse_format(spelling: object, *, name: str = "quantize") -> CacheFormat:
         if (parts := _KIVI.fullmatch(spelling)) is not None:
             bits, block, recent = parts.groups()
             return KiviCode(int(bits), int(block or kivi.BLOCK), int(recent or 0))
-        engine, _, types = spelling.partition(":")
-        sides = types.split("/")
-        if engine == LLAMA_CPP and len(sides) <= 2 and all(side in TYPES for side in sides):
-            first, last = GgmlCode(sides[0]), GgmlCode(sides[-1])
-            return EngineFormat(engine, LlamaCppCode(first, is_keys=True), LlamaCppCode(last, is_keys=False))
+        engine, _, names = spelling.partition(":")
+        caches, sides = ENGINES.get(engine, {}), names.split("/")
+        if len(sides) <= (2 if engine == LLAMA_CPP else 1) and all(side in caches for side in sides):
+            return replace(caches[sides[0]], values=caches[sides[-1]].values)
         codes = [_token_code(part) for part in spelling.split("/")]
         match codes:
             case [GroupCode() | Float8Code() as both]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
+from headwise.quantization.engine_code import EngineCode
 from headwise.quantization.groups import rotated
 
 BLOCK = 32
@@ -108,7 +109,7 @@ class GgmlCode:
 
 
 @dataclass(frozen=True)
-class LlamaCppCode:
+class LlamaCppCode(EngineCode):
     """One side of llama.cpp's cache: a ggml type, behind llama.cpp's order and rotation of a head's channels.
 
     Where the type has blocks and D is a multiple of 64, llama.cpp multiplies what it stores by a Hadamard matrix
@@ -150,17 +151,6 @@ class LlamaCppCode:
         """The code for a model whose file keeps the two channels of a rotary pair side by side."""
         return replace(self, is_interleaved=self.is_keys)
 
-    def encode(self, states: Tensor) -> Tensor:
-        """Rows of bytes, uint8 ``[B, K, T, token_bytes(D)]``, of keys or values ``[B, K, T, D]``."""
-        return self.stored(self.turned(states.float()))
-
-    def decode(self, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """The keys or values ``[B, K, T, width]`` that rows stand for."""
-        states = self._rotated(self.as_read(rows, width))
-        if self.is_interleaved:
-            states = torch.unflatten(states, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return states.to(dtype)
-
     def turned(self, states: Tensor) -> Tensor:
         """Queries, keys or values ``[…, D]`` in the order and rotation that rows are stored in."""
         if self.is_interleaved:
@@ -169,7 +159,10 @@ class LlamaCppCode:
 
     def turned_back(self, states: Tensor) -> Tensor:
         """Undo `turned` for sums of values ``[…, D]``."""
-        return self._rotated(states)
+        states = self._rotated(states)
+        if self.is_interleaved:
+            states = torch.unflatten(states, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return states
 
     def stored(self, turned: Tensor) -> Tensor:
         """Rows of bytes of turned states ``[…, D]``."""

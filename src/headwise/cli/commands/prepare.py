@@ -32,7 +32,7 @@ def prepare(
         return
     out.print(f"[bold]{escape(source)}[/bold] → {escape(made.output)}, {made.seconds:,.0f} s", soft_wrap=True)
     for cache in made.cache:
-        ratios = {layer.layer: layer.loss[cache] for layer in made.layers}
+        ratios = {layer.layer: layer.loss[cache] for layer in made.layers if cache in layer.loss}
         least, most = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
         out.print(
             f"{cache}: scores lose ×{ratios[least]:.3f} of what they lost in layer {least}, ×{ratios[most]:.3f} in"
