@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -54,6 +55,24 @@ def root(
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(2)
+
+
+LINE = 100
+"""The most columns of a line of text; what is to be pasted, and names, may be longer."""
+
+
+def say(text: str, *, markup: bool = False) -> None:
+    """Print a paragraph in lines of at most `LINE` columns, those below the first one indented.
+
+    Command lines, which begin with two spaces, stay in one piece.
+
+    Args:
+        text: one paragraph.
+        markup: whether it holds rich's markup.
+    """
+    if not text.startswith("  "):
+        text = textwrap.fill(text, LINE, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    out.print(text, markup=markup, soft_wrap=True)
 
 
 def emit(value: dict[str, Any]) -> None:

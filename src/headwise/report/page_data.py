@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from headwise.advice import MOST_SEQUENCES, Candidate, Measured, Question, candidates
-from headwise.advice.advise import weight_notes
-from headwise.advice.serving import served_by
+from headwise.advice.advise import engine_notes, weight_notes
+from headwise.advice.serving import commands
 from headwise.cost.layer import DTYPE_BYTES
 from headwise.cost.model import weights
 from headwise.documents import as_document
@@ -61,10 +61,12 @@ def page_data(
     chosen = question.hardware
     found = {chosen.name: chosen, **(devices() if hardware is None else hardware)} | {chosen.name: chosen}
     joined = {name: each for name, each in found.items() if step.ranks == 1 or each.link_bytes_per_second}
-    options, tried = [], candidates(model, measured)
+    options, tried = [], candidates(model, measured, question.engine)
     for index, candidate in enumerate(tried):
         try:
-            options.append(_option(candidate, measured.get(candidate.target), step))
+            option = _option(candidate, measured.get(candidate.target), step)
+            typed = commands(candidate.target, candidate.convert_to, model, source, question.engine)
+            options.append(option | {"commands": typed})
         except ArgumentError:  # its heads cannot be shared out among the devices
             if index == 0:  # the model itself
                 raise
@@ -85,7 +87,7 @@ def page_data(
         "most_context": positions or None,
         "trained_context": model.max_position_embeddings,
         "stored": None if model.stored is None else counted_weights(model, "in the dtype"),
-        "notes": (*timed_notes, *weight_notes(model, tried)),
+        "notes": (*timed_notes, *weight_notes(model, tried), *engine_notes(model, question.engine)),
         "choices": list(dict.fromkeys((step.dtype.removeprefix("torch."), *_DTYPES))),
         "dtypes": {**DTYPE_BYTES, "float8": 1},
         "peak_names": DTYPE_NAMES,
@@ -114,7 +116,9 @@ def _option(candidate: Candidate, measured: Measured | None, step: Pass) -> dict
         "label": model.label,
         "convert_to": candidate.convert_to,
         "is_first_size": candidate.is_first_size,
-        "served_by": served_by(candidate.target, model.model_type),
+        "is_safe": candidate.is_safe,
+        "served_by": candidate.served_by,
+        "words": candidate.words,
         "cache_bits": candidate.cache_bits,
         "parameters": weights(model).total,
         "weights": {
