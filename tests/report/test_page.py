@@ -199,9 +199,9 @@ def test_controls_change_the_numbers_to_pythons(llama: Path) -> None:
         page = watched.page
         assert page.text_content("#verdict").startswith("Do this: keep the model, and store its cache as int8.")
         before = rows(watched)
-        assert before["mqa"][-2] == "diverged; loses too much"
-        assert before["mla:0.5"][-2] == "×1.100; loses too much"
-        assert before["gqa:4"][-2] == "not measured; not measured"
+        assert before["mqa"][-2] == "diverged, too much"
+        assert before["mla:0.5"][-2] == "×1.100, too much"
+        assert before["gqa:4"][-2] == "not measured"
         page.fill("#context", "40000")
         page.evaluate(
             "const s = document.getElementById('batch-slider'); s.value = 20; s.dispatchEvent(new Event('input'))"

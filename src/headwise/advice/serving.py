@@ -115,7 +115,7 @@ def served_by(target: str, model: ModelSpec) -> str:
         return "headwise"
     if not target.startswith("mla"):
         return OWN if model.model_type in WITHOUT_KV_HEADS else UNCHANGED
-    return "any engine, by --format" if _is_plain(model) else OWN
+    return "any, by --format" if _is_plain(model) else OWN
 
 
 def commands(

@@ -14,7 +14,17 @@ from headwise.cost.layer import DTYPE_BYTES
 from headwise.cost.model import weights
 from headwise.documents import as_document
 from headwise.errors import ArgumentError
-from headwise.prediction import Device, Efficiency, LayerWork, ModelWork, Pass, devices, model_work, to_table
+from headwise.prediction import (
+    SAFE_LOSS,
+    Device,
+    Efficiency,
+    LayerWork,
+    ModelWork,
+    Pass,
+    devices,
+    model_work,
+    to_table,
+)
 from headwise.prediction.hardware import DTYPE_NAMES
 from headwise.prediction.memory import CHUNK, held_weights
 from headwise.prediction.predict import MOST_PARTS, check_context, counted_weights
@@ -36,6 +46,7 @@ def page_data(
     source: str = "model",
     hardware: Mapping[str, Device] | None = None,
     steps: Sequence[Mapping[str, Any]] = (),
+    converted: str = "",
 ) -> dict[str, Any]:
     """Everything that the page of a model needs, as JSON-able values.
 
@@ -48,6 +59,7 @@ def page_data(
         source: the name of the model.
         hardware: devices that a reader may choose, besides the question's; the catalog's when None.
         steps: decode steps that were timed; see `measured_steps`.
+        converted: what the conversion that made the model measured of it, in a sentence.
 
     Raises:
         HeadwiseError: a number is impossible, or the heads cannot be shared out.
@@ -96,6 +108,8 @@ def page_data(
         "chunk": CHUNK,
         "most_parts": MOST_PARTS,
         "most_sequences": MOST_SEQUENCES,
+        "safe_loss": SAFE_LOSS,
+        "converted": converted,
         "options": options,
         "steps": [dict(step) for step in steps],
     }

@@ -283,7 +283,8 @@ def _print_advice(result: Advice, *, is_design: bool) -> None:
             *([] if question.engine else [escape(option.served_by)]),
         ]
         table.add_row(f"[dim]{name}[/dim]" if option.is_dominated else name, *cells)
-    for column in (table.columns[0], *table.columns[-1:] * bool(served)):  # names fold where a terminal is narrow
+    # Where a terminal is narrow names fold, so that numbers are whole.
+    for column in (*table.columns[:1] * out.is_terminal, *table.columns[-1:] * bool(served)):
         column.no_wrap, column.overflow, column.justify = False, "fold", "left"
     out.print_table(table, LINE)
     out.print()
@@ -316,7 +317,7 @@ def _verdict(result: Advice, *, is_design: bool) -> str:
 
 def _quality(option: Option) -> str:
     """The measured loss, and why an option is not recommended."""
-    if option.loss is None:
+    if option.loss is None or (option.loss == 0 and option.refused is not None):
         return "not measured" if option.refused is None else option.refused
     found = f"×{1 + option.loss:.3f}" if math.isfinite(option.loss) else "diverged"
     if option.refused is None:
