@@ -184,7 +184,10 @@
 
   function showVerdict(found, best) {
     byId("verdict").textContent = verdictText(found, best);
-    byId("commands").textContent = best === null ? "" : best.option.commands.join("\n");
+    // Of caches that are as safe in several engines, those of each.
+    const isOne = best === null || best.loss !== null;
+    const allowed = isOne ? [best] : found.filter((each) => each.refused === null && each.loss === null);
+    byId("commands").textContent = allowed.flatMap((each) => each?.option.commands ?? []).join("\n");
     byId("commands").hidden = byId("commands").textContent === "";
     const device = data.devices[question.hardware];
     const many = data.ranks > 1 ? `${data.ranks} × ` : "";
