@@ -107,7 +107,10 @@ def test_counters_leave_the_layer_as_it_is() -> None:
         (("complexity", "llama-3-8b", "--impl", "absorbed"), "impl = 'absorbed': must be one of direct for gqa"),
         (("complexity", "nowhere"), "source = 'nowhere': is no file, folder or catalog name"),
         (("count", "jamba-v0.1"), "attention = 'Mamba 8192 × 16': has costs, but no layer that runs"),
-        (("count", "llama-3-8b", "--tokens", 3, "--context", 2), "new_tokens = 3: must be from 1 to total_tokens = 2"),
+        (
+            ("count", "llama-3-8b", "--tokens", 3, "--context", 2),
+            "new_tokens = 3: must be from 1 to total_tokens = 2",
+        ),
         (("compare", "qwen3-next-80b-a3b"), "model_type = 'qwen3_next': has layers that gate their output"),
         (("inspect", "llama-3-8b", "--ranks", 3), "ranks = 3: must divide num_heads = 32"),
     ],

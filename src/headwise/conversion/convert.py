@@ -354,7 +354,7 @@ def _notes(prepared: _Prepared, written: WrittenFolder) -> list[str]:
     plan, is_proved = prepared.plan, prepared.options.evaluate is not False
     overlap = overlap_notes(plan.checkpoint, prepared.exam, prepared.texts) if is_proved and not plan.is_exact else []
     windows = window_notes(plan.checkpoint, prepared.exam if is_proved else [])
-    return [*prepared.notes(written.tokens), *written.notes(in_nats="sensitivity" in plan.stages), *overlap, *windows]
+    return [*prepared.notes(written.tokens), *written.notes(), *overlap, *windows]
 
 
 def _describe(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str], start: float) -> Conversion:
