@@ -83,13 +83,13 @@ def by_hand(model: ModelSpec, question: Question, measured: dict[str, Measured])
         if peak_memory(candidate.model, step).total > question.memory_bytes:
             continue
         found = measured.get(candidate.target)
-        if candidate.target != "as it is" and question.max_quality_loss is not None:
-            if found is None or found.loss > question.max_quality_loss:
-                continue
-        elif candidate.target != "as it is" and found is None:
-            # Cost alone recommends nothing: eight bits of an engine's own, where the model as it is does not fit.
-            if not candidate.is_safe or peak_memory(model, question.step).total <= question.memory_bytes:
-                continue
+        most = question.max_quality_loss
+        if candidate.target != "as it is" and most is not None and (found is None or found.loss > most):
+            continue
+        # Cost alone recommends nothing: eight bits of an engine's own, where the model as it is does not fit.
+        fits = peak_memory(model, question.step).total <= question.memory_bytes
+        if candidate.target != "as it is" and found is None and (fits or not candidate.is_safe):
+            continue
         if question.goal == "latency":
             score = time(step.batch)
         elif question.goal == "memory":
@@ -274,9 +274,8 @@ def test_an_engine_is_offered_what_it_runs_in_its_own_words(engine: str, cli: Ca
     for target, (served, cache) in own.items():
         assert options[target]["words"] in said.out
         assert cache.options in options[target]["commands"][-1]
-        assert options[target]["commands"][-1].startswith(
-            (served.serve_small or served.serve).split("(")[0].split()[0]
-        )
+        program = (served.serve_small or served.serve).split("(")[0].split()[0]
+        assert options[target]["commands"][-1].startswith(program)
         prepares = f"headwise prepare model.gguf prepared.gguf --for {target}"
         assert (prepares in options[target]["commands"]) == cache.is_simulated
     assert options["mla:0.5"]["commands"][0].startswith("headwise convert llama-3-8b OUT --to mla --kv-budget 0.5")

@@ -220,7 +220,8 @@ def prove(
         memory = pair.nbytes
         if (free := _free_bytes(pair.device)) is not None and free < memory:
             # Converting holds one layer: memory that suffices for it may not suffice for two whole models.
-            return f"{undone}: {'the model takes' if pair.is_itself else 'both models take'} {memory / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free"
+            taken = f"{'the model takes' if pair.is_itself else 'both models take'} {memory / 1e9:.1f} GB of memory"
+            return f"{undone}: {taken} and {free / 1e9:.1f} GB are free"
         return evaluate_windows(pair, exam, cache=cache, progress=progress)
     except KeyboardInterrupt as stopped:
         stopped.add_note("interrupted during the evaluation, which --no-evaluate leaves out")

@@ -12,6 +12,9 @@ from headwise.cli.app import SOURCES, Json, app, emit, out
 if TYPE_CHECKING:
     from headwise.engines import Verdict
 
+_SHOWN = 2
+"""The most caches of an engine that are shown."""
+
 
 @app.command(epilog="Example: headwise engines ./half")
 def engines(
@@ -31,9 +34,15 @@ def engines(
         here = f", {verdict.installed} is installed" if verdict.installed else ""
         out.print()
         out.print(f"{verdict.engine}: {_answer(verdict)} ({verdict.checked}{here})", markup=False)
-        lines = (verdict.why, verdict.instead, verdict.command, verdict.caution)
+        lines = (verdict.why, verdict.instead, verdict.command, _caches(verdict), verdict.caution)
         for line in filter(None, lines):
             out.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def _caches(verdict: Verdict) -> str | None:
+    """The first of an engine's own small caches; headwise advise tells all of them."""
+    shown, left = verdict.caches[:_SHOWN], len(verdict.caches[_SHOWN:])
+    return f"with a small cache: {' or '.join(shown)}{f', and {left} more' if left else ''}" if shown else None
 
 
 def _answer(verdict: Verdict) -> str:
