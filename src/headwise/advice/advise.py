@@ -264,7 +264,7 @@ def engine_notes(model: ModelSpec, engine: str | None) -> tuple[str, ...]:
         return ()
     limits: dict[str, list[str]] = {}
     for _, cache in engine_caches(model, engine).values():
-        if cache.limit:
+        if cache.limit and not (cache.overflows and cache.is_safe_for(model)):
             limits.setdefault(cache.limit, []).append(cache.name)
     notes = [f"{', '.join(names)}: {limit}" for limit, names in limits.items()]
     return (*check_engine(engine).notes, *notes)
@@ -276,7 +276,9 @@ def _growth_note(options: Sequence[Option]) -> list[str]:
     grown = [
         option.target
         for option in options
-        if option.weight_bytes > source.weight_bytes and option.memory_bytes >= source.memory_bytes
+        if not option.is_first_size
+        and option.weight_bytes > source.weight_bytes
+        and option.memory_bytes >= source.memory_bytes
     ]
     if not grown:
         return []
@@ -320,7 +322,10 @@ def _measure_next(
 
 
 def _most_kept(tried: Sequence[Candidate], options: Sequence[Option], question: Question) -> str | None:
-    """Of the options that were not measured and fit, one that needs no conversion and keeps most of the cache."""
+    """Of the options that were not measured and fit, the one that keeps most of the cache.
+
+    One that needs no conversion comes first; key–value heads, which lose more than latents of their size, last.
+    """
     by_target = {option.target: option for option in options}
     left = [
         by_target[each.target]
@@ -328,10 +333,12 @@ def _most_kept(tried: Sequence[Candidate], options: Sequence[Option], question: 
         if each.is_measurable and each.target in by_target and by_target[each.target].loss is None
     ]
     fitting = [option for option in left if option.memory_bytes <= question.memory_bytes]
-    kept = min(
-        fitting, key=lambda option: (option.convert_to is not None, -option.cache_bytes_per_token), default=None
-    )
-    return _target(kept)
+
+    def place(option: Option) -> tuple[bool, bool, float]:
+        merges_heads = option.target.startswith(("gqa", "mqa"))
+        return option.convert_to is not None, merges_heads, -option.cache_bytes_per_token
+
+    return _target(min(fitting, key=place, default=None))
 
 
 def ranked(

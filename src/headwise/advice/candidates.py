@@ -80,7 +80,7 @@ def candidates(
             model=source,
             cache_bits=cache.bits(source),
             is_safe=cache.is_safe_for(source),
-            is_measurable=cache.is_simulated,
+            is_measurable=cache.is_simulated and all(isinstance(layer, GroupedSpec) for layer in source.layers),
             words=cache.words,
         )
         for name, (_, cache) in engine_caches(source, engine).items()

@@ -28,7 +28,7 @@ GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 OWN = "headwise, transformers"
 """What loads a folder with headwise's layers; transformers after ``import headwise.hf``."""
 
-UNCHANGED = "all that run it now"
+UNCHANGED = "all, as now"
 """Said of what needs nothing that the original does not need."""
 
 _STOCK_MLA: Mapping[str, str] = MappingProxyType(

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from headwise.cli.captured_output import held_back
 from headwise.cli.printable import PrintableConsole, printable_json
@@ -71,7 +72,8 @@ def say(text: str, *, markup: bool = False) -> None:
         markup: whether it holds rich's markup.
     """
     if not text.startswith("  "):
-        text = textwrap.fill(text, LINE, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        width = LINE + (len(text) - len(Text.from_markup(text)) if markup else 0)
+        text = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     out.print(text, markup=markup, soft_wrap=True)
 
 

@@ -145,10 +145,10 @@ class ServingEngine:
 
 
 _DASHED, _UNDERSCORED = "--kv-cache-dtype", "--kv_cache_dtype"
-_ON_THE_CPU = "llama.cpp's usual CUDA builds compute this type on the processor, without a word"
+_ON_THE_CPU = "usual CUDA builds compute this type on the processor, without a word"
 _STUDY = "up to 20 points lost in long answers, by vLLM's own study"
 _AIME = "GPT-OSS-120B kept GSM8K (.92) and lost AIME25 (.75 → .35)"
-_OVERFLOW = "fp8 ends at 448: some Qwen2 models have larger keys, and answer nonsense"
+_OVERFLOW = "ends at 448: some Qwen2 models have larger keys, and answer nonsense"
 
 
 def _ggml(name: str, bits: float, *, values: tuple[str, float] | None = None, limit: str = "") -> EngineCache:

@@ -330,7 +330,7 @@ def _to_do(result: Advice, *, is_design: bool) -> list[str]:
     best = result.best
     if best is None or is_design:
         return []
-    if best.loss is None:
+    if best.loss is None and result.question.engine is None:
         safe = [option for option in result.options if option.refused is None and option.loss is None]
         return [line for option in safe for line in _pasted(f"in {option.served_by}", option.commands)]
     return _pasted("run it", best.commands)
@@ -352,7 +352,13 @@ def _measuring(result: Advice) -> list[str]:
         reason = f"first if it loses what is expected, {read}"
     question, step, source = result.question, result.question.step, shlex.quote(result.source)
     asked = {"--hardware": question.hardware.name, "--context": step.total, "--batch": step.batch}
-    asked |= {"--engine": question.engine} if question.engine else {}
+    others = {
+        "--engine": (question.engine, None),
+        "--goal": (question.goal, "balanced"),
+        "--ranks": (step.ranks, 1),
+        "--usable": (question.usable, 0.9),
+    }
+    asked |= {name: value for name, (value, usual) in others.items() if value != usual}
     words = " ".join(f"{name} {value}" for name, value in asked.items())
     return _pasted(
         f"measure next: {target}, {reason}",
