@@ -593,6 +593,7 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
 }
 """The results files of each table and the function of them that makes it, by the table's name."""
 
+
 def engine_caches(_: Path) -> str:
     """The small caches that engines have of their own, for heads of 128 channels; nothing of it is measured here."""
     model = read_spec("llama-3-8b")

@@ -342,7 +342,7 @@ def test_a_model_beside_itself_is_loaded_once(source: Path, monkeypatch: pytest.
     first, second = (dict(both[name].named_parameters()) for name in ("model", "against"))
     assert all(first[name] is second[name] for name in first)
     assert both["model"] is not both["against"]
-    assert pair.nbytes == sum(info.numel for info in pair.checkpoints["model"].tensors.values()) * 4
+    assert pair.nbytes == sum(info.numel for info in pair.checkpoints["model"].tensors.values()) * pair.dtype.itemsize
     text = [("text", torch.arange(48)[None])]
     coarse = evaluate_windows(pair, text, cache="int2")
     assert coarse.kl is not None

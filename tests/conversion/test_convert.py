@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 import headwise
 from headwise.checkpoints import load_tokenizer
+from headwise.cost import dtype_bytes
 from tests.real_models import save_tiny
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
@@ -201,7 +202,8 @@ def test_what_is_gained_is_weighed_against_what_it_costs(source: Path, tmp_path:
     before, after = dry.balance.weight_bytes
     assert before == files[0]
     assert after == dry.disk_bytes == pytest.approx(files[1], rel=0.02)  # without the file's header
-    by_token = [done.kv_bytes_per_token_before / 2, done.kv_bytes_per_token_after / 2]  # 16 bits, of a float32 model
+    wider = dtype_bytes(done.dtype) / 2  # a served cache has 16 bits a value
+    by_token = [done.kv_bytes_per_token_before / wider, done.kv_bytes_per_token_after / wider]
     assert list(dry.balance.cache_bytes) == [64 * each for each in by_token]
     even = dry.balance.even_at
     assert even is not None
