@@ -62,18 +62,27 @@ LINE = 100
 """The most columns of a line of text; what is to be pasted, and names, may be longer."""
 
 
-def say(text: str, *, markup: bool = False) -> None:
+def say(text: str, *, indent: str = "", markup: bool = False) -> None:
     """Print a paragraph in lines of at most `LINE` columns, those below the first one indented.
 
     Command lines, which begin with two spaces, stay in one piece.
 
     Args:
         text: one paragraph.
+        indent: before its first line, and before the others two spaces more.
         markup: whether it holds rich's markup.
     """
     if not text.startswith("  "):
         width = LINE + (len(text) - len(Text.from_markup(text)) if markup else 0)
-        text = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        wrapped = textwrap.wrap(
+            text,
+            width,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        text = "\n".join(wrapped)
     out.print(text, markup=markup, soft_wrap=True)
 
 

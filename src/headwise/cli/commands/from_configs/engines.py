@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import SOURCES, Json, app, emit, out
+from headwise.cli.app import SOURCES, Json, app, emit, out, say
 
 if TYPE_CHECKING:
     from headwise.engines import Verdict
@@ -34,9 +34,12 @@ def engines(
         here = f", {verdict.installed} is installed" if verdict.installed else ""
         out.print()
         out.print(f"{verdict.engine}: {_answer(verdict)} ({verdict.checked}{here})", markup=False)
-        lines = (verdict.why, verdict.instead, verdict.command, _caches(verdict), verdict.caution)
-        for line in filter(None, lines):
-            out.print(f"  {line}", markup=False, soft_wrap=True)
+        for line in filter(None, (verdict.why, verdict.instead)):
+            say(line, indent="  ")
+        if verdict.command:
+            say(f"  {verdict.command}")
+        for line in filter(None, (_caches(verdict), verdict.caution)):
+            say(line, indent="  ")
 
 
 def _caches(verdict: Verdict) -> str | None:

@@ -99,13 +99,16 @@ def _print_prediction(result: Prediction) -> None:
         f"capacity {largest} sequences of {step.total:,} tokens",
         f"         {longest} in each of {step.batch:,}",
     ]
+    allocated = []
     for found, fitting in result.engines:
         why = f": {', '.join(found.reasons)}" if found.reasons else ""
         many = "any number" if fitting == MOST else f"{fitting:,}"
         how = f" with {found.options}" if found.options else ""
-        lines.append(f"         {many} as {found.engine} allocates{how} ({found.more:+.1%}{why})")
+        allocated.append(f"{many} as {found.engine} allocates{how} ({found.more:+.1%}{why})")
     for line in lines:
         out.print(line, soft_wrap=True)
+    for line in allocated:
+        say(line, indent=" " * 9)
     for note in [*beyond(result.trained_context, step.total), *(f"note: {note}" for note in result.notes)]:
         say(note)
     out.print()
