@@ -142,17 +142,13 @@ def advise(
         "application": application,
     }
     if by_guide:
-        cost = {
-            "hardware": hardware,
-            "engine": engine,
-            "measured": measured,
-            "max_quality_loss": max_quality_loss,
-        }
+        cost = {"hardware": hardware, "measured": measured, "max_quality_loss": max_quality_loss}
         others = {"batch": batch, "ranks": ranks}
         _refuse(
             cost | {name: None if value == 1 else value for name, value in others.items()}, "goes without --guide"
         )
-        _refuse(sizes | {"html": html and str(html), "plot": plot and str(plot)}, "goes without --guide")
+        files = {"html": html and str(html), "plot": plot and str(plot)}
+        _refuse(sizes | files | {"engine": engine}, "goes without --guide")
         words |= {"context": context, "goal": goal or "balanced", "thresholds": _thresholds(threshold or ())}
         _follow_guide(source, heads, parameters, words, as_json=as_json)
         return
