@@ -295,7 +295,9 @@ def test_what_is_to_be_typed(tiny_llama: Path) -> None:
         f"headwise export {tiny_llama} model.gguf",
         "llama-server -m model.gguf",
     )
-    assert typed("llama-3-8b", "mlx:8", "mlx") == ("mlx_lm.generate --model MODEL --kv-bits 8",)
+    assert typed("llama-3-8b", "mlx:8", "mlx") == (
+        "mlx_lm.generate --model MODEL --kv-bits 8 --quantized-kv-start 0",
+    )
     assert typed("llama-3-8b", "mla:0.5", "llama.cpp") == (
         "headwise convert llama-3-8b OUT --to mla --kv-budget 0.5 --format gguf --calibrate TEXT",
         "llama-server -m OUT/model.gguf",

@@ -37,10 +37,10 @@ def test_what_is_simulated_is_what_formats_spell(engine: str, cache: object) -> 
 def test_bits_are_those_that_the_engines_take() -> None:
     bits = {name: cache.bits(LLAMA) for name, (_, cache) in engine_caches(LLAMA).items()}
     assert bits["llama.cpp:q8_0"] == bits["mlx:8"] == bits["transformers:hqq8"] == 8.5
-    assert bits["vllm:fp8"] == bits["sglang:fp8_e4m3"] == bits["tensorrt-llm:fp8"] == 8
+    assert bits["vllm:fp8"] == bits["sglang:fp8"] == bits["tensorrt-llm:fp8"] == 8
     assert bits["vllm:int4_per_token_head"] == 4.25
     assert cache_of("vllm", "int8_per_token_head").bits(LLAMA) == 8.25
-    assert cache_of("vllm", "turboquant_k8v4").bits(LLAMA) == 6.125
+    assert cache_of("vllm", "turboquant_k8v4").bits(LLAMA) == (28 * 6.125 + 4 * 16) / 32  # two layers at each end
     assert [cache_of("llama.cpp", name).bits(LLAMA) for name in ("q5_1", "q5_0", "q4_1", "q4_0")] == [6, 5.5, 5, 4.5]
     assert [cache.name for cache in caches_of_bits("mlx", LLAMA, 4.5)] == ["4"]
     assert caches_of_bits("llama.cpp", LLAMA, 8) == []
@@ -50,7 +50,7 @@ def test_conditions() -> None:
     assert not any(name.startswith(("llama.cpp", "mlx")) for name in engine_caches(read_spec("phi-2")))  # heads of 80
     assert "mlx:8" not in engine_caches(read_spec("mistral-7b"))  # windows
     latent = engine_caches(read_spec("deepseek-v3"))
-    assert {"llama.cpp:q8_0", "vllm:fp8", "sglang:fp8_e4m3"} <= latent.keys()
+    assert {"llama.cpp:q8_0", "vllm:fp8", "sglang:fp8"} <= latent.keys()
     assert "llama.cpp:q8_0/q4_0" not in engine_caches(read_spec("deepseek-v3"), "llama.cpp")
     qwen = read_spec("qwen2.5-7b")
     assert not cache_of("vllm", "fp8").is_safe_for(qwen)
@@ -66,8 +66,8 @@ def test_commands() -> None:
     typed = {name: served.command(served.model, cache) for name, (served, cache) in engine_caches(LLAMA).items()}
     assert typed["llama.cpp:q8_0"] == "llama-server -m model.gguf -fa on -ctk q8_0 -ctv q8_0"
     assert typed["vllm:fp8"] == "vllm serve MODEL --kv-cache-dtype fp8"
-    assert typed["sglang:fp8_e4m3"] == "python -m sglang.launch_server --model-path MODEL --kv-cache-dtype fp8_e4m3"
-    assert typed["mlx:8"] == "mlx_lm.generate --model MODEL --kv-bits 8"
+    assert typed["sglang:fp8"] == "python -m sglang.launch_server --model-path MODEL --kv-cache-dtype fp8_e4m3"
+    assert typed["mlx:8"] == "mlx_lm.generate --model MODEL --kv-bits 8 --quantized-kv-start 0"
     assert typed["tensorrt-llm:fp8"] == "trtllm-serve MODEL --kv_cache_dtype fp8"
     assert 'cache_implementation="quantized"' in typed["transformers:quanto4"]
     assert SERVING_ENGINES["vllm"].command("./it") == "vllm serve ./it"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from headwise.errors import ArgumentError
-from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, RecurrentSpec
+from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec, ModelSpec, RecurrentSpec
 
 SAFE_LOSS = 0.02
 """The largest rise of perplexity that eight bits cost a model that was measured (docs/prepare.md), rounded up."""
@@ -30,6 +30,7 @@ class EngineCache:
         key_scale: bits that a whole key takes besides.
         value_scale: bits that a whole value takes besides.
         block: the channels that share a scale; they must divide a head.
+        wide_ends: layers at each end of a model that the engine leaves as they are.
         is_safe: whether models that were measured lost at most `SAFE_LOSS` in it.
         overflows: whether keys beyond 448 cannot be stored, which some Qwen2 models have.
         stores_latents: whether it also stores the latents of MLA.
@@ -47,6 +48,7 @@ class EngineCache:
     key_scale: int = 0
     value_scale: int = 0
     block: int = 1
+    wide_ends: int = 0
     is_safe: bool = False
     overflows: bool = False
     stores_latents: bool = False
@@ -85,16 +87,16 @@ class EngineCache:
             model: the model.
         """
         taken = values = 0.0
-        for layer in model.layers:
-            if isinstance(layer, GroupedSpec):
-                D, V = layer.head_dim, layer.value_dim
-                values += layer.num_kv_heads * (D + V)
-                of_key, of_value = D * self.key_bits + self.key_scale, V * self.value_bits + self.value_scale
-                taken += layer.num_kv_heads * (of_key + of_value)
-            elif isinstance(layer, LatentSpec):
-                width = layer.kv_lora_rank + layer.qk_rope_head_dim
-                values += width
-                taken += width * self.key_bits + self.key_scale
+        ends = min(self.wide_ends, model.num_layers // 2)
+        for index, layer in enumerate(model.layers):
+            found = _sides(layer)
+            count = found.heads * (found.key + found.value)
+            values += count
+            if not ends <= index < model.num_layers - ends:
+                taken += 16 * count
+                continue
+            taken += found.heads * (found.key * self.key_bits + bool(found.key) * self.key_scale)
+            taken += found.heads * (found.value * self.value_bits + bool(found.value) * self.value_scale)
         return taken / values
 
     def is_safe_for(self, model: ModelSpec) -> bool:
@@ -106,6 +108,23 @@ class EngineCache:
             model: the model.
         """
         return self.is_safe and not (self.overflows and model.model_type.startswith("qwen2"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sides:
+    """What a layer caches for a token: so many heads, of each a key and a value of so many channels."""
+
+    heads: int
+    key: int
+    value: int
+
+
+def _sides(layer: AttentionSpec) -> _Sides:
+    if isinstance(layer, GroupedSpec):
+        return _Sides(heads=layer.num_kv_heads, key=layer.head_dim, value=layer.value_dim)
+    if isinstance(layer, LatentSpec):
+        return _Sides(heads=1, key=layer.kv_lora_rank + layer.qk_rope_head_dim, value=0)
+    return _Sides(heads=0, key=0, value=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +213,7 @@ def _quantised(backend: str, bits: int) -> EngineCache:
         words=f"quantized, {backend}, {bits} bits",
         key_bits=bits + 0.5,
         value_bits=bits + 0.5,
+        block=64,
         is_safe=bits == 8,
         stores_windows=False,
         limit="Qwen2.5-7B answered nothing right in 4 bits (transformers#35185)" if bits == 4 else "",
@@ -203,7 +223,7 @@ def _quantised(backend: str, bits: int) -> EngineCache:
 def _mlx(bits: int) -> EngineCache:
     return EngineCache(
         name=str(bits),
-        options=f"--kv-bits {bits}",
+        options=f"--kv-bits {bits} --quantized-kv-start 0",  # by default from the 5,000th token on
         words=f"--kv-bits {bits}",
         key_bits=bits + 0.5,
         value_bits=bits + 0.5,
@@ -238,12 +258,12 @@ _ALL = (
         caches=(
             _fp8(_DASHED, "fp8"),
             replace(_by_head("int8_per_token_head", 8), is_safe=True),
-            _by_head("int4_per_token_head", 4),
+            replace(_by_head("int4_per_token_head", 4), block=2),
             replace(_flagged(_DASHED, "nvfp4", 4.5), block=16),
-            replace(_by_head("turboquant_k8v4", 8, key_scale=0), value_bits=4, overflows=True),
-            _by_head("turboquant_4bit_nc", 4, key_scale=16),
-            replace(_by_head("turboquant_k3v4_nc", 3, key_scale=16), value_bits=4),
-            replace(_by_head("turboquant_3bit_nc", 3, key_scale=16), limit=_STUDY),
+            replace(_by_head("turboquant_k8v4", 8, key_scale=0), value_bits=4, overflows=True, wide_ends=2),
+            replace(_by_head("turboquant_4bit_nc", 4, key_scale=16), wide_ends=2),
+            replace(_by_head("turboquant_k3v4_nc", 3, key_scale=16), value_bits=4, wide_ends=2),
+            replace(_by_head("turboquant_3bit_nc", 3, key_scale=16), wide_ends=2, limit=_STUDY),
         ),
         notes=("--kv-cache-dtype-skip-layers keeps the layers that it names in 16 bits",),
     ),
@@ -253,9 +273,9 @@ _ALL = (
         model="MODEL",
         serve="python -m sglang.launch_server --model-path {model}",
         caches=(
-            _fp8(_DASHED, "fp8_e4m3"),
+            replace(_fp8(_DASHED, "fp8_e4m3"), name="fp8"),
             replace(_flagged(_DASHED, "fp8_e5m2", 8), stores_latents=True),
-            replace(_flagged(_DASHED, "fp4_e2m1", 4.5), block=16, stores_latents=True, limit=_AIME),
+            replace(_flagged(_DASHED, "fp4_mx_block16", 4.5), name="fp4", block=16, stores_latents=True, limit=_AIME),
         ),
     ),
     ServingEngine(
