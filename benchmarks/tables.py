@@ -602,7 +602,7 @@ def engine_caches(_: Path) -> str:
         for cache in engine.caches:
             bits = cache.bits(model)
             known = [
-                *(["8 bits lost next to nothing where it was measured"] if cache.is_safe else []),
+                *(["taken as safe"] if cache.is_safe else []),
                 *([cache.limit] if cache.limit else []),
                 *([f"heads in blocks of {cache.block}"] if cache.block > 1 else []),
                 *([] if cache.stores_windows else ["no windows"]),
