@@ -304,6 +304,13 @@ def test_what_is_to_be_typed(tiny_llama: Path) -> None:
     )
 
 
+def test_headwises_own_layers_are_imported_first() -> None:
+    question = Question(hardware=device("h100"), step=Pass(total=64), engine="transformers")
+    typed = {each.target: each.commands[-1] for each in advise("llama-3-8b", question).options}
+    assert typed["mla:0.5"] == 'import headwise.hf; AutoModelForCausalLM.from_pretrained("OUT")'
+    assert typed["mqa"] == 'AutoModelForCausalLM.from_pretrained("OUT")'
+
+
 def test_cost_alone_recommends_nothing() -> None:
     """As it is where it fits; eight bits of an engine's own where it does not; else what is to be measured."""
     model = read_spec("qwen2.5-7b")

@@ -139,7 +139,9 @@ def commands(
     served = SERVING_ENGINES[name]
     if convert_to is not None:
         made = _convert(source, convert_to, conversion_format(target, model, name) or "")
-        return made, served.command("OUT/model.gguf" if name == "llama.cpp" else "OUT")
+        is_own = name == "transformers" and (target.startswith("mla") or model.model_type in WITHOUT_KV_HEADS)
+        imported = "import headwise.hf; " if is_own else ""
+        return made, imported + served.command("OUT/model.gguf" if name == "llama.cpp" else "OUT")
     steps, path = _path(source, name)
     if target == "as it is":
         return (*steps, served.command(path))
