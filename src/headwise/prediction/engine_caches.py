@@ -120,7 +120,7 @@ class _Sides:
 
 
 def _sides(layer: AttentionSpec) -> _Sides:
-    if isinstance(layer, GroupedSpec):
+    if isinstance(layer, GroupedSpec) and not layer.shares_kv:
         return _Sides(heads=layer.num_kv_heads, key=layer.head_dim, value=layer.value_dim)
     if isinstance(layer, LatentSpec):
         return _Sides(heads=1, key=layer.kv_lora_rank + layer.qk_rope_head_dim, value=0)
