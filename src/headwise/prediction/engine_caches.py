@@ -331,7 +331,7 @@ def check_engine(name: str) -> ServingEngine:
 def cache_of(engine: str, name: str) -> EngineCache:
     """One of an engine's small caches.
 
-    For example ``cache_of("mlx", "8").options`` is ``"--kv-bits 8"``.
+    For example ``cache_of("mlx", "8").words`` is ``"--kv-bits 8"``.
 
     Args:
         engine: its name.
