@@ -22,6 +22,8 @@ from benchmarks.shared import shared_mark
 from benchmarks import audit_tables, healing_tables, joined
 from headwise.conversion.methods import all_methods
 from headwise.frontiers.verdict import verdict_lines
+from headwise.prediction import SERVING_ENGINES
+from headwise.specs import read_spec
 from headwise.texts.overlap import SHARED
 
 RESULTS = Path("benchmarks/results")
@@ -591,8 +593,30 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
 }
 """The results files of each table and the function of them that makes it, by the table's name."""
 
-JOINED: dict[str, Callable[[Path], str]] = {"frontier": frontier, "verdict": verdict}
-"""The functions that make tables of several results files in a folder, by the table's name."""
+
+def engine_caches(_: Path) -> str:
+    """The small caches that engines have of their own, for heads of 128 channels; nothing of it is measured here."""
+    model = read_spec("llama-3-8b")
+    rows = []
+    for engine in SERVING_ENGINES.values():
+        for cache in engine.caches:
+            bits = cache.bits(model)
+            known = [
+                *(["taken as safe"] if cache.is_safe else []),
+                *([cache.limit] if cache.limit else []),
+                *([f"heads in blocks of {cache.block}"] if cache.block > 1 else []),
+                *([] if cache.stores_windows else ["no windows"]),
+            ]
+            rows.append((engine.title, f"`{cache.options}`", "; ".join(known), f"{bits:.3g}", f"{bits / 16:.0%}"))
+    return table(("engine", "options", "what is known", "bits", "of 16"), rows, left=3)
+
+
+JOINED: dict[str, Callable[[Path], str]] = {
+    "frontier": frontier,
+    "verdict": verdict,
+    "engine-caches": engine_caches,
+}
+"""The functions that make tables of several results files in a folder, or of none, by the table's name."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:

@@ -131,6 +131,25 @@ def refuse_no_file(field: str, path: Path) -> None:
         ) from None
 
 
+def refuse_no_folder(field: str, path: Path) -> None:
+    """Refuse, before any work, a path at which no folder could be made.
+
+    Args:
+        field: the argument or option that holds the path.
+        path: of the folder, which is made with those above it.
+
+    Raises:
+        ArgumentError: the nearest folder above it that exists is read-only.
+    """
+    try:
+        above = next(folder for folder in path.resolve().parents if folder.exists())
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except (OSError, RuntimeError) as error:  # RuntimeError: a cycle of links
+        rule = f"cannot be written: {getattr(error, 'strerror', None) or error}"
+        raise ArgumentError(field, str(path), rule) from None
+
+
 def write_among_others(path: Path, content: bytes) -> None:
     """Write a file as `write_whole` does, in a folder that may hold other people's files.
 

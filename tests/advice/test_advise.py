@@ -11,12 +11,22 @@ from typing import Any
 
 import pytest
 
-from headwise.advice import Measured, Question, advise_on, candidates, design, ranked, read_measured
+from headwise.advice import Measured, Question, advise, advise_on, candidates, design, ranked, read_measured
 from headwise.advice.advise import MOST_SEQUENCES
 from headwise.cost.default_targets import plain_formats
 from headwise.cost.model import weights
 from headwise.errors import HeadwiseError
-from headwise.prediction import Pass, device, devices, largest_batch, operators, peak_memory, seconds
+from headwise.prediction import (
+    SERVING_ENGINES,
+    Pass,
+    device,
+    devices,
+    engine_caches,
+    largest_batch,
+    operators,
+    peak_memory,
+    seconds,
+)
 from headwise.prediction.allocation import cache_bytes
 from headwise.specs import ModelSpec, read_spec
 from tests.cli.conftest import cli, here, refused
@@ -72,10 +82,14 @@ def by_hand(model: ModelSpec, question: Question, measured: dict[str, Measured])
         first = first or (time(step.batch), token)
         if peak_memory(candidate.model, step).total > question.memory_bytes:
             continue
-        if question.max_quality_loss is not None and candidate.target != "as it is":
-            found = measured.get(candidate.target)
-            if found is None or found.loss > question.max_quality_loss:
-                continue
+        found = measured.get(candidate.target)
+        most = question.max_quality_loss
+        if candidate.target != "as it is" and most is not None and (found is None or found.loss > most):
+            continue
+        # Cost alone recommends nothing: eight bits of an engine's own, where the model as it is does not fit.
+        fits = peak_memory(model, question.step).total <= question.memory_bytes
+        if candidate.target != "as it is" and found is None and (fits or not candidate.is_safe):
+            continue
         if question.goal == "latency":
             score = time(step.batch)
         elif question.goal == "memory":
@@ -133,6 +147,7 @@ def test_doing_nothing_wins_where_all_else_loses_too_much() -> None:
     assert advice.best is not None
     assert advice.best.target == "as it is"
     assert advice.binding == "quality"
+    assert advice.to_measure is None
     better = bad | {"int8": replace(bad["int8"], loss=0.001)}
     best = advise_on(model, question, better).best
     assert best is not None
@@ -221,7 +236,9 @@ def test_a_damaged_frontier_is_refused(content: str | None, rule: str, tmp_path:
 
 
 def test_what_cannot_be_made_is_no_candidate() -> None:
-    assert [each.target for each in candidates(read_spec("deepseek-v3"))] == ["as it is"]
+    latents = {each.target for each in candidates(read_spec("deepseek-v3"))}
+    assert latents == {"as it is", *engine_caches(read_spec("deepseek-v3"))}
+    assert not any(name.startswith(("mlx", "transformers")) for name in latents)
     targets = {each.target for each in candidates(read_spec("gpt-oss-20b"))}
     assert not targets & {"mqa", "gqa:4"}  # sinks, which heads are not merged with
     assert "mqa" not in {each.target for each in candidates(read_spec("olmo-2-7b"))}
@@ -244,18 +261,118 @@ def test_another_models_frontier_is_refused(tmp_path: Path) -> None:
             read_measured([tmp_path])
 
 
+@pytest.mark.parametrize("engine", SERVING_ENGINES)
+def test_an_engine_is_offered_what_it_runs_in_its_own_words(engine: str, cli: Callable[..., Any]) -> None:
+    words = ("advise", "llama-3-8b", "--hardware", "rtx-4090", "--context", "32768", "--batch", "3")
+    said = cli(*words, "--engine", engine)
+    assert said.status == 0
+    document = json.loads(cli(*words, "--engine", engine, "--json").out)
+    options = {option["target"]: option for option in document["options"]}
+    own = engine_caches(read_spec("llama-3-8b"), engine)
+    assert own.keys() < options.keys()
+    assert not {"int8", "kivi2", "mla@0.25"} & options.keys()
+    for target, (served, cache) in own.items():
+        assert options[target]["words"] in said.out
+        assert cache.options in options[target]["commands"][-1]
+        program = (served.serve_small or served.serve).split("(")[0].split()[0]
+        assert options[target]["commands"][-1].startswith(program)
+        prepares = f"headwise prepare model.gguf prepared.gguf --for {target}"
+        assert (prepares in options[target]["commands"]) == cache.is_simulated
+    assert options["mla:0.5"]["commands"][0].startswith("headwise convert llama-3-8b OUT --to mla --kv-budget 0.5")
+    # It does not fit as it is, and eight bits are safe wherever they were measured.
+    assert own[document["best"]][1].is_safe
+    assert "it does not fit as it is: store the cache as" in " ".join(said.out.split())
+    assert options[document["best"]]["commands"][-1] in said.out
+
+
+def test_what_is_to_be_typed(tiny_llama: Path) -> None:
+    def typed(source: str, target: str, engine: str) -> tuple[str, ...]:
+        question = Question(hardware=device("h100"), step=Pass(total=64), engine=engine)
+        return {each.target: each.commands for each in advise(source, question).options}[target]
+
+    assert typed(str(tiny_llama), "as it is", "vllm") == (f"vllm serve {tiny_llama}",)
+    assert typed(str(tiny_llama), "as it is", "llama.cpp") == (
+        f"headwise export {tiny_llama} model.gguf",
+        "llama-server -m model.gguf",
+    )
+    assert typed("llama-3-8b", "mlx:8", "mlx") == (
+        "mlx_lm.generate --model MODEL --kv-bits 8 --quantized-kv-start 0",
+    )
+    assert typed("llama-3-8b", "mla:0.5", "llama.cpp") == (
+        "headwise convert llama-3-8b OUT --to mla --kv-budget 0.5 --format gguf --calibrate TEXT",
+        "llama-server -m OUT/model.gguf",
+    )
+
+
+def test_headwises_own_layers_are_imported_first() -> None:
+    question = Question(hardware=device("h100"), step=Pass(total=64), engine="transformers")
+    typed = {each.target: each.commands[-1] for each in advise("llama-3-8b", question).options}
+    assert typed["mla:0.5"] == 'import headwise.hf; AutoModelForCausalLM.from_pretrained("OUT")'
+    assert typed["mqa"] == 'AutoModelForCausalLM.from_pretrained("OUT")'
+
+
+def test_cost_alone_recommends_nothing() -> None:
+    """As it is where it fits; eight bits of an engine's own where it does not; else what is to be measured."""
+    model = read_spec("qwen2.5-7b")
+    step, card = Pass(total=32_768), device("h100")
+    assert (
+        advise_on(model, Question(hardware=card, step=step), {}).best
+        == advise_on(model, Question(hardware=card, step=step, goal="memory"), {}).best
+    )
+    for engine in (None, "vllm", "llama.cpp"):
+        needed = peak_memory(model, step).total
+        question = Question(hardware=card, step=step, usable=1.0, engine=engine)
+        fitting = advise_on(model, replace(question, hardware=replace(card, memory_bytes=needed)), {})
+        assert fitting.best is not None
+        assert fitting.best.target == "as it is"
+        short = advise_on(model, replace(question, hardware=replace(card, memory_bytes=needed - 1)), {})
+        assert short.best is not None
+        safe = {None: "vllm:int8_per_token_head", "vllm": "vllm:int8_per_token_head", "llama.cpp": "llama.cpp:q8_0"}
+        assert short.best.target == safe[engine]  # keys of Qwen2 models may be beyond what fp8 holds
+        assert all(option.refused for option in short.options if not option.is_safe)
+        strict = replace(question, hardware=replace(card, memory_bytes=needed - 1), max_quality_loss=0.05)
+        assert advise_on(model, strict, {}).best is None
+        small = advise_on(model, replace(question, hardware=replace(card, memory_bytes=int(0.92 * needed))), {})
+        assert small.best is None or small.best.is_safe
+
+
+def test_figures_stand_beside_what_refuses_an_option(cli: Callable[..., Any], tmp_path: Path) -> None:
+    points = [{"target": "mla:0.5", "way": "headwise", "cache_fraction": 0.5, "perplexity_ratio": 1.118, "kl": 0.1}]
+    (tmp_path / "frontier.json").write_text(json.dumps({"points": points}))
+    words = ("advise", "llama-3-8b", "--hardware", "rtx-4090", "--context", "32768", "--batch", "4")
+    said = cli(*words, "--measured", str(tmp_path), "--batch", "1").out
+    assert "×1.118, too much" in said
+    rows = {line.split()[0]: line for line in cli(*words).out.splitlines() if "GiB" in line}
+    # What a search begins with does not fit; what it finds may.
+    assert rows["mla@0.25"].split()[-2:] == ["unknown", "headwise"]
+    assert "?" in rows["mla@0.25"]
+    assert "15.0 GiB" in rows["int8"]
+    assert "does not fit" in rows["int8"]
+    assert all("any, by --format" in rows[name] for name in ("mla:0.5", "mla:0.25"))
+
+
+def test_weights_that_grow_by_more_than_the_cache_shrinks_are_named(cli: Callable[..., Any]) -> None:
+    grown = "at this context and batch the weights grow by more than the cache shrinks: mla:0.25, mla:0.5"
+    short = cli("advise", "llama-3-8b", "--hardware", "h100", "--engine", "vllm").out
+    assert grown in short
+    assert grown not in cli("advise", "llama-3-8b", "--hardware", "h100", "--engine", "vllm", "--context", 65536).out
+
+
 def test_the_command(cli: Callable[..., Any], refused: Callable[..., str], tmp_path: Path) -> None:
     words = ("advise", "llama-2-7b", "--hardware", "h100", "--context", "32768", "--batch", "16")
     said = cli(*words)
     assert said.status == 0
-    assert (
-        "measure before you choose: by cost alone, headwise convert --to mqa; what that loses is not known"
-        in said.out
-    )
-    for line in said.out.splitlines()[1:]:
-        assert len(line) <= 80, line
+    assert "nothing can be recommended (not measured: 11, does not fit: 22" in said.out
+    assert "→" not in said.out
+    assert "measure next: kivi3, its loss is not known for this model:" in said.out
+    assert "  headwise frontier llama-2-7b --target kivi3 --calibrate TEXT --evaluate OTHER --output OUT" in said.out
+    again = "  headwise advise llama-2-7b --hardware h100 --context 32768 --batch 16 --measured OUT"
+    assert again in said.out
+    for line in said.out.splitlines():
+        assert len(line) <= 100, line
     document = json.loads(cli(*words, "--json").out)
-    assert document["best"] == "mqa"
+    assert document["best"] is None
+    assert document["to_measure"] == "kivi3"
     points = [{"target": "int4:32", "way": "plain quantisation", "cache_fraction": 0.3125, "perplexity_ratio": 1.01}]
     (tmp_path / "frontier.json").write_text(json.dumps({"points": points}))
     limited = cli(*words, "--max-quality-loss", "0.05", "--measured", str(tmp_path), "--batch", "8")
@@ -280,7 +397,11 @@ def test_the_command(cli: Callable[..., Any], refused: Callable[..., str], tmp_p
         (("llama-2-7b", "--hardware", "h100", "--measured", "nowhere"), "measured = 'nowhere': cannot be read"),
         (("gpt2", "--hardware", "l4", "--context", "2048"), "must be at most 1024, the model's positions"),
         (("--guide",), "heads = None: is required without SOURCE"),
-        (("--guide", "llama-2-7b", "--heads", "8"), "heads, parameters = (8, None): go without SOURCE"),
+        (("--guide", "llama-2-7b", "--heads", "8"), "heads = 8: goes without SOURCE"),
+        (("llama-2-7b", "--hardware", "h100", "--engine", "ollama"), "engine = 'ollama': must be one of llama.cpp"),
+        (("--guide", "--heads", "8", "--engine", "vllm"), "engine = 'vllm': goes without --guide"),
+        (("llama-2-7b", "--hardware", "h100", "--usable", "90"), "must be above 0 and at most 1; write 90 % as 0.9"),
+        (("llama-2-7b", "--hardware", "h100", "--max-quality-loss", "5%"), "as a number; write 5 % as 0.05"),
         (("--guide", "--heads", "8", "--threshold", "x=3"), "threshold = 'x=3': must be NAME=NUMBER"),
         (("--guide", "--heads", "8", "--threshold", "long=4096_"), "must be NAME=NUMBER"),
         (("llama-2-7b", "--hardware", "h100", "--heads", "8"), "heads = 8: goes with --guide"),
@@ -325,9 +446,11 @@ def test_designs_by_the_command(cli: Callable[..., Any], refused: Callable[..., 
     assert [[each[name] for name in names] for each in answer["options"]] == [
         [each[name] for name in names] for each in by_name["options"]
     ]
-    assert (
-        "build it with MQA" in cli("advise", "--parameters", "7000000000", "--hardware", "h100", "--batch", "8").out
-    )
+    said = cli("advise", "--parameters", "7000000000", "--hardware", "h100", "--batch", "8")
+    assert "build it as it is, MHA" in said.out
+    assert "measure next" not in said.out  # there is nothing to measure yet
     assert "goes without SOURCE" in refused("advise", "gpt2", "--head-dim", "64", "--hardware", "h100")
-    assert "must be one of them" in refused("advise", "--num-heads", "8", "--hardware", "h100")
+    assert "hidden_size = None: must be given" in refused("advise", "--num-heads", "8", "--hardware", "h100").replace(
+        "--hidden-size", "hidden_size"
+    )
     assert "goes without --guide" in refused("advise", "--guide", "--heads", "8", "--hidden-size", "64")

@@ -102,12 +102,15 @@ def test_counters_leave_the_layer_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("complexity", "llama-3-8b", "--tokens", 0), "new_tokens, total_tokens = (0, 0): must satisfy"),
+        (("complexity", "llama-3-8b", "--tokens", 0), "new_tokens = 0: must be from 1"),
         (("complexity", "llama-3-8b", "--layer", 32), "layer = 32: must be between 0 and 31"),
         (("complexity", "llama-3-8b", "--impl", "absorbed"), "impl = 'absorbed': must be one of direct for gqa"),
         (("complexity", "nowhere"), "source = 'nowhere': is no file, folder or catalog name"),
         (("count", "jamba-v0.1"), "attention = 'Mamba 8192 × 16': has costs, but no layer that runs"),
-        (("count", "llama-3-8b", "--tokens", 3, "--context", 2), "new_tokens, total_tokens = (3, 2): must satisfy"),
+        (
+            ("count", "llama-3-8b", "--tokens", 3, "--context", 2),
+            "new_tokens = 3: must be from 1 to total_tokens = 2",
+        ),
         (("compare", "qwen3-next-80b-a3b"), "model_type = 'qwen3_next': has layers that gate their output"),
         (("inspect", "llama-3-8b", "--ranks", 3), "ranks = 3: must divide num_heads = 32"),
     ],

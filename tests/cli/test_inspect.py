@@ -30,7 +30,7 @@ def test_a_hybrid_model(cli: Callable[..., Result]) -> None:
         "layers   36 Mamba-2, 4 GQA",
         "cache    8.0 KiB a token (8,192 B, bfloat16) and 27.9 MiB of state",
         "         1.0 GiB at 131,072 tokens",
-        "weights  6.9 G, 1.5 G active for a token, the head tied to the embedding",
+        "weights  6.9 G parameters, 1.5 G active for a token, head tied to the embedding",
         "FLOPs    2.9 G for the first token, 6.2 G at 131,072 tokens",
         "",
         "layers              attention              B/token      state     weights",

@@ -13,6 +13,7 @@ import headwise
 from headwise.checkpoints import load_tokenizer, open_checkpoint
 from headwise.conversion import STAGES, closing_evaluation
 from headwise.conversion.closing_evaluation import REFERENCE, choose_exam
+from headwise.evaluation import evaluate_windows, model_pair, open_pair
 from headwise.texts import calibration_windows, language_reference, text_identity
 from headwise.texts.calibration_texts import CalibrationTexts
 from tests.real_models import save_tiny
@@ -328,3 +329,31 @@ def test_how_much_an_exam_repeats_is_counted_on_the_windows_that_are_calibrated_
     assert line.startswith(f"100.0% of the 256 {SHARED}")
     assert closing_evaluation.overlap_notes(checkpoint, [], texts) == []
     assert closing_evaluation.overlap_notes(checkpoint, [("a", tokens[:256][None])], CalibrationTexts()) == []
+
+
+def test_a_model_beside_itself_is_loaded_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And still is two models, of which one alone has the quantised cache."""
+    loads: list[Path] = []
+    own = model_pair.load
+    monkeypatch.setattr(model_pair, "load", lambda path, **how: loads.append(path) or own(path, **how))
+    pair = open_pair(source, against=source)
+    both = pair.models
+    assert len(loads) == 1
+    first, second = (dict(both[name].named_parameters()) for name in ("model", "against"))
+    assert all(first[name] is second[name] for name in first)
+    assert both["model"] is not both["against"]
+    assert pair.nbytes == sum(info.numel for info in pair.checkpoints["model"].tensors.values()) * pair.dtype.itemsize
+    text = [("text", torch.arange(48)[None])]
+    coarse = evaluate_windows(pair, text, cache="int2")
+    assert coarse.kl is not None
+    assert coarse.kl > 0
+    assert evaluate_windows(pair, text).kl == pytest.approx(0, abs=1e-6)
+
+
+def test_a_dry_run_counts_the_evaluation(source: Path, text: Path, tmp_path: Path) -> None:
+    for how in ({"calibrate": text, **STUDY}, HALF):
+        dry = headwise.convert(source, tmp_path / "out", **how, dry_run=True)
+        assert dry.seconds_evaluating > 0
+        assert headwise.convert(source, tmp_path / "out", **how, dry_run=True, evaluate=False).seconds_evaluating == 0
+    done = headwise.convert(source, tmp_path / "out", **HALF)
+    assert done.seconds_evaluating > 0

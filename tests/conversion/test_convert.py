@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 import headwise
 from headwise.checkpoints import load_tokenizer
+from headwise.cost import dtype_bytes
 from tests.real_models import save_tiny
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
@@ -187,3 +188,42 @@ def test_a_tensor_without_a_place_in_the_model_is_refused(source: Path, tmp_path
     (source / "config.json").write_text(json.dumps({**config, "model_type": "llama", "attention_bias": False}))
     with pytest.raises(headwise.CheckpointError, match=r"tensor = '.*bias': has no place in the model"):
         headwise.convert(source, tmp_path / "out", to="mqa")
+
+
+def test_what_is_gained_is_weighed_against_what_it_costs(source: Path, tmp_path: Path) -> None:
+    """At the user's context, before any work: files, caches, and the tokens from which on memory is saved."""
+    options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5}
+    dry = headwise.convert(source, tmp_path / "out", **options, context=64, dry_run=True)
+    done = headwise.convert(source, tmp_path / "out", **options, context=64, evaluate=False)
+    assert dry.balance is not None
+    assert dry.balance == done.balance
+    folders = source, tmp_path / "out"
+    files = [sum(file.stat().st_size for file in folder.glob("*.safetensors")) for folder in folders]
+    before, after = dry.balance.weight_bytes
+    assert before == files[0]
+    assert after == dry.disk_bytes == pytest.approx(files[1], rel=0.02)  # without the file's header
+    wider = dtype_bytes(done.dtype) / 2  # a served cache has 16 bits a value
+    by_token = [done.kv_bytes_per_token_before / wider, done.kv_bytes_per_token_after / wider]
+    assert list(dry.balance.cache_bytes) == [64 * each for each in by_token]
+    even = dry.balance.even_at
+    assert even is not None
+    for tokens, is_saved in ((even, True), (even - 1, False)):
+        found = headwise.convert(source, tmp_path / "dry", **options, context=tokens, dry_run=True).balance
+        assert found is not None
+        assert (found.saved >= 0) == is_saved
+    assert dry.balance.flops is not None
+    assert dry.balance.flops > 1  # a latent's products are wider
+    fewer = headwise.convert(source, tmp_path / "dry", to="mqa", context=64, dry_run=True).balance
+    assert fewer is not None
+    assert fewer.even_at == 0
+    with pytest.raises(headwise.ArgumentError, match="context = 0: must be at least 1"):
+        headwise.convert(source, tmp_path / "dry", **options, context=0, dry_run=True)
+    with pytest.raises(headwise.ArgumentError, match=r"engine = 'ollama': must be one of llama\.cpp"):
+        headwise.convert(source, tmp_path / "dry", **options, engine="ollama", dry_run=True)
+
+
+@pytest.mark.parametrize("place", ["/proc/no", "/proc/no/such/folder"])
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(source: Path, place: str) -> None:
+    for dry_run in (True, False):
+        with pytest.raises(headwise.ArgumentError, match=r"output = '/proc/no.*cannot be written"):
+            headwise.convert(source, place, to="mqa", dry_run=dry_run)

@@ -53,6 +53,8 @@ CONVERT: dict[str, tuple[dict[str, Any], Any]] = {
     "evaluation_windows": ({**MLA, **STUDY}, 3),
     "device": (MLA, "cpu"),
     "overwrite": (MLA, True),
+    "context": (MLA, 8),
+    "engine": (MLA, "vllm"),
 }
 """For each option the rest of a command, and another value than the option has there."""
 
@@ -225,7 +227,7 @@ def test_what_does_not_decide_a_result() -> None:
         for name, (_, _, kind) in FUNCTIONS.items()
     }
     assert never == {
-        "convert": {"evaluate", "evaluation_windows", "overwrite", "dry_run", "device"},
+        "convert": {"evaluate", "evaluation_windows", "overwrite", "dry_run", "device", "context", "engine"},
         "calibrate": {"overwrite", "device"},
         "frontier": {"targets", "methods", "keep", "plot", "device"},
         "heal": {"evaluate", "evaluation_windows", "overwrite", "device", "micro_batch"},

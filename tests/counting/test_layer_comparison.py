@@ -28,5 +28,5 @@ def test_the_flops_of_a_peer_are_among_its_json_values() -> None:
 
 
 def test_an_impossible_call_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="new_tokens, total_tokens"):
+    with pytest.raises(ArgumentError, match="new_tokens = 3: must be from 1 to total_tokens = 2"):
         count_layer(SPEC, 3, 2)

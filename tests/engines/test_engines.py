@@ -112,6 +112,12 @@ def test_the_command(outputs: dict[str, Path], cli: Callable[..., Any], refused:
     document = json.loads(cli("engines", outputs["own"], "--json").out)
     assert [verdict["engine"] for verdict in document["verdicts"]] == [engine.name for engine in ENGINES]
     assert "is no file, folder or catalog name" in refused("engines", "nowhere")
+    assert "with a small cache: --kv-cache-dtype fp8" in cli("engines", outputs["mqa"]).out
+    for source in ("llama-3-8b", outputs["mqa"] / "config.json"):
+        rule = (
+            "has no tensors, on which it depends who serves a model: give its folder, a .gguf or hf://…; headwise adv"
+        )
+        assert rule in refused("engines", source)
 
 
 def test_long_values_are_left_out_of_reasons(outputs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,3 +165,11 @@ def test_heads_that_cannot_be_shared_out(
     assert two["vLLM"].command is not None
     assert "--tensor-parallel-size 2" in two["vLLM"].command
     assert "--tensor-parallel = 0: must be at least 1" in refused("engines", outputs["mqa"], "--tensor-parallel", "0")
+
+
+def test_small_caches_are_those_that_suit_the_model(outputs: dict[str, Path]) -> None:
+    """Its heads have 8 channels, which blocks of 32 and 64 do not divide; headwise's own layers are in none."""
+    found = {verdict.engine: verdict.caches for verdict in engines(outputs["mqa"]).verdicts}
+    assert found["vLLM"][0] == "--kv-cache-dtype fp8"
+    assert found["MLX-LM"] == found["llama.cpp"] == ()
+    assert not any(verdict.caches for verdict in engines(outputs["own"]).verdicts)

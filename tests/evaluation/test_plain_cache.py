@@ -12,7 +12,7 @@ import headwise
 from headwise.checkpoints import Checkpoint, open_checkpoint
 from headwise.cost import model as cost
 from headwise.cost.default_targets import PLAIN_FORMATS, plain_formats
-from headwise.evaluation.plain_cache import bfloat16_bytes, margin, nearest_formats
+from headwise.evaluation.plain_cache import bfloat16_bytes, compared_formats, margin, nearest_formats
 from headwise.quantization.formats import TokenFormat, parse_format
 from headwise.quantization.kivi import KiviCode
 from tests.real_models import save_tiny
@@ -123,3 +123,18 @@ def test_the_margin_is_two_standard_errors_of_a_difference_of_logits() -> None:
     difference = costs[1] - costs[0]
     measured = 2 * float(difference.std()) / len(difference) ** 0.5
     assert margin(*divergences, len(difference)) == pytest.approx(measured, rel=0.05)
+
+
+def test_an_engines_own_caches_are_what_its_user_compares_with(tmp_path: Path) -> None:
+    source = open_checkpoint(save_tiny(tmp_path / "source", head_dim=64))
+    whole = bfloat16_bytes(source, 512)
+    assert compared_formats(source.spec, "llama.cpp") == ["llama.cpp:q8_0", "llama.cpp:q4_0"]
+    found = nearest_formats(source, 512, whole / 2, "llama.cpp")
+    assert {name: taken / whole for name, taken in found.items()} == {
+        "llama.cpp:q4_0": 4.5 / 16,
+        "llama.cpp:q8_0": 8.5 / 16,
+    }
+    # Where headwise computes none of an engine's, and where none suits the heads: those of the field.
+    narrow = open_checkpoint(save_tiny(tmp_path / "narrow", head_dim=14))
+    for checkpoint, engine in ((narrow, "llama.cpp"), (source, None)):
+        assert compared_formats(checkpoint.spec, engine) == list(plain_formats(checkpoint.spec))

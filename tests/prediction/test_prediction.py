@@ -266,7 +266,7 @@ def test_impossible_passes() -> None:
         ({"batch": 0}, "batch = 0: must be a whole number"),
         ({"batch": True}, "batch = True: must be a whole number"),
         ({"total": 10**24}, "must be a whole number from 1 to 1073741824"),
-        ({"new": 2}, "must satisfy new <= total"),
+        ({"new": 2}, "new = 2: must be at most total = 1"),
         ({"cache_bits": -4}, "cache_bits = -4: must be above 0"),
         ({"cache_bits": float("nan")}, "cache_bits = nan: must be above 0"),
         ({"impl": "bogus"}, "impl = 'bogus': must be one of"),
@@ -292,7 +292,8 @@ def test_the_command(cli: Callable[..., Any], refused: Callable[..., str]) -> No
     assert document["decode_seconds"] == pytest.approx(result.decode_seconds)
     assert "h100" in cli("predict", "--list").out
     assert "hardware = 'x': must be one of a100-40gb" in refused("predict", "llama-3-8b", "--hardware", "x")
-    assert "are both required" in refused("predict", "llama-3-8b")
+    assert "source = None: is required, or --list" in refused("predict", "--hardware", "h100")
+    assert "hardware = None: is required: one of those" in refused("predict", "llama-3-8b")
     for option, value, rule in (
         ("--context", "0", "context = 0: must be from 1 to 1073741824"),
         ("--batch", "0", "batch = 0: must be a whole number from 1"),

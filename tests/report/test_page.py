@@ -199,9 +199,9 @@ def test_controls_change_the_numbers_to_pythons(llama: Path) -> None:
         page = watched.page
         assert page.text_content("#verdict").startswith("Do this: keep the model, and store its cache as int8.")
         before = rows(watched)
-        assert before["mqa"][-2] == "diverged; loses too much"
-        assert before["mla:0.5"][-2] == "×1.100; loses too much"
-        assert before["gqa:4"][-2] == "not measured; not measured"
+        assert before["mqa"][-2] == "diverged, too much"
+        assert before["mla:0.5"][-2] == "×1.100, too much"
+        assert before["gqa:4"][-2] == "not measured"
         page.fill("#context", "40000")
         page.evaluate(
             "const s = document.getElementById('batch-slider'); s.value = 20; s.dispatchEvent(new Event('input'))"
@@ -363,3 +363,56 @@ def test_results_alone_make_a_page(tmp_path: Path) -> None:
     assert "x &amp; y" in text
     assert "a &lt; b" in text
     assert 'id="options"' not in text
+
+
+@needs_browser
+def test_the_headline_says_what_the_terminal_says(tmp_path: Path) -> None:
+    """Of a model that does not fit, of one that does, and of a conversion that measured itself."""
+    model, card = read_spec("llama-3-8b"), device("rtx-4090")
+    question = Question(hardware=card, step=Pass(batch=3, total=32_768))
+    converted = "This model is a conversion, mla:0.5"
+    pages = {
+        "It does not fit as it is: store the cache as vllm:fp8.": page_data(model, question, {}),
+        "Nothing can be recommended (not measured:": page_data(
+            model, replace(question, step=Pass(batch=4, total=32_768)), {}
+        ),
+        "Change nothing: as it is it fits.": page_data(model, replace(question, step=Pass(total=4096)), {}),
+        f"Change nothing more: it fits. {converted}": page_data(
+            model, replace(question, step=Pass(total=4096)), {}, converted=converted
+        ),
+    }
+    file = tmp_path / "page.html"
+    with browser_page(viewport={"width": 1280, "height": 900}) as watched:
+        for said, data in pages.items():
+            file.write_text(page(data), encoding="utf-8")
+            watched.open(file)
+            assert watched.page.text_content("#verdict").startswith(said)
+            typed = watched.page.text_content("#commands").splitlines()
+            assert ("vllm serve MODEL --kv-cache-dtype fp8" in typed) == said.startswith("It does not fit")
+            assert ("llama-server -m prepared.gguf -fa on -ctk q8_0 -ctv q8_0" in typed) == bool(typed)
+            assert watched.page.text_content("#quality-note").startswith(data["converted"] or "Nothing of this model")
+            assert watched.messages == []
+
+
+@needs_browser
+def test_no_column_is_cut_off_and_no_name_is_printed_over_another(llama: Path) -> None:
+    with browser_page(viewport={"width": 1280, "height": 900}) as watched:
+        watched.open(llama)
+        watched.page.wait_for_timeout(300)
+        widths = watched.page.eval_on_selector_all(".wide", "all => all.map(e => [e.scrollWidth, e.clientWidth])")
+        assert all(needed <= shown for needed, shown in widths)
+        for option in ("as it is", "mla:0.5"):
+            watched.page.select_option("#shown", option)
+            watched.page.wait_for_timeout(200)
+            boxes = watched.page.eval_on_selector_all(
+                "#roofline-plot .textpoint text",
+                """all => all.filter((each) => each.textContent).map((each) => {
+                    const { left, right, top, bottom } = each.getBoundingClientRect();
+                    return [left, right, top, bottom];
+                })""",
+            )
+            assert len(boxes) >= 2
+            for index, (left, right, top, bottom) in enumerate(boxes):
+                for other_left, other_right, other_top, other_bottom in boxes[:index]:
+                    is_beside = left >= other_right or other_left >= right
+                    assert is_beside or top >= other_bottom or other_top >= bottom, (option, boxes)

@@ -14,6 +14,7 @@ from headwise.cli.pages import refuse_no_page
 from headwise.errors import ArgumentError, CheckpointError, MissingExtraError, StorageError
 from headwise.report import read_folder, sections
 from headwise.report.sections import html, roofline
+from headwise.specs import catalog, read_spec
 from tests.cli.conftest import cli, here, refused
 from tests.cli.without_torch import answered_without_torch
 
@@ -156,13 +157,38 @@ def test_a_frontier_of_a_model_that_is_gone_is_shown_without_it(tmp_path: Path) 
 
 
 def test_folders_that_hold_nothing_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="must be a folder"):
+    with pytest.raises(ArgumentError, match="is no file, folder or catalog name"):
         read_folder(tmp_path / "none")
+    with pytest.raises(ArgumentError, match="goes with a folder of results, and llama-3-8b is none"):
+        read_folder("llama-3-8b", source="gpt2")
     with pytest.raises(ArgumentError, match=r"must have a config\.json"):
         read_folder(tmp_path)
     (tmp_path / "frontier.json").write_text("{")
     with pytest.raises(StorageError, match="cannot be read"):
         read_folder(tmp_path)
+
+
+def test_a_config_or_a_name_has_a_page(tmp_path: Path, cli: Any, here: Path) -> None:
+    named = read_folder("llama-3-8b")
+    assert (named.model, named.measured, named.sections) == (read_spec("llama-3-8b"), {}, ())
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(catalog()["gpt2"]["config"]))
+    assert read_folder(config).model == read_spec(config)
+    assert "wrote report.html" in cli("report", "gpt2").out
+    assert 'id="options"' in (here / "report.html").read_text()
+
+
+def test_a_conversion_shows_what_it_measured_of_itself(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(catalog()["gpt2"]["config"]))
+    point = {"target": "mla:0.5", "way": "as deepseek", "label": "MLA 144 + 48", "cache_fraction": 0.5, "kl": 0.1}
+    for ratio, said in ((1.118, "×1.118 its original's"), (None, "infinitely many times its original's")):
+        document = {"label": "MHA", "points": [{**point, "perplexity_ratio": ratio}]}
+        (tmp_path / "measured.json").write_text(json.dumps(document))
+        found = read_folder(tmp_path)
+        assert found.measured == {}
+        assert found.converted.startswith(f"This model is a conversion, mla:0.5 (MLA 144 + 48): perplexity is {said}")
+    (tmp_path / "measured.json").write_text('{"points": [{}]}')
+    assert read_folder(tmp_path).converted == ""
 
 
 def test_the_commands(cli: Any, refused: Any, here: Path) -> None:

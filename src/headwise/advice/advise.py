@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from headwise.advice.candidates import Candidate, candidates
+from headwise.advice.candidates import AS_IT_IS, Candidate, candidates
 from headwise.advice.measured import Measured, read_measured
 from headwise.advice.next_measurement import Expected, expected_losses
-from headwise.advice.serving import served_by
+from headwise.advice.serving import commands
 from headwise.cost.model import weights
 from headwise.documents import as_document
 from headwise.errors import ArgumentError
@@ -19,6 +19,8 @@ from headwise.prediction import (
     MOST,
     Device,
     Pass,
+    check_engine,
+    engine_caches,
     fastest_absorbed,
     largest_batch,
     operators,
@@ -50,8 +52,10 @@ class Question:
         step: the decode step: context, batch, dtype and devices.
         goal: what is made as small, or as large, as it can be.
         max_quality_loss: the largest rise of perplexity, as a fraction; only what was measured, or loses nothing, is
-            then recommended. None leaves quality out.
+            then recommended. None allows any loss that was measured, and, where the model as it is does not fit, an
+            engine's cache that is known to be safe.
         usable: the share of a device's memory that may be used.
+        engine: that is to run the model, one of `headwise.prediction.SERVING_ENGINES`; None where it may be any.
     """
 
     hardware: Device
@@ -59,6 +63,7 @@ class Question:
     goal: Goal = "balanced"
     max_quality_loss: float | None = None
     usable: float = 0.9
+    engine: str | None = None
 
     def __post_init__(self) -> None:
         if self.goal not in get_args(Goal):
@@ -66,6 +71,8 @@ class Question:
         if self.max_quality_loss is not None and not 0 <= self.max_quality_loss < 1e3:
             raise ArgumentError("max_quality_loss", self.max_quality_loss, "must be at least 0, such as 0.05")
         check_usable(self.usable)
+        if self.engine is not None:
+            check_engine(self.engine)
 
     @property
     def memory_bytes(self) -> int:
@@ -84,6 +91,7 @@ class Option:
         cache_bytes_per_token: of one sequence on all devices that share a model, as one of them holds it.
         decode_seconds: of one token of every sequence.
         memory_bytes: of one device.
+        weight_bytes: of them, the weights'.
         largest_batch: sequences of the context that fit.
         tokens_per_second: of as many sequences as fit, at most `MOST_SEQUENCES`; 0 where none fits.
         parameters: of the model.
@@ -91,7 +99,10 @@ class Option:
         kl: the measured KL in nats a token, where there is one.
         is_first_size: whether its sizes, and so its time, memory and parameters, are those that a search on a text
             begins with.
+        is_safe: whether models like this one lose next to nothing, so that it may be used unmeasured.
         served_by: the programs that serve it, in words.
+        words: the engine's own options, for its own caches; empty for all else.
+        commands: the command lines that serve it, one after the other; none where headwise knows none.
         refused: why it is not recommended; None where it may be.
         is_dominated: whether another option that may be recommended is no worse in time, cache and loss, and better
             in one of them.
@@ -103,14 +114,18 @@ class Option:
     cache_bytes_per_token: float
     decode_seconds: float
     memory_bytes: int
+    weight_bytes: int
     largest_batch: int
     tokens_per_second: float
     parameters: int
     loss: float | None
     kl: float | None
     is_first_size: bool
+    is_safe: bool
     served_by: str
-    refused: str | None
+    words: str
+    commands: tuple[str, ...] = ()
+    refused: str | None = None
     is_dominated: bool = False
 
     def score(self, goal: Goal, source: Option) -> float:
@@ -138,7 +153,9 @@ class Advice:
         trained_context: tokens that the model was made for, where its config says so.
         changes: what is best at other contexts and batches, where it is another option.
         measure_next: the option that was not measured, and would come first if it lost what is expected of it; None
-            where there is none, or no loss is allowed that was not measured. It is never recommended itself.
+            where there is none. It is never recommended itself.
+        to_measure: the option to measure next: ``measure_next``, or where no measurement suggests one, of those that
+            fit one that needs no conversion, and of these the one that keeps most; None where nothing is left.
         absorbed_tokens: of MLA that is recommended: the most new tokens of a sequence that take less time absorbed
             than expanded, as is predicted; None for other mechanisms.
         weights: the formats in which the model's weights are counted, in words.
@@ -152,6 +169,7 @@ class Advice:
     changes: tuple[str, ...]
     trained_context: int | None
     measure_next: Expected | None = None
+    to_measure: str | None = None
     absorbed_tokens: int | None = None
     weights: str = USUAL_DTYPE
     notes: tuple[str, ...] = ()
@@ -207,8 +225,8 @@ def advise_on(
         source: the name of the model in the answer.
     """
     positions = check_context(model, question.step.total)
-    tried = candidates(model, measured)
-    options = ranked(tried, question, measured, with_capacity=True)
+    tried = candidates(model, measured, question.engine)
+    options = ranked(tried, question, measured, with_capacity=True, source=source)
     free = replace(question, max_quality_loss=None, hardware=replace(question.hardware, memory_bytes=2**62))
     best = _recommended(options)
     now, changes = _target(best), []
@@ -216,6 +234,7 @@ def advise_on(
         then = _target(_recommended(ranked(tried, replace(question, step=step), measured)))
         if then != now:
             changes.append(f"{name}: {then or 'nothing'}")
+    next_one = _measure_next(tried, question, measured)
     return Advice(
         source=source,
         question=question,
@@ -223,11 +242,47 @@ def advise_on(
         binding=_binding(options, ranked(tried, free, measured)[0], question),
         changes=tuple(changes),
         trained_context=model.max_position_embeddings,
-        measure_next=_measure_next(tried, question, measured),
+        measure_next=next_one,
+        to_measure=_most_kept(tried, options, question) if next_one is None else next_one.target,
         absorbed_tokens=None if best is None else _absorbed_tokens(tried, best, question),
         weights=counted_weights(model, question.step.dtype),
-        notes=(*weight_notes(model, tried), *timed_note(model, question.hardware, question.step.dtype)),
+        notes=(
+            *weight_notes(model, tried),
+            *engine_notes(model, question.engine),
+            *_growth_note(options),
+            *timed_note(model, question.hardware, question.step.dtype),
+        ),
     )
+
+
+def engine_notes(model: ModelSpec, engine: str | None) -> tuple[str, ...]:
+    """What is known of an engine's small caches: what all of them need, and what goes wrong with some.
+
+    For example ``engine_notes(read_spec("llama-3-8b"), None)`` is empty.
+    """
+    if engine is None:
+        return ()
+    limits: dict[str, list[str]] = {}
+    for _, cache in engine_caches(model, engine).values():
+        if cache.limit and not (cache.overflows and cache.is_safe_for(model)):
+            limits.setdefault(cache.limit, []).append(cache.name)
+    notes = [f"{', '.join(names)}: {limit}" for limit, names in limits.items()]
+    return (*check_engine(engine).notes, *notes)
+
+
+def _growth_note(options: Sequence[Option]) -> list[str]:
+    """A note where the weights of conversions grow by more than the cache shrinks."""
+    (source,) = (option for option in options if option.target == AS_IT_IS)
+    grown = [
+        option.target
+        for option in options
+        if not option.is_first_size
+        and option.weight_bytes > source.weight_bytes
+        and option.memory_bytes >= source.memory_bytes
+    ]
+    if not grown:
+        return []
+    return [f"at this context and batch the weights grow by more than the cache shrinks: {', '.join(grown)}"]
 
 
 def weight_notes(model: ModelSpec, tried: Sequence[Candidate]) -> tuple[str, ...]:
@@ -254,7 +309,7 @@ def _measure_next(
     tried: Sequence[Candidate], question: Question, measured: Mapping[str, Measured]
 ) -> Expected | None:
     """What would be recommended if everything lost what is expected of it, where that was not measured."""
-    if question.max_quality_loss is None:
+    if question.max_quality_loss is None:  # the smallest cache would be named, whatever it loses
         return None
     bits = {each.target: each.cache_bits for each in tried if each.cache_bits is not None}
     expected = expected_losses(measured, [each.target for each in tried if not each.is_exact], bits)
@@ -266,8 +321,33 @@ def _measure_next(
     return None if best is None else expected.get(best.target)
 
 
+def _most_kept(tried: Sequence[Candidate], options: Sequence[Option], question: Question) -> str | None:
+    """Of the options that were not measured and fit, the one that keeps most of the cache.
+
+    One that needs no conversion comes first; key–value heads, which lose more than latents of their size, last.
+    """
+    by_target = {option.target: option for option in options}
+    left = [
+        by_target[each.target]
+        for each in tried
+        if each.is_measurable and each.target in by_target and by_target[each.target].loss is None
+    ]
+    fitting = [option for option in left if option.memory_bytes <= question.memory_bytes]
+
+    def place(option: Option) -> tuple[bool, bool, float]:
+        merges_heads = option.target.startswith(("gqa", "mqa"))
+        return option.convert_to is not None, merges_heads, -option.cache_bytes_per_token
+
+    return _target(min(fitting, key=place, default=None))
+
+
 def ranked(
-    tried: Sequence[Candidate], question: Question, measured: Mapping[str, Measured], *, with_capacity: bool = False
+    tried: Sequence[Candidate],
+    question: Question,
+    measured: Mapping[str, Measured],
+    *,
+    with_capacity: bool = False,
+    source: str = "MODEL",
 ) -> tuple[Option, ...]:
     """All options in the order of the goal, those that are refused last.
 
@@ -278,15 +358,22 @@ def ranked(
         question: what is asked.
         measured: by target.
         with_capacity: whether the sequences that fit are counted whatever the goal; only throughput needs them.
+        source: the name of the model in command lines.
     """
     needs_capacity = with_capacity or question.goal == "throughput"
-    options = []
+    options: list[Option] = []
     for each in tried:
         try:
-            options.append(_option(each, question, measured.get(each.target), with_capacity=needs_capacity))
+            option = _option(each, question, measured.get(each.target), with_capacity=needs_capacity)
         except ArgumentError:  # its heads cannot be shared out among the devices
             if not options:  # the model itself
                 raise
+            continue
+        fits = (options or [option])[0].memory_bytes <= question.memory_bytes
+        stored = each.model.stored
+        refused = _refusal(option, question, source_fits=fits, is_bound=stored is not None and stored.is_bound)
+        typed = commands(each.target, each.convert_to, tried[0].model, source, question.engine)
+        options.append(replace(option, refused=refused, commands=typed))
     allowed = [option for option in options if option.refused is None]
     options = [
         replace(option, is_dominated=any(_dominates(other, option) for other in allowed)) for option in options
@@ -297,9 +384,10 @@ def ranked(
 
 
 def _option(candidate: Candidate, question: Question, measured: Measured | None, *, with_capacity: bool) -> Option:
+    """The figures of a candidate; whether it is refused, and what serves it, is not yet known."""
     step = replace(question.step, cache_bits=candidate.cache_bits)
     model, available = candidate.model, question.memory_bytes
-    memory = peak_memory(model, step).total
+    memory = peak_memory(model, step)
     fitting = largest_batch(model, step, available) if with_capacity else 0
     many = min(fitting, MOST_SEQUENCES)
     rate = 0.0 if not many else many / _decode_seconds(model, replace(step, batch=many), question.hardware)
@@ -310,15 +398,17 @@ def _option(candidate: Candidate, question: Question, measured: Measured | None,
         convert_to=candidate.convert_to,
         cache_bytes_per_token=cache_bytes(model, step) / (step.batch * step.total),
         decode_seconds=_decode_seconds(model, step, question.hardware),
-        memory_bytes=memory,
+        memory_bytes=memory.total,
+        weight_bytes=memory.weights,
         largest_batch=fitting,
         tokens_per_second=rate,
         parameters=weights(model).total,
         loss=loss,
         kl=None if measured is None else measured.kl,
         is_first_size=candidate.is_first_size,
-        served_by=served_by(candidate.target, model.model_type),
-        refused=_refusal(memory, loss, question, is_bound=model.stored is not None and model.stored.is_bound),
+        is_safe=candidate.is_safe,
+        served_by=candidate.served_by,
+        words=candidate.words,
     )
 
 
@@ -326,15 +416,21 @@ def _decode_seconds(model: ModelSpec, step: Pass, hardware: Device) -> float:
     return sum(timed.seconds for timed in seconds(operators(model, step), hardware, step))
 
 
-def _refusal(memory: int, loss: float | None, question: Question, *, is_bound: bool) -> str | None:
-    """Why an option is not recommended; where its memory is an upper bound, it may be needlessly."""
-    if memory > question.memory_bytes:
+def _refusal(option: Option, question: Question, *, source_fits: bool, is_bound: bool) -> str | None:
+    """Why an option is not recommended; where its memory is an upper bound, it may be needlessly.
+
+    Cost alone never recommends a loss that nobody knows: what was not measured has to be known as safe, and needed.
+    """
+    if option.memory_bytes > question.memory_bytes:
+        if option.is_first_size:  # the sizes that a search begins with say little of those that it finds
+            return "unknown"
         return "may not fit" if is_bound else "does not fit"
+    if option.loss is None:
+        is_needed = question.max_quality_loss is None and not source_fits
+        return None if option.is_safe and is_needed else "not measured"
     if question.max_quality_loss is None:
         return None
-    if loss is None:
-        return "not measured"
-    return "loses too much" if loss > question.max_quality_loss else None
+    return "loses too much" if option.loss > question.max_quality_loss else None
 
 
 def _dominates(one: Option, other: Option) -> bool:

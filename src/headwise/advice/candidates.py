@@ -1,18 +1,20 @@
-"""What can be done to a model's cache: nothing, a format of fewer bits, other heads, a latent, a latent in codes."""
+"""What can be done to a model's cache: nothing, an engine's own cache, a format, other heads, a latent, codes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from headwise.advice.measured import Measured
+from headwise.advice.serving import runs, served_by
 from headwise.cost.default_targets import conversions, plain_formats
 from headwise.cost.layer import cache_values
 from headwise.cost.target import Target, convert_spec, parse_target, refuse_codes, target_options
 from headwise.errors import HeadwiseError
+from headwise.prediction import engine_caches
 from headwise.specs import AttentionSpec, GroupedSpec, ModelSpec
 
 AS_IT_IS = "as it is"
@@ -27,11 +29,16 @@ class Candidate:
     """One way to serve a model.
 
     Attributes:
-        target: ``as it is``, a format, or a target of ``headwise convert`` as a frontier spells it (``mla:0.5``).
+        target: ``as it is``, an engine's cache (``llama.cpp:q8_0``), a format, or a target of ``headwise convert`` as
+            a frontier spells it (``mla:0.5``).
         model: as it is then.
         cache_bits: of one cached value; None for those of the dtype.
         convert_to: the options of ``headwise convert``; None where nothing is converted.
         is_exact: whether nothing is lost.
+        is_safe: whether models like this one lose next to nothing, so that it may be used unmeasured.
+        is_measurable: whether headwise can measure what it loses.
+        words: the engine's own options, for its own caches; empty for all else.
+        served_by: the programs that run it, in words.
         is_first_size: whether the sizes are those that a search on a text begins with, and are not known before it.
     """
 
@@ -40,17 +47,25 @@ class Candidate:
     cache_bits: float | None = None
     convert_to: str | None = None
     is_exact: bool = False
+    is_safe: bool = False
+    is_measurable: bool = True
+    words: str = ""
+    served_by: str = ""
     is_first_size: bool = False
 
 
-def candidates(source: ModelSpec, measured: Mapping[str, Measured] = _NOTHING) -> tuple[Candidate, ...]:
-    """Everything that is tried: the model itself, what a frontier tries by default, and what else was measured.
+def candidates(
+    source: ModelSpec, measured: Mapping[str, Measured] = _NOTHING, engine: str | None = None
+) -> tuple[Candidate, ...]:
+    """Everything that is tried: the model itself, engines' own caches, what a frontier tries, and what was measured.
 
-    For example ``[each.target for each in candidates(read_spec("llama-2-7b"))][:2]`` is ``["as it is", "int8"]``.
+    For example ``[each.target for each in candidates(read_spec("llama-2-7b"), engine="mlx")][:2]`` is
+    ``["as it is", "mlx:8"]``.
 
     Args:
         source: the model.
         measured: of it, by target.
+        engine: that is to run it, which leaves out what it does not run.
     """
     has_windows = any(layer.sliding_window is not None for layer in source.layers)
     # What is left of a cache whose windows stay as they are is not one number of bits: it depends on the tokens.
@@ -59,15 +74,32 @@ def candidates(source: ModelSpec, measured: Mapping[str, Measured] = _NOTHING) -
         for name, form in plain_formats(source).items()
         if not (form.has_blocks and has_windows)
     }
+    own = [
+        Candidate(
+            target=name,
+            model=source,
+            cache_bits=cache.bits(source),
+            is_safe=cache.is_safe_for(source),
+            is_measurable=cache.is_simulated and all(isinstance(layer, GroupedSpec) for layer in source.layers),
+            words=cache.words,
+        )
+        for name, (_, cache) in engine_caches(source, engine).items()
+    ]
+    listed = {each.target for each in own} | formats.keys()
     formats |= {
-        name: 16 * point.cache_fraction for name, point in measured.items() if point.is_format and name not in formats
+        name: 16 * point.cache_fraction for name, point in measured.items() if point.is_format and name not in listed
     }
     ladder = conversions(source)
-    others = [name for name, point in measured.items() if not point.is_format and name not in ladder]
-    found = [Candidate(target=AS_IT_IS, model=source, is_exact=True)]
+    others = [name for name, point in measured.items() if not point.is_format and name not in {*ladder, *listed}]
+    found = [Candidate(target=AS_IT_IS, model=source, is_exact=True), *own]
     found += [Candidate(target=name, model=source, cache_bits=bits) for name, bits in formats.items()]
     converted = (_converted(source, target, measured.get(target)) for target in (*ladder, *others))
-    return (*found, *(candidate for candidate in converted if candidate is not None))
+    found += [candidate for candidate in converted if candidate is not None]
+    return tuple(
+        replace(each, served_by=served_by(each.target, source))
+        for each in found
+        if engine is None or runs(each.target, source, engine)
+    )
 
 
 def _can_merge(layer: AttentionSpec) -> bool:

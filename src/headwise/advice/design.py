@@ -43,10 +43,10 @@ def design(
         ArgumentError: neither or both of ``parameters`` and ``hidden_size`` are given, or a number is impossible.
         SpecError: the sizes do not fit each other.
     """
-    if (parameters is None) == (hidden_size is None):
-        raise ArgumentError(
-            "parameters, hidden_size", (parameters, hidden_size), "must be one of them: the other follows"
-        )
+    if parameters is None and hidden_size is None:
+        raise ArgumentError("hidden_size", None, "must be given, or parameters, from which it follows")
+    if parameters is not None and hidden_size is not None:
+        raise ArgumentError("parameters", parameters, "goes without hidden_size: one of them follows from the other")
     others = {
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,

@@ -23,6 +23,7 @@ from headwise.disk import (
     empty_folder,
     lock_folder,
     refuse_file,
+    refuse_no_folder,
     remove_locked,
     sync,
     unlock,
@@ -398,6 +399,7 @@ def check_output(output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
     if "\0" in str(output):
         raise ArgumentError("output", str(output), "must have no null byte")
     refuse_file(output)
+    refuse_no_folder("output", output)
     try:
         holds_something = output.is_dir() and any(output.iterdir())
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from headwise.cli.captured_output import held_back
 from headwise.cli.printable import PrintableConsole, printable_json
@@ -54,6 +56,34 @@ def root(
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(2)
+
+
+LINE = 100
+"""The most columns of a line of text; what is to be pasted, and names, may be longer."""
+
+
+def say(text: str, *, indent: str = "", markup: bool = False) -> None:
+    """Print a paragraph in lines of at most `LINE` columns, those below the first one indented.
+
+    Command lines, which begin with two spaces, stay in one piece.
+
+    Args:
+        text: one paragraph.
+        indent: before its first line, and before the others two spaces more.
+        markup: whether it holds rich's markup.
+    """
+    if not text.startswith("  "):
+        width = LINE + (len(text) - len(Text.from_markup(text)) if markup else 0)
+        wrapped = textwrap.wrap(
+            text,
+            width,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        text = "\n".join(wrapped)
+    out.print(text, markup=markup, soft_wrap=True)
 
 
 def emit(value: dict[str, Any]) -> None:

@@ -100,7 +100,16 @@ def _as_options(error: HeadwiseError, arguments: list[str]) -> HeadwiseError:
     for name, option in options.items():
         if "_" in name:  # others are words that a rule may use for something else
             rule = re.sub(rf"\b{name}\b", option, rule)
+    rule += _percentage(str(error.value), is_fraction="fraction" in rule or "at most 1" in rule)
     return ArgumentError(options.get(error.field, error.field), error.value, rule)
+
+
+def _percentage(value: str, *, is_fraction: bool = False) -> str:
+    """A hint where a percentage stands in place of a fraction: ``25%``, or 25 where only fractions are allowed."""
+    match = re.search(r"(?:^|[:@])(\d{1,3}(?:\.\d{1,9})?)(%?)$", value)
+    if match is None or not (match[2] or (is_fraction and float(match[1]) > 1)):
+        return ""
+    return f"; write {float(match[1]):g} % as {float(match[1]) / 100:g}"
 
 
 def _usage(error: Exception, arguments: list[str]) -> str:
@@ -109,9 +118,10 @@ def _usage(error: Exception, arguments: list[str]) -> str:
     for option in getattr(getattr(error, "param", None), "opts", ()):
         for index, argument in reversed(list(enumerate(arguments))):  # the last value of a repeated option counts
             if argument == option and index + 1 < len(arguments):
-                return f"{option} = {arguments[index + 1]!r}: {message}"
+                return f"{option} = {arguments[index + 1]!r}: {message}{_percentage(arguments[index + 1])}"
             if argument.startswith(f"{option}="):
-                return f"{option} = {argument.partition('=')[2]!r}: {message}"
+                value = argument.partition("=")[2]
+                return f"{option} = {value!r}: {message}{_percentage(value)}"
     return message
 
 

@@ -6,6 +6,7 @@ import re
 from typing import IO, Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 # C0 (except tab and newline), DEL and C1 can move the cursor, recolour or rename a terminal; the others change the
@@ -29,6 +30,16 @@ class PrintableConsole(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """Escape and render a string; rich calls this for every string, in tables too."""
         return super().render_str(printable(text), **options)
+
+    def print_table(self, table: Table, columns: int) -> None:
+        """Print a table in up to so many columns, where no terminal limits them."""
+        before = self._width
+        if not self.is_terminal:
+            self._width = max(self.width, columns)
+        try:
+            self.print(table)
+        finally:
+            self._width = before
 
     def lead_to(self, file: IO[str] | None) -> None:
         """Print to a file from now on, or when None to the current standard stream."""

@@ -217,11 +217,11 @@ def prove(
     undone = NOT_EVALUATED if cache is None else f"not compared with {cache}"
     try:
         pair = open_pair(output, against=source, dtype=dtype, device=device, progress=progress)
-        memory = sum(info.numel for checkpoint in pair.checkpoints.values() for info in checkpoint.tensors.values())
-        memory *= pair.dtype.itemsize
+        memory = pair.nbytes
         if (free := _free_bytes(pair.device)) is not None and free < memory:
             # Converting holds one layer: memory that suffices for it may not suffice for two whole models.
-            return f"{undone}: both models take {memory / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free"
+            taken = f"{'the model takes' if pair.is_itself else 'both models take'} {memory / 1e9:.1f} GB of memory"
+            return f"{undone}: {taken} and {free / 1e9:.1f} GB are free"
         return evaluate_windows(pair, exam, cache=cache, progress=progress)
     except KeyboardInterrupt as stopped:
         stopped.add_note("interrupted during the evaluation, which --no-evaluate leaves out")

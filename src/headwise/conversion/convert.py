@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, open_checkpoint, run_identity
 from headwise.checkpoints.writer import MODEL
+from headwise.conversion.balance import balance
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
-from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, prove, window_notes
+from headwise.conversion.closing_evaluation import (
+    EVALUATING,
+    NOT_EVALUATED,
+    Exam,
+    choose_exam,
+    overlap_notes,
+    prove,
+    window_notes,
+)
 from headwise.conversion.estimate import estimate_stages
 from headwise.conversion.measured import measured_json
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
 from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
-from headwise.conversion.plain_comparison import compare_plain
+from headwise.conversion.plain_comparison import COMPARING, compare_plain
 from headwise.conversion.planning.plan import ConversionPlan, make_plan, refuse_inputs
 from headwise.conversion.report import Conversion, describe, notes_before
 from headwise.conversion.solvers.device import computing_on, own_device, peak_bytes, reset_peak
 from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, write_folder
+from headwise.cost.model import cache_bytes_per_token
 from headwise.cost.target import Target, parse_target
 from headwise.disk import refuse_input_within
 from headwise.documents import MEASURED
@@ -32,8 +43,10 @@ from headwise.errors import ArgumentError, HeadwiseError
 from headwise.hf import as_dtype
 from headwise.measurement import peak_rss_bytes
 from headwise.options import ConvertOptions, takes_options
+from headwise.prediction import check_engine
 from headwise.processes import first_enters, process_count, process_index
 from headwise.progress import Progress, TimedProgress, silent
+from headwise.specs import read_config
 from headwise.texts import CalibrationTexts, check_texts, named_texts, refuse_cross_layers, refuse_texts_within
 from headwise.type_checks import typed
 
@@ -142,6 +155,11 @@ class _Prepared:
         return run_identity(self.plan.checkpoint, **decides | self.texts.identity())
 
     @property
+    def engine(self) -> str | None:
+        """What is to run the result, where it is known."""
+        return self.options.engine or ("llama.cpp" if self.format.name.startswith("gguf") else None)
+
+    @property
     def is_calibrated(self) -> bool:
         """Whether there is a calibration text, or statistics."""
         return bool(self.texts) or self.statistics is not None
@@ -170,6 +188,8 @@ class _Prepared:
 def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress: Progress) -> _Prepared:
     """Check all inputs before any work."""
     target = _target(options)
+    if options.engine is not None:
+        check_engine(options.engine)
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     dtype = None if options.dtype is None else as_dtype(options.dtype)
     device = own_device(options.device)
@@ -245,8 +265,7 @@ def _find_exam(
     checkpoint: Checkpoint, options: ConvertOptions, texts: CalibrationTexts, statistics: SavedCalibrator | None
 ) -> tuple[Exam, str | None]:
     """The windows to evaluate on and to compare two formats on, and why there are none if none are named or serve."""
-    is_unused = options.evaluate is False and not output_format(options.format).is_exported
-    if is_unused or (options.dry_run and isinstance(options.evaluate, bool)):
+    if options.evaluate is False and not output_format(options.format).is_exported:
         return [], None
     named = named_texts(options.evaluate)
     try:
@@ -267,6 +286,8 @@ def _find_exam(
 def _estimate(prepared: _Prepared, progress: Progress) -> Conversion:
     """The report of a dry run."""
     plan = prepared.plan
+    seconds = _seconds(prepared, progress)
+    evaluating = sum(seconds.pop(stage, 0.0) for stage in (EVALUATING, COMPARING))
     layout = OutputLayout(plan)
     notes = prepared.notes(None) + ([UNKNOWN_SPREAD] if "spread" in plan.stages else [])
     config, tensors = prepared.format.config(layout), prepared.format.tensors(layout)
@@ -276,32 +297,54 @@ def _estimate(prepared: _Prepared, progress: Progress) -> Conversion:
         tensors,
         source=prepared.source,
         output=str(prepared.output),
-        seconds=sum(_seconds(prepared, progress).values()),
+        seconds=sum(seconds.values()),
         notes=notes,
         code_bytes=plan.code_bytes,
     )
     weight_bytes = prepared.format.weight_bytes(tensors, config, plan)
-    return replace(report, dry_run=True, format=prepared.format.name, disk_bytes=weight_bytes)
+    report = replace(report, dry_run=True, format=prepared.format.name, disk_bytes=weight_bytes)
+    report = replace(report, seconds_evaluating=evaluating, notes=(*report.notes, *_unevaluated(prepared)))
+    return _weighed(prepared, report, config)
+
+
+def _weighed(prepared: _Prepared, report: Conversion, config: Mapping[str, Any]) -> Conversion:
+    """The report with what the conversion gains and costs at the user's context."""
+    before, after = prepared.plan.before, read_config(config)
+    whole = cache_bytes_per_token(before)
+    coded = report.kv_bytes_per_token_after
+    found = balance(
+        before,
+        after,
+        context=prepared.options.context,
+        token_bytes=(whole, coded if report.coded else cache_bytes_per_token(after)),
+        weight_bytes=(sum(file.stat().st_size for file in prepared.plan.checkpoint.files), report.disk_bytes),
+    )
+    return replace(report, balance=found)
+
+
+def _unevaluated(prepared: _Prepared) -> list[str]:
+    """A note why there is no evaluation, where the user wants one."""
+    is_wanted = prepared.options.evaluate is not False and prepared.no_exam
+    return [f"{NOT_EVALUATED}: {prepared.no_exam}"] if is_wanted else []
 
 
 def _expect(prepared: _Prepared, progress: TimedProgress) -> None:
     """Tell progress how long each stage of a conversion on a text should take."""
     if not prepared.texts or prepared.plan.is_exact or process_count() > 1:
         return
-    is_proved = prepared.options.evaluate is not False
     # What fails here fails in the conversion too, which then says so.
     with suppress(HeadwiseError, OSError, RuntimeError), computing_on(prepared.plan.device):
-        progress.expect(_seconds(prepared, progress, with_evaluation=is_proved))
+        progress.expect(_seconds(prepared, progress))
 
 
-def _seconds(prepared: _Prepared, progress: Progress, *, with_evaluation: bool = False) -> dict[str, float]:
-    """The seconds that each stage is expected to take."""
+def _seconds(prepared: _Prepared, progress: Progress) -> dict[str, float]:
+    """The seconds that each stage is expected to take, those of the evaluation included."""
     return estimate_stages(
         prepared.plan,
         prepared.texts,
         prepared.statistics,
         shares_channels=prepared.format.is_exported,
-        exam=prepared.exam if with_evaluation else None,
+        exam=prepared.exam if prepared.options.evaluate is not False else None,
         progress=progress,
     )
 
@@ -311,7 +354,7 @@ def _notes(prepared: _Prepared, written: WrittenFolder) -> list[str]:
     plan, is_proved = prepared.plan, prepared.options.evaluate is not False
     overlap = overlap_notes(plan.checkpoint, prepared.exam, prepared.texts) if is_proved and not plan.is_exact else []
     windows = window_notes(plan.checkpoint, prepared.exam if is_proved else [])
-    return [*prepared.notes(written.tokens), *written.notes(in_nats="sensitivity" in plan.stages), *overlap, *windows]
+    return [*prepared.notes(written.tokens), *written.notes(), *overlap, *windows]
 
 
 def _describe(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str], start: float) -> Conversion:
@@ -326,7 +369,7 @@ def _describe(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str],
         notes=notes,
         code_bytes=written.code_bytes,
     )
-    return replace(
+    report = replace(
         report,
         format=prepared.format.name,
         disk_bytes=prepared.format.weight_bytes(written.tensors, written.config, prepared.plan),
@@ -338,6 +381,7 @@ def _describe(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str],
         stock=written.stock,
         spread=written.spread,
     )
+    return _weighed(prepared, report, written.config)
 
 
 def _prove(prepared: _Prepared, report: Conversion, writer: FolderWriter, progress: Progress) -> Conversion:
@@ -345,13 +389,15 @@ def _prove(prepared: _Prepared, report: Conversion, writer: FolderWriter, progre
     if prepared.options.evaluate is False:
         return report
     if prepared.no_exam:
-        return replace(report, notes=(*report.notes, f"not evaluated: {prepared.no_exam}"))
+        return replace(report, notes=(*report.notes, *_unevaluated(prepared)))
+    start = time.perf_counter()
     evaluation = prove(writer.folder, report.source, prepared.exam, progress, device=prepared.options.device)
     if isinstance(evaluation, str):
         return replace(report, notes=(*report.notes, evaluation))
     report = replace(report, evaluation=replace(evaluation, model=report.output))
     source, exam = prepared.plan.checkpoint, prepared.exam
-    plain = compare_plain(source, writer.folder, exam, evaluation, progress=progress)
+    plain = compare_plain(source, writer.folder, exam, evaluation, engine=prepared.engine, progress=progress)
+    report = replace(report, seconds_evaluating=time.perf_counter() - start)
     if isinstance(plain, str):
         return replace(report, notes=(*report.notes, plain))
     return replace(report, plain=plain)

@@ -69,6 +69,7 @@ def estimate_stages(
     Raises:
         ArgumentError: a text cannot be read or is too short.
     """
+    exam = exam or []
     progress("estimating", 0, _PARTS)
     if texts and not plan.is_exact:
         stages = _time_on_text(plan, texts, shares_channels=shares_channels, exam=exam, progress=progress)
@@ -77,6 +78,7 @@ def estimate_stages(
         progress("estimating", 1, _PARTS)
         calibrator = NOTHING_KNOWN if statistics is None or plan.is_exact else statistics
         stages = {CONVERTING: _time_layer(plan, calibrator) * plan.before.num_layers}
+        stages |= _time_evaluation(plan, exam)
     progress("estimating", _PARTS, _PARTS)
     stages[CONVERTING] += _time_copy(plan)
     return stages
@@ -97,7 +99,7 @@ def _time_copy(plan: ConversionPlan) -> float:
 
 
 def _time_on_text(
-    plan: ConversionPlan, texts: CalibrationTexts, *, shares_channels: bool, exam: Exam | None, progress: Progress
+    plan: ConversionPlan, texts: CalibrationTexts, *, shares_channels: bool, exam: Exam, progress: Progress
 ) -> dict[str, float]:
     """Seconds of each stage: a layer takes a fixed time, and more for each window and each step of its descent.
 
@@ -111,7 +113,7 @@ def _time_on_text(
     sensitivity_count = len(sensitivity_windows(plan.before, windows))
     backward = _time_sensitivity(model, windows.ids[:1]) if "sensitivity" in plan.stages else 0.0
     processes = process_count()
-    evaluating = _time_evaluation(model, windows.ids[:1], exam)
+    evaluating = _time_evaluation(plan, exam, model)
     progress("estimating", 2, _PARTS)
     with temporary_folder() as folder:
         sample = windows[torch.arange(_WINDOWS * processes) % len(windows)]
@@ -169,10 +171,12 @@ def _time_sensitivity(model: LayerwiseModel, window: Tensor) -> float:
 
 
 @torch.no_grad()
-def _time_evaluation(model: LayerwiseModel, window: Tensor, exam: Exam | None) -> dict[str, float]:
+def _time_evaluation(plan: ConversionPlan, exam: Exam, model: LayerwiseModel | None = None) -> dict[str, float]:
     """Seconds of the evaluations that end a conversion, of it and of two formats; each runs two models."""
     if not exam:
         return {}
+    model = model or LayerwiseModel(plan.checkpoint, torch.float32, device=plan.device)
+    window = exam[0][1][:1]
     hidden = model.begin(window)
     module = model.module(0)
     model.run(0, module, hidden)  # libraries are initialised

@@ -13,6 +13,7 @@ from headwise.documents import as_document
 from headwise.errors import HeadwiseError
 from headwise.evaluation import Evaluation
 from headwise.evaluation.plain_cache import A_POINT, bfloat16_bytes, margin, nearest_formats, served_bytes
+from headwise.prediction import check_engine
 from headwise.progress import Progress, silent
 
 COMPARING = "comparing with plain quantisation"
@@ -71,6 +72,7 @@ def compare_plain(
     exam: Exam,
     evaluation: Evaluation,
     *,
+    engine: str | None = None,
     progress: Progress = silent,
 ) -> PlainComparison | str | None:
     """Evaluate the source with its cache in the formats that are nearest to a conversion's bytes, below and above.
@@ -80,6 +82,7 @@ def compare_plain(
         folder: the converted model.
         exam: the windows that the conversion was evaluated on.
         evaluation: of the conversion beside the source on them.
+        engine: that is to run the result, whose own caches it is compared with.
         progress: told of each window.
 
     Returns:
@@ -90,7 +93,7 @@ def compare_plain(
     try:
         own = bfloat16_bytes(source, tokens)
         converted = served_bytes(open_checkpoint(folder), evaluation)
-        nearest = nearest_formats(source, tokens, converted) if converted < own else {}
+        nearest = nearest_formats(source, tokens, converted, engine) if converted < own else {}
     except HeadwiseError:  # a source whose layers cache something else
         return None
     name = evaluation.against or source.path  # as the user named it
@@ -113,7 +116,7 @@ def compare_plain(
         formats=tuple(formats),
         converted_bytes_per_token=converted,
         source_bytes_per_token=own,
-        line=_line(formats, evaluation, converted, own),
+        line=_line(formats, evaluation, converted, own, engine),
     )
 
 
@@ -126,8 +129,15 @@ def _loses(plain: Evaluation, converted: Evaluation) -> Loses:
     return "more" if gain > chance else "less" if gain < -chance else "as much"
 
 
-def _line(formats: list[ComparedFormat], evaluation: Evaluation, converted: float, own: float) -> str:
+def _line(
+    formats: list[ComparedFormat], evaluation: Evaluation, converted: float, own: float, engine: str | None
+) -> str:
     """The comparison in words; bytes are called the same only within a point of the source's cache."""
+    title = "" if engine is None else check_engine(engine).title
+    is_own = any(each.format.startswith(f"{engine}:") for each in formats)
+    caches = f"{title}'s own caches of the source" if is_own else "the source's plain formats"
+    if title and not is_own:
+        caches += f" (headwise computes none of {title}'s own)"
     clauses: list[str] = []
     for each in formats:
         beyond = (each.bytes_per_token - converted) / own
@@ -139,5 +149,5 @@ def _line(formats: list[ComparedFormat], evaluation: Evaluation, converted: floa
         clauses.append(f"{each.format} loses {loses} at {where} bytes ({ratio})")
     return (
         f"this conversion has perplexity ×{evaluation.perplexity_ratio:.3f} at {converted / own:.1%} of a bfloat16 "
-        f"cache; of the source's plain formats, {', and '.join(clauses)}"
+        f"cache; of {caches}, {', and '.join(clauses)}"
     )

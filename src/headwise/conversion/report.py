@@ -8,6 +8,7 @@ from typing import Any
 
 from headwise.checkpoints import TensorInfo, dtype_name
 from headwise.checkpoints.gguf import GgufCheckpoint
+from headwise.conversion.balance import Balance
 from headwise.conversion.budget.spread import Spread
 from headwise.conversion.output.card import parameters_of
 from headwise.conversion.output.formats import OutputFormat, StockReport
@@ -49,9 +50,11 @@ class Conversion:
         seconds_reading: the seconds spent on reading and checking weights and statistics.
         seconds_writing: the seconds spent on writing tensors; solving layers, and running them on a text, took the
             rest.
+        seconds_evaluating: the seconds of the evaluations that ended it; estimated with ``dry_run``.
         peak_rss_bytes: the peak resident memory of the process up to the written folder; None with ``dry_run``.
         peak_device_bytes: the most memory of a GPU that the conversion had; None on a CPU.
         dry_run: whether nothing was written.
+        balance: what it gains and costs at the user's context; None where the source caches nothing.
         evaluation: the result beside its source, on text that it was not calibrated on; None if it was skipped.
         plain: the source with its cache in the nearest plain formats below and above these bytes, on the same text;
             None if it was not evaluated or its cache is no larger.
@@ -79,9 +82,11 @@ class Conversion:
     seconds: float
     seconds_reading: float = 0.0
     seconds_writing: float = 0.0
+    seconds_evaluating: float = 0.0
     peak_rss_bytes: int | None = None
     peak_device_bytes: int | None = None
     dry_run: bool = False
+    balance: Balance | None = None
     evaluation: Evaluation | None = None
     plain: PlainComparison | None = None
     stock: StockReport | None = None

@@ -92,10 +92,10 @@ class WrittenFolder:
     spread: Spread | None = None
     code_bytes: int | None = None
 
-    def notes(self, *, in_nats: bool) -> list[str]:
+    def notes(self) -> list[str]:
         """The notes for the user about the format and the allocation of the cache."""
         return [
-            *([] if self.stock is None else self.stock.notes(in_nats=in_nats)),
+            *([] if self.stock is None else self.stock.notes()),
             *([] if self.spread is None else [self.spread.note]),
         ]
 

@@ -226,8 +226,9 @@ def call_of(
     whole("total_tokens", T)
     whole("batch", batch, 1)
     if S < 1 or (1 if cross else S) > T:
-        rule = "must be at least 1" if cross else "must satisfy 1 <= new_tokens <= total_tokens"
-        raise ArgumentError("new_tokens, total_tokens", (S, T), rule)
+        name, value = ("total_tokens", T) if cross and S >= 1 else ("new_tokens", S)
+        rule = "must be at least 1" if cross else f"must be from 1 to total_tokens = {T}"
+        raise ArgumentError(name, value, rule)
     if causal not in (None, True, False):
         raise ArgumentError("causal", causal, "must be True, False or None")
     if cross and spec.sliding_window is not None:

@@ -12,6 +12,8 @@ from headwise.documents import as_document
 from headwise.engines.facts import ModelFacts
 from headwise.engines.rules import ENGINES, Engine
 from headwise.errors import ArgumentError
+from headwise.prediction import SERVING_ENGINES, engine_caches
+from headwise.specs import locate
 from headwise.type_checks import typed
 
 
@@ -28,6 +30,7 @@ class Verdict:
         command: the command line, or the Python expression, that starts it.
         caution: what must be known besides.
         checked: what the engine's conditions were checked against.
+        caches: the options of the engine's own small caches that suit a model that it serves.
     """
 
     engine: str
@@ -38,6 +41,7 @@ class Verdict:
     command: str | None = None
     caution: str | None = None
     checked: str
+    caches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,12 @@ def engines(source: str | Path, *, tensor_parallel: int = 1) -> EngineReport:
     Raises:
         HeadwiseError: the model cannot be read, or ``tensor_parallel`` is below 1.
     """
+    if locate(source).kind in ("catalog", "config"):
+        rule = (
+            "has no tensors, on which it depends who serves a model: give its folder, a .gguf or hf://…; "
+            f"headwise advise {source} --engine NAME reads a config alone"
+        )
+        raise ArgumentError("source", str(source), rule)
     if tensor_parallel < 1:
         raise ArgumentError("tensor_parallel", tensor_parallel, "must be at least 1")
     facts = ModelFacts.of(source, tensor_parallel)
@@ -101,6 +111,19 @@ def _verdict(engine: Engine, facts: ModelFacts) -> Verdict:
         command=engine.command(facts),
         caution=engine.caution(facts),
         checked=engine.checked,
+        caches=_caches(engine.name, facts),
+    )
+
+
+def _caches(title: str, facts: ModelFacts) -> tuple[str, ...]:
+    """The options of an engine's own small caches for a model; none of headwise's layers is stored in them."""
+    if facts.is_own:
+        return ()
+    return tuple(
+        cache.words
+        for name, engine in SERVING_ENGINES.items()
+        if engine.title == title
+        for _, cache in engine_caches(facts.spec, name).values()
     )
 
 

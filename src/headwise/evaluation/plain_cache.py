@@ -17,8 +17,9 @@ from headwise.cost.default_targets import plain_formats
 from headwise.errors import SpecError
 from headwise.evaluation.results import Evaluation
 from headwise.hf import HeadwiseCache, stock_config
+from headwise.prediction import engine_caches
 from headwise.quantization.files import FILE as CODES
-from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec
+from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec, ModelSpec
 
 SAME_BYTES = 1.01
 """A cache that takes at most this many times the bytes of another is no larger: sizes cannot be met exactly."""
@@ -72,8 +73,23 @@ def served_bytes(checkpoint: Checkpoint, evaluation: Evaluation) -> float:
     return bfloat16_bytes(checkpoint, evaluation.window, evaluation.cache)
 
 
-def nearest_formats(checkpoint: Checkpoint, tokens: int, size: float) -> dict[str, float]:
-    """The formats of `plain_formats` to compare a cache with, and their bytes a token: one below and one above.
+def compared_formats(model: ModelSpec, engine: str | None = None) -> list[str]:
+    """The formats that a conversion of a model is compared with: an engine's own, or else those of the field.
+
+    For example ``compared_formats(read_spec("llama-3-8b"), "llama.cpp")`` is
+    ``["llama.cpp:q8_0", "llama.cpp:q4_0"]``.
+
+    Args:
+        model: the model.
+        engine: whose own caches are wanted, of which nothing is known to go wrong; those of the field where headwise
+            computes none of them, or when None.
+    """
+    own = [] if engine is None else engine_caches(model, engine).items()
+    return [name for name, (_, cache) in own if cache.is_simulated and not cache.limit] or list(plain_formats(model))
+
+
+def nearest_formats(checkpoint: Checkpoint, tokens: int, size: float, engine: str | None = None) -> dict[str, float]:
+    """The formats to compare a cache with, and their bytes a token: one below and one above.
 
     They are the largest that is no larger, and the smallest that is larger, or one of them where there is no other.
     For example ``nearest_formats(open_checkpoint("smollm2-135m"), 2048, 7_000)`` is
@@ -83,11 +99,13 @@ def nearest_formats(checkpoint: Checkpoint, tokens: int, size: float) -> dict[st
         checkpoint: the model that would be quantised.
         tokens: see `bfloat16_bytes`.
         size: bytes a token of the other cache.
+        engine: see `compared_formats`.
 
     Returns:
         At most two, the smaller first; none where none suits the model.
     """
-    sizes = {spelling: bfloat16_bytes(checkpoint, tokens, spelling) for spelling in plain_formats(checkpoint.spec)}
+    formats = compared_formats(checkpoint.spec, engine)
+    sizes = {spelling: bfloat16_bytes(checkpoint, tokens, spelling) for spelling in formats}
     below = {spelling: taken for spelling, taken in sizes.items() if taken <= SAME_BYTES * size}
     above = {spelling: taken for spelling, taken in sizes.items() if spelling not in below}
     nearest = [max(below, key=below.__getitem__)] if below else []

@@ -3,6 +3,16 @@
 from headwise.prediction.allocation import ENGINES, Allocation, allocation
 from headwise.prediction.crossover import fastest_absorbed, most_absorbed
 from headwise.prediction.curves import MANY, Curves, Grid, Kind, Sizes, curves_of, pairs, to_table
+from headwise.prediction.engine_caches import (
+    SAFE_LOSS,
+    SERVING_ENGINES,
+    EngineCache,
+    ServingEngine,
+    cache_of,
+    caches_of_bits,
+    check_engine,
+    engine_caches,
+)
 from headwise.prediction.hardware import Device, device, devices
 from headwise.prediction.memory import Memory, largest_batch, longest_context, peak_memory
 from headwise.prediction.operators import MOST, Operator, Pass, operators
@@ -14,10 +24,13 @@ __all__ = [
     "ENGINES",
     "MANY",
     "MOST",
+    "SAFE_LOSS",
+    "SERVING_ENGINES",
     "Allocation",
     "Curves",
     "Device",
     "Efficiency",
+    "EngineCache",
     "Grid",
     "Kind",
     "LayerWork",
@@ -27,14 +40,19 @@ __all__ = [
     "Pass",
     "Prediction",
     "Reach",
+    "ServingEngine",
     "Sizes",
     "Timed",
     "Work",
     "allocation",
+    "cache_of",
+    "caches_of_bits",
+    "check_engine",
     "counted_in",
     "curves_of",
     "device",
     "devices",
+    "engine_caches",
     "fastest_absorbed",
     "largest_batch",
     "longest_context",

@@ -51,12 +51,14 @@ class Allocation:
         bytes: of all sequences.
         more: over the bytes that the tokens take, as a fraction; negative where it stores less.
         reasons: why, in words.
+        options: the engine's own, of a cache of so many bits; empty where it is as wide as the dtype.
     """
 
     engine: Engine
     bytes: int
     more: float
     reasons: tuple[str, ...]
+    options: str = ""
 
 
 def cache_bytes(model: ModelSpec, forward: Pass) -> int:

@@ -47,7 +47,7 @@ class Pass:
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
                 raise ArgumentError(name, value, f"must be a whole number from 1 to {MOST}")
         if self.new > self.total:
-            raise ArgumentError("new, total", (self.new, self.total), "must satisfy new <= total")
+            raise ArgumentError("new", self.new, f"must be at most total = {self.total}")
         dtype_bytes(self.dtype)
         if self.cache_bits is not None and not 0 < self.cache_bits <= 64:
             raise ArgumentError("cache_bits", self.cache_bits, "must be above 0 and at most 64")

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headwise.cost import dtype_bytes
 from headwise.documents import as_document
 from headwise.errors import ArgumentError, SpecError
 from headwise.prediction.allocation import ENGINES, Allocation, allocation
+from headwise.prediction.engine_caches import caches_of_bits, engine_caches
 from headwise.prediction.hardware import Device, device
 from headwise.prediction.memory import CHUNK, Memory, check_usable, largest_batch, longest_context, peak_memory
 from headwise.prediction.operators import MOST, USUAL_DTYPE, Pass, operators
@@ -40,7 +42,7 @@ class Prediction:
         largest_batch: sequences of this context that fit.
         longest_context: tokens of each sequence of this batch that fit.
         engines: what engines allocate for the cache, and how many sequences of this context fit then; without those
-            of which it is not known.
+            of which it is not known, and those that have no cache of so many bits.
         trained_context: tokens that the model was made for, where its config says so.
         weights: the formats in which weights are counted, in words.
         is_bound: whether times and memory are upper bounds, because some weights take fewer bits than are known.
@@ -76,8 +78,8 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all sequences together."""
-        return self.step.batch / self.decode_seconds
+        """Of all sequences together; 0 where they do not fit."""
+        return self.step.batch / self.decode_seconds if self.fits or self.is_bound else 0.0
 
     @property
     def fits(self) -> bool:
@@ -149,7 +151,7 @@ def predict(
         trained_context=model.max_position_embeddings,
         weights=counted_weights(model, dtype),
         is_bound=model.stored is not None and model.stored.is_bound,
-        notes=(*notes, *timed_note(model, hosted, dtype)),
+        notes=(*notes, *_bits_notes(model, step), *timed_note(model, hosted, dtype)),
     )
 
 
@@ -193,8 +195,28 @@ def timed_note(model: ModelSpec, device: Device, dtype: str) -> tuple[str, ...]:
 
 def _engines(model: ModelSpec, step: Pass, usable: int) -> Iterator[tuple[Allocation, int]]:
     for engine in ENGINES:
+        caches = [] if _is_whole(step) else caches_of_bits(engine, model, 8 * step.value_bytes)
         with suppress(SpecError):
-            yield allocation(model, step, engine), largest_batch(model, step, usable, engine)
+            if caches or _is_whole(step):
+                found = allocation(model, step, engine)
+                options = caches[0].words if caches else ""
+                yield replace(found, options=options), largest_batch(model, step, usable, engine)
+
+
+def _bits_notes(model: ModelSpec, step: Pass) -> list[str]:
+    """Which caches the engines have that have none of the bits that were asked for."""
+    notes = []
+    for engine in ENGINES:
+        if not _is_whole(step) and not caches_of_bits(engine, model, 8 * step.value_bytes):
+            own = [f"{cache.bits(model):.3g} ({cache.name})" for _, cache in engine_caches(model, engine).values()]
+            rule = f"with scales, its caches have {', '.join(own)}" if own else "it has none for such layers"
+            notes.append(f"{engine} has no cache of {8 * step.value_bytes:g} bits a value: {rule}")
+    return notes
+
+
+def _is_whole(step: Pass) -> bool:
+    """Whether the cache is as wide as the dtype."""
+    return step.cache_bits is None or step.value_bytes >= dtype_bytes(step.dtype)
 
 
 def check_context(model: ModelSpec, context: int) -> int:

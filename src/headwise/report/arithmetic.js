@@ -314,10 +314,16 @@ const headwise = (() => {
     return Math.floor(device.memory_bytes * question.usable);
   }
 
-  function refusal(memory, loss, question, available, isBound) {
-    if (memory > available) return isBound ? "may not fit" : "does not fit";
+  // Cost alone never recommends a loss that nobody knows: see headwise.advice.advise._refusal.
+  function refusal(option, memory, loss, question, available, sourceFits) {
+    if (memory > available) {
+      if (option.is_first_size) return "unknown";
+      return option.weights.is_bound ? "may not fit" : "does not fit";
+    }
+    if (loss === null) {
+      return option.is_safe && question.max_quality_loss === null && !sourceFits ? null : "not measured";
+    }
     if (question.max_quality_loss === null) return null;
-    if (loss === null) return "not measured";
     return loss > question.max_quality_loss ? "loses too much" : null;
   }
 
@@ -345,7 +351,7 @@ const headwise = (() => {
       decodeSeconds: seconds,
       largestBatch: fitting,
       tokensPerSecond: many === 0 ? 0 : many / decodeSeconds(data, option, question, device, many, question.context),
-      refused: refusal(memory.total, loss, question, available, option.weights.is_bound),
+      available,
     };
   }
 
@@ -369,6 +375,10 @@ const headwise = (() => {
   // All options, those that may be recommended first, by the goal.
   function ranked(data, question) {
     const found = data.options.map((option) => evaluated(data, option, question));
+    const sourceFits = found[0].memory.total <= found[0].available;
+    for (const each of found) {
+      each.refused = refusal(each.option, each.memory.total, each.loss, question, each.available, sourceFits);
+    }
     const allowed = found.filter((each) => each.refused === null);
     const first = found[0];
     for (const each of found) {

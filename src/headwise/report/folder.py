@@ -1,15 +1,18 @@
-"""The page of a folder: a model, a frontier, or any results that were saved there as JSON."""
+"""The page of a folder: a model, a frontier, or any results that were saved there as JSON; or of a config alone."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headwise.advice import Measured, read_points
-from headwise.errors import ArgumentError, HeadwiseError, StorageError
+from headwise.documents import MEASURED
+from headwise.errors import ArgumentError, HeadwiseError, StorageError, naming
 from headwise.report.measured_steps import measured_steps
 from headwise.report.sections import Section, sections
 from headwise.specs import ModelSpec, read_spec
@@ -30,6 +33,7 @@ class FolderResults:
         sections: of every result.
         notes: what was left out, and why.
         steps: decode steps of the model that were timed.
+        converted: what the conversion that made the model measured of it, in a sentence; empty where none did.
     """
 
     source: str
@@ -38,6 +42,7 @@ class FolderResults:
     sections: tuple[Section, ...]
     notes: tuple[str, ...] = ()
     steps: tuple[Mapping[str, Any], ...] = ()
+    converted: str = ""
 
 
 def read_folder(folder: str | Path, *, source: str | None = None) -> FolderResults:
@@ -46,16 +51,17 @@ def read_folder(folder: str | Path, *, source: str | None = None) -> FolderResul
     For example ``read_folder("./out").measured["mla:0.5"].loss``.
 
     Args:
-        folder: with ``config.json``, ``frontier.json``, or files of results.
+        folder: with ``config.json``, ``frontier.json``, or files of results; or the config of a model alone: a
+            ``.gguf``, a ``config.json``, a catalog name or ``hf://owner/name``.
         source: the model that the results are of; the folder's or its frontier's own when None.
 
     Raises:
-        ArgumentError: it is no folder, or has none of these.
+        ArgumentError: it is no folder and no model, or has none of these.
         HeadwiseError: a file cannot be read; or ``source`` cannot.
     """
     place = Path(folder)
     if not place.is_dir():
-        raise ArgumentError("folder", str(folder), "must be a folder of a model, of a frontier or of results")
+        return _of_config(str(folder), source)
     documents = {file.name: _document(file) for file in sorted(place.glob("*.json"))}
     found = {name: sections(document, name=str(place / name)) for name, document in documents.items()}
     has_model = (place / "config.json").is_file()
@@ -82,7 +88,34 @@ def read_folder(folder: str | Path, *, source: str | None = None) -> FolderResul
         sections=tuple(section for made in found.values() for section in made),
         notes=tuple(notes),
         steps=tuple(measured_steps(documents.values(), name)),
+        converted="" if _FRONTIER in documents else _converted(documents.get(MEASURED, {})),
     )
+
+
+def _of_config(name: str, source: str | None) -> FolderResults:
+    """The model that a name or a file stands for, of which nothing is measured."""
+    if source is not None:
+        raise ArgumentError("source", source, f"goes with a folder of results, and {name} is none")
+    with naming(source="folder"):
+        model = read_spec(name)
+    if model.body is None:
+        raise ArgumentError("folder", name, "is a model whose body is not understood, so that nothing is predicted")
+    return FolderResults(source=name, model=model, measured={}, sections=())
+
+
+def _converted(document: Mapping[str, Any]) -> str:
+    """What a conversion measured of itself, in a sentence; empty where there is no such file, or it says nothing."""
+    points = document.get("points")
+    if not isinstance(points, list) or len(points) != 1:
+        return ""
+    with suppress(HeadwiseError):
+        (point,) = read_points({"points": [{**points[0], "way": "headwise"}]}).values()
+        loss = f"×{1 + point.loss:.3f}" if math.isfinite(point.loss) else "infinitely many times"
+        return (
+            f"This model is a conversion, {point.target} ({point.label}): perplexity is {loss} its original's, at "
+            f"{point.cache_fraction:.1%} of the cache, measured"
+        )
+    return ""
 
 
 def _document(file: Path) -> dict[str, Any]:

@@ -163,22 +163,32 @@
       const reasons = new Map();
       for (const each of found) reasons.set(each.refused, (reasons.get(each.refused) ?? 0) + 1);
       const listed = [...reasons].map(([reason, count]) => `${reason}: ${count}`).join(", ");
-      return `Nothing can be recommended (${listed}).`;
+      return `Nothing can be recommended (${listed})${reasons.has("not measured") ? "; measure first" : ""}.`;
     }
-    if (best.target === data.options[0].target) return "Change nothing.";
-    const isMeasured = best.loss !== null;
-    const cost = isMeasured ? `perplexity ${lossText(best.loss)}, measured` : "what it loses is not measured";
+    if (best === original(found)) {
+      return data.converted ? `Change nothing more: it fits. ${data.converted}.` : "Change nothing: as it is it fits.";
+    }
     const share = format((100 * best.cacheBytesPerToken) / original(found).cacheBytesPerToken, 0);
+    const bytes = `The cache takes ${share} % of the original's bytes`;
+    if (best.loss === null) {
+      return `It does not fit as it is: store the cache as ${best.target}. ${bytes}; other models lost at most ` +
+        `${format(100 * data.safe_loss, 0)} % in 8 bits, and what this one loses is not measured.`;
+    }
     const how = best.option.convert_to === null
       ? `keep the model, and store its cache as ${best.target}`
       : `headwise convert ${best.option.convert_to}`;
-    return `${isMeasured ? "Do this" : "By cost alone"}: ${how}. The cache takes ${share} % of the original's bytes; ${cost}.`;
+    return `Do this: ${how}. ${bytes}; perplexity ${lossText(best.loss)}, measured.`;
   }
 
   const original = (found) => found.find((each) => each.target === data.options[0].target);
 
   function showVerdict(found, best) {
     byId("verdict").textContent = verdictText(found, best);
+    // Of caches that are as safe in several engines, those of each.
+    const isOne = best === null || best.loss !== null;
+    const allowed = isOne ? [best] : found.filter((each) => each.refused === null && each.loss === null);
+    byId("commands").textContent = allowed.flatMap((each) => each?.option.commands ?? []).join("\n");
+    byId("commands").hidden = byId("commands").textContent === "";
     const device = data.devices[question.hardware];
     const many = data.ranks > 1 ? `${data.ranks} × ` : "";
     const notes = [
@@ -193,17 +203,25 @@
     byId("limits").textContent = `${[...notes, ...data.notes].join("; ")}.`;
   }
 
-  const HEADING = ["", "KiB / token", "step", "tok/s", "fit", "memory", "weights", "perplexity", "served by"];
+  const HEADING = ["", "KiB / token", "step", "tok/s", "fit", "memory", "weights", "perplexity", "runs in"];
+
+  // The measured loss, and why an option is not recommended.
+  function qualityText(each) {
+    if (each.refused === null || each.refused === "not measured") return lossText(each.loss);
+    if (each.loss === null) return each.refused;
+    return `${lossText(each.loss)}, ${each.refused === "loses too much" ? "too much" : each.refused}`;
+  }
 
   function cellsOf(each) {
+    const isKnown = each.refused !== "unknown"; // the sizes that a search begins with say little of those it finds
     return [
       format(each.cacheBytesPerToken / 1024),
       secondsText(each.decodeSeconds),
-      whole(each.tokensPerSecond),
-      countOrAny(each.largestBatch),
+      isKnown ? whole(each.tokensPerSecond) : "?",
+      isKnown ? countOrAny(each.largestBatch) : "?",
       bytesText(each.memory.total),
-      countText(each.option.parameters),
-      each.refused === null ? lossText(each.loss) : `${lossText(each.loss)}; ${each.refused}`,
+      bytesText(each.memory.weights),
+      qualityText(each),
       each.option.served_by,
     ];
   }
@@ -307,6 +325,7 @@
   function plotQuality(found, best) {
     const measured = found.filter((each) => each.loss !== null && Number.isFinite(each.loss));
     byId("quality-note").hidden = measured.length > 1;
+    if (data.converted) byId("quality-note").textContent = `${data.converted}. What more is done to it is not.`;
     byId("quality-plot").hidden = measured.length < 2;
     if (measured.length < 2) return;
     const least = 5e-4; // what loses less is drawn as if it lost this, because the axis is logarithmic
@@ -382,10 +401,23 @@
     return steps;
   }
 
+  // The names of points, without those that would be printed over another: a name is about a decade wide.
+  function apart(points, place) {
+    const named = [];
+    return points.map((each) => {
+      const [x, y] = place(each).map(Math.log10);
+      const isFree = named.every(([left, top]) => Math.abs(left - x) > 1.2 || Math.abs(top - y) > 0.4);
+      if (!isFree) return "";
+      named.push([x, y]);
+      return plain(each.name);
+    });
+  }
+
   function plotRoofline(listed) {
     const device = data.devices[question.hardware];
     const peak = headwise.peak(data, device, question.dtype);
     const points = operatorsOf(listed).filter((each) => each.flops > 0);
+    const place = (each) => [each.flops / headwise.memoryBytes(each), (each.times * each.flops) / each.seconds];
     const ridge = peak / device.bytes_per_second;
     const [low, high] = [Math.min(0.1, ridge / 100), Math.max(1e4, ridge * 10)];
     const ceiling = (share, bandwidth, dash, name) => ({
@@ -400,11 +432,11 @@
         type: "scatter",
         mode: "markers+text",
         name: "operators, predicted",
-        x: points.map((each) => each.flops / headwise.memoryBytes(each)),
-        y: points.map((each) => (each.times * each.flops) / each.seconds),
-        text: points.map((each, index) => (index < 4 ? plain(each.name) : "")),
+        x: points.map((each) => place(each)[0]),
+        y: points.map((each) => place(each)[1]),
+        text: apart(points, place),
         customdata: points.map((each) => plain(each.name)),
-        textposition: points.map((each, index) => ["top center", "bottom right", "top left", "bottom center"][index % 4]),
+        textposition: "top center",
         textfont: { size: 10 },
         marker: { size: 8, color: COLOURS[0] },
         hovertemplate: "%{customdata}: %{x:.3~g} FLOPs a byte, %{y:.3~s}FLOP/s<extra></extra>",
@@ -434,11 +466,13 @@
       label: each.option.label,
       convert_to: each.option.convert_to,
       served_by: each.option.served_by,
+      commands: each.option.commands.join("\n"),
       cache_bytes_per_token: each.cacheBytesPerToken,
       decode_seconds: each.decodeSeconds,
       tokens_per_second: each.tokensPerSecond,
       largest_batch: each.largestBatch,
       memory_bytes: each.memory.total,
+      weight_bytes: each.memory.weights,
       parameters: each.option.parameters,
       loss: each.loss !== null && Number.isFinite(each.loss) ? each.loss : null,
       refused: each.refused,

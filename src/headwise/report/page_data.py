@@ -8,13 +8,23 @@ from dataclasses import replace
 from typing import Any
 
 from headwise.advice import MOST_SEQUENCES, Candidate, Measured, Question, candidates
-from headwise.advice.advise import weight_notes
-from headwise.advice.serving import served_by
+from headwise.advice.advise import engine_notes, weight_notes
+from headwise.advice.serving import commands
 from headwise.cost.layer import DTYPE_BYTES
 from headwise.cost.model import weights
 from headwise.documents import as_document
 from headwise.errors import ArgumentError
-from headwise.prediction import Device, Efficiency, LayerWork, ModelWork, Pass, devices, model_work, to_table
+from headwise.prediction import (
+    SAFE_LOSS,
+    Device,
+    Efficiency,
+    LayerWork,
+    ModelWork,
+    Pass,
+    devices,
+    model_work,
+    to_table,
+)
 from headwise.prediction.hardware import DTYPE_NAMES
 from headwise.prediction.memory import CHUNK, held_weights
 from headwise.prediction.predict import MOST_PARTS, check_context, counted_weights
@@ -36,6 +46,7 @@ def page_data(
     source: str = "model",
     hardware: Mapping[str, Device] | None = None,
     steps: Sequence[Mapping[str, Any]] = (),
+    converted: str = "",
 ) -> dict[str, Any]:
     """Everything that the page of a model needs, as JSON-able values.
 
@@ -48,6 +59,7 @@ def page_data(
         source: the name of the model.
         hardware: devices that a reader may choose, besides the question's; the catalog's when None.
         steps: decode steps that were timed; see `measured_steps`.
+        converted: what the conversion that made the model measured of it, in a sentence.
 
     Raises:
         HeadwiseError: a number is impossible, or the heads cannot be shared out.
@@ -61,10 +73,12 @@ def page_data(
     chosen = question.hardware
     found = {chosen.name: chosen, **(devices() if hardware is None else hardware)} | {chosen.name: chosen}
     joined = {name: each for name, each in found.items() if step.ranks == 1 or each.link_bytes_per_second}
-    options, tried = [], candidates(model, measured)
+    options, tried = [], candidates(model, measured, question.engine)
     for index, candidate in enumerate(tried):
         try:
-            options.append(_option(candidate, measured.get(candidate.target), step))
+            option = _option(candidate, measured.get(candidate.target), step)
+            typed = commands(candidate.target, candidate.convert_to, model, source, question.engine)
+            options.append(option | {"commands": typed})
         except ArgumentError:  # its heads cannot be shared out among the devices
             if index == 0:  # the model itself
                 raise
@@ -85,7 +99,7 @@ def page_data(
         "most_context": positions or None,
         "trained_context": model.max_position_embeddings,
         "stored": None if model.stored is None else counted_weights(model, "in the dtype"),
-        "notes": (*timed_notes, *weight_notes(model, tried)),
+        "notes": (*timed_notes, *weight_notes(model, tried), *engine_notes(model, question.engine)),
         "choices": list(dict.fromkeys((step.dtype.removeprefix("torch."), *_DTYPES))),
         "dtypes": {**DTYPE_BYTES, "float8": 1},
         "peak_names": DTYPE_NAMES,
@@ -94,6 +108,8 @@ def page_data(
         "chunk": CHUNK,
         "most_parts": MOST_PARTS,
         "most_sequences": MOST_SEQUENCES,
+        "safe_loss": SAFE_LOSS,
+        "converted": converted,
         "options": options,
         "steps": [dict(step) for step in steps],
     }
@@ -114,7 +130,9 @@ def _option(candidate: Candidate, measured: Measured | None, step: Pass) -> dict
         "label": model.label,
         "convert_to": candidate.convert_to,
         "is_first_size": candidate.is_first_size,
-        "served_by": served_by(candidate.target, model.model_type),
+        "is_safe": candidate.is_safe,
+        "served_by": candidate.served_by,
+        "words": candidate.words,
         "cache_bits": candidate.cache_bits,
         "parameters": weights(model).total,
         "weights": {

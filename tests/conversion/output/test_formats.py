@@ -132,7 +132,7 @@ def test_the_report_is_what_can_be_measured_again(text: Path, tmp_path: Path) ->
     assert stock.own_plan_error is not None
     card = (tmp_path / "out/README.md").read_text()
     constant = "each deepseek_v3 latent has one channel more than requested, a constant that its norm needs"
-    for note in (constant, *stock.notes(in_nats=True)):
+    for note in (constant, *stock.notes()):
         assert note in done.notes
         assert f"- {note}\n" in card
     assert "A stock `deepseek_v3` model: transformers loads it without headwise, and caches the latent." in card

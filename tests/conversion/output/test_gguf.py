@@ -470,3 +470,14 @@ def test_tokens_have_the_numbers_that_transformers_gives_them(tmp_path: Path) ->
     number = loaded.convert_tokens_to_ids("<later>")
     assert fields["tokenizer.ggml.tokens"][number] == "<later>"
     assert fields["tokenizer.ggml.token_type"][number] == 3
+
+
+def test_a_file_is_compared_with_llama_cpps_own_caches(tmp_path: Path) -> None:
+    """int8/int4 does not exist where the file is served: q8_0 and q4_0 do."""
+    source = save_plain(tmp_path / "source", head_dim=32)
+    _give_tokenizer(source)
+    (tmp_path / "text.txt").write_text(TEXT * 40)
+    done = headwise.convert(source, tmp_path / "out", to="mqa", format="gguf", evaluate=tmp_path / "text.txt")
+    assert done.plain is not None
+    assert [each.format for each in done.plain.formats] == ["llama.cpp:q4_0", "llama.cpp:q8_0"]
+    assert "of llama.cpp's own caches of the source, llama.cpp:q4_0 loses" in done.plain.line

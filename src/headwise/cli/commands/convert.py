@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import SOURCES, Json, app, bytes_text, emit, out, progress_bar
+from headwise.cli.app import SOURCES, Json, app, bytes_text, emit, out, progress_bar, say
 from headwise.cli.options import takes_options
 from headwise.cli.scores import show_text
 from headwise.cli.torchrun import as_one_process
@@ -15,6 +15,7 @@ from headwise.options import ConvertOptions
 
 if TYPE_CHECKING:
     from headwise.conversion import Conversion
+    from headwise.conversion.balance import Balance
 
 
 @app.command(
@@ -57,7 +58,11 @@ def _show(report: Conversion) -> None:
     peak = "" if report.peak_rss_bytes is None else f", peak memory {bytes_text(report.peak_rss_bytes)}"
     if report.peak_device_bytes is not None:
         peak += f", of the GPU {bytes_text(report.peak_device_bytes)}"
-    out.print(f"{'about ' if report.dry_run else ''}{report.seconds:.1f} s{peak}")
+    evaluating = f", and {report.seconds_evaluating:.1f} s to evaluate it" if report.seconds_evaluating else ""
+    out.print(f"{'about ' if report.dry_run else ''}{report.seconds:.1f} s{evaluating}{peak}")
+    if report.balance is not None:
+        for line in _weighed(report.balance):
+            say(line)
     if report.model_type.startswith(HOSTED_PREFIX) and not report.dry_run:
         # Loaded by transformers, a cache of codes would be stored whole; a note says so.
         out.print(
@@ -68,8 +73,28 @@ def _show(report: Conversion) -> None:
     elif report.format.startswith("deepseek"):
         out.print("transformers loads it as deepseek_v3; after headwise.optimize(model) it attends to its latents")
     for note in report.notes:
-        out.print(f"note: {note}", markup=False)
+        say(f"note: {note}")
     if report.evaluation is not None:
         show_text(report.evaluation, columns=("converted", "original"))
     if report.plain is not None:
-        out.print(report.plain.line, markup=False)
+        say(report.plain.line)
+
+
+def _weighed(balance: Balance) -> list[str]:
+    """What a conversion gains and costs, in sentences."""
+    (cache, less), (weights, more) = balance.cache_bytes, balance.weight_bytes
+    lines = [
+        f"at {balance.context:,} tokens the cache takes {bytes_text(less)} (16 bits: {bytes_text(cache)}), and the "
+        f"weights {bytes_text(more)} (now {bytes_text(weights)}): {bytes_text(abs(balance.saved))} "
+        f"{'less' if balance.saved > 0 else 'more'} in all"
+    ]
+    if balance.even_at is None:
+        lines.append("no memory is saved, however long the texts are")
+    elif balance.even_at > 0:
+        lines.append(f"memory is saved from {balance.even_at:,} tokens on, of all sequences together")
+    if balance.flops is not None:
+        lines.append(
+            f"a decode step there computes ×{balance.flops:.2f} and reads ×{balance.bytes_read:.2f}, "
+            "with weights of 16 bits"
+        )
+    return lines

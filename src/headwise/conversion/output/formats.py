@@ -309,19 +309,11 @@ class StockReport:
     shared_plan_error: float | None = None
     own_plan_error: float | None = None
 
-    def notes(self, *, in_nats: bool) -> list[str]:
+    def notes(self) -> list[str]:
         """The loss in words, for a user."""
-        notes = []
-        if self.logits_difference is not None:
-            notes.append(
-                f"float32 logits differ by at most {self.logits_difference:.1e} from headwise's own format's, on "
-                f"{self.tokens:,} tokens of text"
-            )
-        if self.shared_plan_error is not None and self.own_plan_error is not None:
-            unit = "nats a token" if in_nats else "of squared error"
-            notes.append(
-                f"rotary channels shared by all layers lose about {self.shared_plan_error:.4f} {unit} before refits, "
-                f"and channels chosen layer by layer {self.own_plan_error:.4f} (estimates on held-out calibration "
-                "windows, all layers of one size)"
-            )
-        return notes
+        if self.logits_difference is None:
+            return []
+        return [
+            f"float32 logits differ by at most {self.logits_difference:.1e} from headwise's own format's, on "
+            f"{self.tokens:,} tokens of text"
+        ]

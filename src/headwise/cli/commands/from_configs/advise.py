@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
+from headwise.cli.app import (
+    LINE,
+    SOURCES_OR_NAME,
+    Json,
+    app,
+    bytes_text,
+    count_text,
+    emit,
+    numbers_table,
+    out,
+    say,
+)
 from headwise.cli.commands.from_configs.predict import DTYPE, beyond
 from headwise.cli.figures import advice_figure
 from headwise.cli.pages import Html, model_page, refuse_no_page, write_page
@@ -48,10 +61,18 @@ def advise(
     usable: Annotated[
         float, typer.Option(help="The share of a device's memory that may be used.", rich_help_panel=_COST)
     ] = 0.9,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="What is to run it: llama.cpp, vllm, sglang, mlx, transformers or tensorrt-llm.",
+            show_default="any",
+            rich_help_panel=_COST,
+        ),
+    ] = None,
     max_quality_loss: Annotated[
         float | None,
         typer.Option(
-            help="The largest measured rise of perplexity; 0.05 with --measured, otherwise any.",
+            help="The largest measured rise of perplexity, such as 0.05, which it is with --measured.",
             rich_help_panel=_COST,
         ),
     ] = None,
@@ -126,7 +147,8 @@ def advise(
         _refuse(
             cost | {name: None if value == 1 else value for name, value in others.items()}, "goes without --guide"
         )
-        _refuse(sizes | {"html": html and str(html), "plot": plot and str(plot)}, "goes without --guide")
+        files = {"html": html and str(html), "plot": plot and str(plot)}
+        _refuse(sizes | files | {"engine": engine}, "goes without --guide")
         words |= {"context": context, "goal": goal or "balanced", "thresholds": _thresholds(threshold or ())}
         _follow_guide(source, heads, parameters, words, as_json=as_json)
         return
@@ -147,6 +169,7 @@ def advise(
         goal=goal or "balanced",  # type: ignore[arg-type]  # Question checks it
         max_quality_loss=USUAL_LOSS if measured and max_quality_loss is None else max_quality_loss,
         usable=usable,
+        engine=engine,
     )
     refuse_no_page(html)
     refuse_no_plot(plot)
@@ -205,7 +228,8 @@ def _sizes(source: str | None, heads: int | None, parameters: int | None) -> tup
             raise ArgumentError("heads", None, "is required without SOURCE, which would say how many there are")
         return heads, parameters
     if (heads, parameters) != (None, None):
-        raise ArgumentError("heads, parameters", (heads, parameters), "go without SOURCE, which says them")
+        name, given = ("heads", heads) if heads is not None else ("parameters", parameters)
+        raise ArgumentError(name, given, "goes without SOURCE, which says it")
     from headwise.cost.model import weights
     from headwise.specs import RecurrentSpec, read_spec
 
@@ -234,61 +258,117 @@ def _thresholds(given: list[str] | tuple[str, ...]) -> Thresholds:
 def _print_advice(result: Advice, *, is_design: bool) -> None:
     question, step, best = result.question, result.question.step, result.best
     many = f"{step.ranks} × " if step.ranks > 1 else ""
-    out.print(
-        f"[bold]{escape(result.source)}[/bold]: {escape(_verdict(result, is_design=is_design))}", soft_wrap=True
-    )
+    say(f"[bold]{escape(result.source)}[/bold]: {escape(_verdict(result, is_design=is_design))}", markup=True)
     limits = f"{step.batch:,} × {step.total:,} tokens, {bytes_text(question.memory_bytes)} of memory"
-    out.print(f"on {many}{escape(question.hardware.label)}, {limits}; goal: {question.goal}", soft_wrap=True)
+    say(f"on {many}{question.hardware.label}, {limits}; goal: {question.goal}")
     out.print()
-    table = numbers_table("", "KiB/token", "step ms", "fit", "tok/s", "weights", "perplexity")
+    served = [] if question.engine else ["runs in"]
+    table = numbers_table("", "KiB/token", "weights", "step ms", "fit", "tok/s", "perplexity", *served)
     for option in result.options:
         mark = "→ " if option is best else "  "
-        name = f"{mark}{escape(option.target)}{' ~' if option.is_first_size else ''}"
-        name = f"[dim]{name}[/dim]" if option.is_dominated else name
-        table.add_row(
-            name,
+        name = option.words if question.engine and option.words else option.target
+        name = f"{mark}{escape(name)}{' ~' if option.is_first_size else ''}"
+        is_known = option.refused != "unknown"
+        cells = [
             f"{option.cache_bytes_per_token / 1024:,.1f}",
+            bytes_text(option.weight_bytes),
             f"{option.decode_seconds * 1e3:,.1f}",
-            f"{option.largest_batch:,}",
-            f"{option.tokens_per_second:,.0f}",
-            count_text(option.parameters),
+            f"{option.largest_batch:,}" if is_known else "?",
+            f"{option.tokens_per_second:,.0f}" if is_known else "?",
             _quality(option),
-        )
-    out.print(table)
+            *([] if question.engine else [escape(option.served_by)]),
+        ]
+        table.add_row(f"[dim]{name}[/dim]" if option.is_dominated else name, *cells)
+    # Where a terminal is narrow names fold, so that numbers are whole.
+    for column in (*table.columns[:1] * out.is_terminal, *table.columns[-1:] * bool(served)):
+        column.no_wrap, column.overflow, column.justify = False, "fold", "left"
+    out.print_table(table, LINE)
     out.print()
-    for line in _notes(result):
-        out.print(line, markup=False, soft_wrap=True)
+    for line in [*_to_do(result, is_design=is_design), *_notes(result)]:
+        say(line)
+    if not is_design:
+        for line in _measuring(result):
+            say(line)
 
 
 def _verdict(result: Advice, *, is_design: bool) -> str:
     """The recommendation in a sentence."""
     from headwise.advice import AS_IT_IS
+    from headwise.prediction import SAFE_LOSS
 
     best = result.best
     if best is None:
         counts = Counter(str(option.refused) for option in result.options)
-        return f"nothing can be recommended ({', '.join(f'{reason}: {count}' for reason, count in counts.items())})"
+        found = ", ".join(f"{reason}: {count}" for reason, count in counts.items())
+        return f"nothing can be recommended ({found})" + ("; measure first" if counts["not measured"] else "")
+    build = f"build it as it is, {result.options[0].label}" if is_design else ""
     if best.target == AS_IT_IS:
-        return f"build it as it is, {best.label}" if is_design else "change nothing"
-    if is_design and best.convert_to and not best.is_first_size:
-        return f"measure before you choose: by cost alone, build it with {best.label}; what that loses is not known"
-    does = f"headwise convert {best.convert_to}" if best.convert_to else f"store the cache as {best.target}"
+        return build or "change nothing: as it is it fits"
     if best.loss is None:
-        return f"measure before you choose: by cost alone, {does}; what that loses is not known"
+        safe = f"other models lost at most {SAFE_LOSS:.0%} in 8 bits, and what this one loses is not measured"
+        return f"{f'{build}, but' if build else 'it does not fit as it is:'} store the cache as {best.target}; {safe}"
+    does = f"headwise convert {best.convert_to}" if best.convert_to else f"store the cache as {best.target}"
     return f"{does}; measured, perplexity {'rises' if best.loss >= 0 else 'falls'} by {abs(best.loss):.1%}"
 
 
 def _quality(option: Option) -> str:
-    if option.refused not in (None, "not measured"):
-        return str(option.refused)
-    return "not measured" if option.loss is None else f"×{1 + option.loss:.3f}"
+    """The measured loss, and why an option is not recommended."""
+    if option.loss is None or (option.loss == 0 and option.refused is not None):
+        return "not measured" if option.refused is None else option.refused
+    found = f"×{1 + option.loss:.3f}" if math.isfinite(option.loss) else "diverged"
+    if option.refused is None:
+        return found
+    return f"{found}, {'too much' if option.refused == 'loses too much' else option.refused}"
+
+
+def _to_do(result: Advice, *, is_design: bool) -> list[str]:
+    """The command lines of what is recommended; of caches that are as safe in several engines, those of each."""
+    best = result.best
+    if best is None or is_design:
+        return []
+    if best.loss is None and result.question.engine is None:
+        safe = [option for option in result.options if option.refused is None and option.loss is None]
+        return [line for option in safe for line in _pasted(f"in {option.served_by}", option.commands)]
+    return _pasted("run it", best.commands)
+
+
+def _pasted(title: str, commands: Sequence[str]) -> list[str]:
+    """Command lines below a title; nothing where there are none."""
+    return [f"{title}:", *(f"  {command}" for command in commands)] if commands else []
+
+
+def _measuring(result: Advice) -> list[str]:
+    """What to measure next, and the command lines that do it."""
+    target, next_one = result.to_measure, result.measure_next
+    if target is None:
+        return []
+    reason = "its loss is not known for this model"
+    if next_one is not None:
+        read = f"about ×{1 + next_one.loss:.3f} from {' and '.join(next_one.between)}"
+        reason = f"first if it loses what is expected, {read}"
+    question, step, source = result.question, result.question.step, shlex.quote(result.source)
+    asked = {"--hardware": question.hardware.name, "--context": step.total, "--batch": step.batch}
+    others = {
+        "--engine": (question.engine, None),
+        "--goal": (question.goal, "balanced"),
+        "--ranks": (step.ranks, 1),
+        "--usable": (question.usable, 0.9),
+    }
+    asked |= {name: value for name, (value, usual) in others.items() if value != usual}
+    words = " ".join(f"{name} {value}" for name, value in asked.items())
+    return _pasted(
+        f"measure next: {target}, {reason}",
+        [
+            f"headwise frontier {source} --target {target} --calibrate TEXT --evaluate OTHER --output OUT",
+            f"headwise advise {source} {words} --measured OUT",
+        ],
+    )
 
 
 def _notes(result: Advice) -> list[str]:
     from headwise.prediction import Efficiency
 
-    lines = [] if result.best is None else [f"served by: {result.best.served_by}"]
-    lines += beyond(result.trained_context, result.question.step.total)
+    lines = beyond(result.trained_context, result.question.step.total)
     if result.weights != result.question.step.dtype:
         lines.append(f"weights as stored: {result.weights}")
     lines += [f"note: {note}" for note in result.notes]
@@ -300,14 +380,11 @@ def _notes(result: Advice) -> list[str]:
         lines.append(
             f"MLA: up to {result.absorbed_tokens:,} new tokens of a text are fastest absorbed, more expanded"
         )
-    if (next_one := result.measure_next) is not None:
-        read = f"about ×{1 + next_one.loss:.3f} from {' and '.join(next_one.between)}"
-        lines.append(f"measure next: {next_one.target}, first if it loses what is expected, {read}")
-    if any(option.loss is None for option in result.options):
-        lines.append("to measure: headwise frontier SOURCE --output OUT --calibrate TEXT, then")
-        lines.append("  headwise advise … --measured OUT")
     if any(option.is_first_size for option in result.options):
-        lines.append("~: its sizes are found on a text; these are those that the search begins with")
+        lines.append(
+            "~: its sizes are found on a text, and these are those that the search begins with; ?, unknown: these do "
+            "not fit, and what is found may"
+        )
     shares, hardware = Efficiency(), result.question.hardware
     if result.question.step.dtype.removeprefix("torch.") in hardware.curves:
         lines.append(f"times: {hardware.source}, interpolated")

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import SOURCES, Json, app, emit, out
+from headwise.cli.app import SOURCES, Json, app, emit, out, say
 
 if TYPE_CHECKING:
     from headwise.engines import Verdict
+
+_SHOWN = 2
+"""The most caches of an engine that are shown."""
 
 
 @app.command(epilog="Example: headwise engines ./half")
@@ -31,9 +34,18 @@ def engines(
         here = f", {verdict.installed} is installed" if verdict.installed else ""
         out.print()
         out.print(f"{verdict.engine}: {_answer(verdict)} ({verdict.checked}{here})", markup=False)
-        lines = (verdict.why, verdict.instead, verdict.command, verdict.caution)
-        for line in filter(None, lines):
-            out.print(f"  {line}", markup=False, soft_wrap=True)
+        for line in filter(None, (verdict.why, verdict.instead)):
+            say(line, indent="  ")
+        if verdict.command:
+            say(f"  {verdict.command}")
+        for line in filter(None, (_caches(verdict), verdict.caution)):
+            say(line, indent="  ")
+
+
+def _caches(verdict: Verdict) -> str | None:
+    """The first of an engine's own small caches; headwise advise tells all of them."""
+    shown, left = verdict.caches[:_SHOWN], len(verdict.caches[_SHOWN:])
+    return f"with a small cache: {' or '.join(shown)}{f', and {left} more' if left else ''}" if shown else None
 
 
 def _answer(verdict: Verdict) -> str:

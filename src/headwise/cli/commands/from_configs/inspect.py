@@ -94,8 +94,8 @@ def _print_flops(report: Inspection) -> None:
         return
     total, active = report.weights["total"], report.active_weights["total"]
     sparse = f", {count_text(active)} active for a token" if active != total else ""
-    tied = "" if report.weights["head"] else ", the head tied to the embedding"
-    out.print(f"weights  {count_text(total)}{sparse}{tied}")
+    tied = "" if report.weights["head"] else ", head tied to the embedding"
+    out.print(f"weights  {count_text(total)} parameters{sparse}{tied}")
     if report.weight_bytes is not None and _is_quantized(report):
         most = "at most " if report.weight_bytes_are_bound else ""
         size = bytes_text(report.weight_bytes["total"])

@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
+from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out, say
 from headwise.cli.figures import prediction_figure
 from headwise.cli.plots import Plot, refuse_no_plot, write_plot
 from headwise.errors import ArgumentError
@@ -54,8 +54,10 @@ def predict(
                 out.print(f"{name:<11} {each.label}", markup=False, soft_wrap=True)
                 out.print(textwrap.indent(textwrap.fill(each.source, 66), 12 * " "), markup=False, soft_wrap=True)
         return
-    if source is None or hardware is None:
-        raise ArgumentError("source, hardware", (source, hardware), "are both required (or --list)")
+    if source is None:
+        raise ArgumentError("source", None, "is required, or --list, which names devices")
+    if hardware is None:
+        raise ArgumentError("hardware", None, "is required: one of those that headwise predict --list names")
     result = predicted(
         source,
         hardware=device(hardware, hardware_file),
@@ -84,11 +86,11 @@ def _print_prediction(result: Prediction) -> None:
     most, misfit = ("at most ", "may not") if result.is_bound else ("", "does not")
     longest = "any length" if result.longest_context == MOST else f"{result.longest_context:,} tokens"
     largest = "any number" if result.largest_batch == MOST else f"{result.largest_batch:,}"
+    speed = f", {result.tokens_per_second:,.0f} tok/s" if result.fits or result.is_bound else " if it fitted"
     lines = [
         f"[bold]{escape(result.source)}[/bold]: {result.label}",
         f"on       {many}{escape(result.device.label)}",
-        f"decode   {most}{_time(result.decode_seconds)} a step, {result.tokens_per_second:,.0f} tok/s"
-        f" ({step.batch:,} × {step.total:,} tokens)",
+        f"decode   {most}{_time(result.decode_seconds)} a step{speed} ({step.batch:,} × {step.total:,} tokens)",
         f"prefill  {_time(result.prefill_seconds)} a prompt of {step.total:,}, {prompt:,.0f} tok/s",
         f"memory   {most}{bytes_text(memory.total)} {'of' if result.fits else f'and {misfit} fit in'}"
         f" {bytes_text(result.usable_bytes)}",
@@ -97,13 +99,18 @@ def _print_prediction(result: Prediction) -> None:
         f"capacity {largest} sequences of {step.total:,} tokens",
         f"         {longest} in each of {step.batch:,}",
     ]
+    allocated = []
     for found, fitting in result.engines:
         why = f": {', '.join(found.reasons)}" if found.reasons else ""
         many = "any number" if fitting == MOST else f"{fitting:,}"
-        lines.append(f"         {many} as {found.engine} allocates ({found.more:+.1%}{why})")
-    lines += [*beyond(result.trained_context, step.total), *(f"note: {escape(note)}" for note in result.notes)]
+        how = f" with {found.options}" if found.options else ""
+        allocated.append(f"{many} as {found.engine} allocates{how} ({found.more:+.1%}{why})")
     for line in lines:
         out.print(line, soft_wrap=True)
+    for line in allocated:
+        say(line, indent=" " * 9)
+    for note in [*beyond(result.trained_context, step.total), *(f"note: {note}" for note in result.notes)]:
+        say(note)
     out.print()
     out.print(_table(result))
     out.print()

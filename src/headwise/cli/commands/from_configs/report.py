@@ -14,7 +14,13 @@ from headwise.cli.pages import Html, first_question, refuse_no_page, write_page
 
 @app.command(epilog="Example: headwise report ./out --html report.html")
 def report(
-    folder: Annotated[str, typer.Argument(help="Of a model, of a frontier, or of results.", show_default=False)],
+    folder: Annotated[
+        str,
+        typer.Argument(
+            help="Of a model, of a frontier, or of results; or a .gguf, a config.json or a catalog name.",
+            show_default=False,
+        ),
+    ],
     html: Html = None,
     source: Annotated[str | None, typer.Option(help="The model that the results are of.")] = None,
     hardware: Annotated[str | None, typer.Option(help="The device that the page begins with.")] = None,
@@ -29,7 +35,7 @@ def report(
     from headwise.prediction import device, devices
     from headwise.report import page, page_data, read_folder
 
-    file = html or Path(folder) / "report.html"
+    file = html or (Path(folder) if Path(folder).is_dir() else Path()) / "report.html"
     results = read_folder(folder, source=source)
     refuse_no_page(file)
     data = None
@@ -46,6 +52,7 @@ def report(
             source=results.source,
             hardware=devices(hardware_file),
             steps=results.steps,
+            converted=results.converted,
         )
     title = "" if data else Path(results.source).name
     text = page(data, results.sections, title=title, notes=results.notes, version=__version__)
