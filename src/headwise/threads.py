@@ -113,3 +113,14 @@ def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> I
         return
     with workers() as threads:
         yield from threads.map(function, chain(first, remaining))
+
+
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Let torch compute on one thread: operations that are too short to be divided take longest on several."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

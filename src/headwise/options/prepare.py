@@ -28,4 +28,7 @@ class PrepareOptions(Options):
         metavar="TEXT",
     )
     calibration_tokens: int = option("tokens of the text to read", default=4096, rule=at_least(256))
+    refit: bool = option(
+        "shift the biases of keys as well, where they have some: this is not exact, and is measured", default=False
+    )
     overwrite: bool = option("replace what is at the output", default=False, identity=False)

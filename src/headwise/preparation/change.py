@@ -1,8 +1,9 @@
-"""A change of a layer's queries and keys that leaves their products as they are.
+"""A change of a layer's queries and keys that leaves their products as they are, but for a shift of the keys' bias.
 
 A rotary pair of a key is a complex number, and so is that of a query; a score is a sum of their products, one of them
 conjugated. So keys may be multiplied by a complex number for each pair, and the head's queries divided by its
 conjugate. Here that number is a power of two times 1 or i: no weight is rounded by it, whatever type stores it.
+What a shift of the bias does is told in `headwise.preparation.shift`; it is not exact.
 
 Shapes: H query heads, K key–value heads, D head dim, P rotated dims, G groups of channels: P/2 pairs, and each other
 channel by itself.
@@ -28,11 +29,13 @@ class Change:
         turns: bool ``[K, G]``; whether a pair (a, b) of keys and queries becomes (−b, a).
         cut: by how many powers of two a factor is smaller or larger than wanted, at most, because the weights' type
             has no room for it; 0 where all fit.
+        shift: ``[K, D]``, what is added to the bias of keys before all that; None where it stays as it is.
     """
 
     exponents: Tensor
     turns: Tensor
     cut: int = 0
+    shift: Tensor | None = None
 
     @classmethod
     def none(cls, layer: GroupedSpec) -> Change:
@@ -41,10 +44,11 @@ class Change:
         return cls(torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.bool))
 
     def applied(self, states: Tensor, layer: GroupedSpec, side: str) -> Tensor:
-        """Queries or keys ``[K, N, D]`` as they are after the change.
+        """Queries or keys ``[K, N, D]`` as they are after the change, but for the shift.
 
         Args:
-            states: of each key–value head; queries of all its heads together.
+            states: of each key–value head; queries of all its heads together. Keys are shifted before they are
+                rotated.
             layer: the layer's spec.
             side: ``q`` or ``k``.
         """
@@ -110,6 +114,9 @@ def changed(state: Mapping[str, Tensor], change: Change, layer: GroupedSpec) -> 
         layer: its spec.
     """
     new = dict(state)
+    if change.shift is not None:
+        bias = state["k_proj.bias"]
+        state = {**state, "k_proj.bias": (bias.float() + change.shift.flatten()).to(bias.dtype)}
     for side in ("q", "k"):
         order, signs, exponents = row_plan(change, layer, side)
         names = [f"{side}_norm.weight"] if layer.qk_norm else [f"{side}_proj.weight", f"{side}_proj.bias"]

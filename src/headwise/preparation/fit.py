@@ -52,7 +52,7 @@ def fit(queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[Eng
             norms gets turns.
         formats: at least one; of several, the product of their losses is minimised.
     """
-    problem = _Problem(queries, keys, layer, formats)
+    problem = Problem(queries, keys, layer, formats)
     if problem.shares_steps:
         logarithms = problem.descended()
         solved = [problem.rounded(logarithms + offset) for offset in OFFSETS]
@@ -96,14 +96,15 @@ def score_loss(queries: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:
     return code.keys.loss(code.keys.turned(keys), weights)
 
 
-class _Problem:
+class Problem:
     """The loss of a layer under a change of its queries and keys; see `fit` for the arguments."""
 
     def __init__(self, queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat]) -> None:
         D = keys.shape[-1]
         self.moments = queries.transpose(1, 2) @ queries / queries.shape[1]  # [K, D, D]
         self.shares_steps = any(code.keys.block(D) > 1 for code in formats)
-        self.keys = keys[:, :: max(1, keys.shape[1] // KEYS)] if self.shares_steps else keys.clone()
+        self.stride = max(1, keys.shape[1] // KEYS) if self.shares_steps else 1
+        self.keys = keys[:, :: self.stride].clone()
         self.groups = channels(layer)
         self.pairs = 0 if layer.qk_norm else num_pairs(layer)
         self.heads = 1 if layer.qk_norm == "head" else len(keys)
@@ -116,33 +117,51 @@ class _Problem:
             for code, seen in zip(formats, self.maps, strict=True)
         ]
 
-    def _losses(self, moments: Tensor, seen: Sequence[Tensor]) -> Tensor:
-        """The logarithm of the loss, ``[…, heads]``.
+    def each(self, moments: Tensor, seen: Sequence[Tensor]) -> list[Tensor]:
+        """The loss of each format, ``[…, K]``.
 
         Args:
             moments: of queries, ``[…, K, D, D]``.
             seen: keys as each format sees them, ``[…, K, T, D]``.
         """
-        parts = []
-        for code, keys, blocks in zip(self.formats, seen, self.blocks, strict=True):
-            weights = torch.einsum("...de,bde->...b", moments, blocks)
-            parts.append(code.keys.loss(keys, weights).log())
-        total = torch.stack(parts).sum(0)
+        return [
+            code.keys.loss(keys, torch.einsum("...de,bde->...b", moments, blocks))
+            for code, keys, blocks in zip(self.formats, seen, self.blocks, strict=True)
+        ]
+
+    def _losses(self, moments: Tensor, seen: Sequence[Tensor]) -> Tensor:
+        """The logarithm of the product of the losses, ``[…, heads]``; see `each`."""
+        total = torch.stack([loss.log() for loss in self.each(moments, seen)]).sum(0)
         return total.mean(-1, keepdim=True) if self.heads == 1 else total
 
-    def _scaled(self, factors: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Moments of queries, keys as the formats see them, and keys, all times factors of groups ``[heads, G]``."""
-        wide = torch.ones(len(factors), self.keys.shape[-1])
+    def wide(self, of_groups: Tensor) -> Tensor:
+        """Numbers of groups ``[heads, G]`` for each channel, ``[heads, D]``."""
+        wide = torch.ones(len(of_groups), self.keys.shape[-1])
         for column in (0, 1):
-            wide = wide.index_copy(-1, self.groups[:, column], factors)
-        keys = self.keys * wide[:, None]
+            wide = wide.index_copy(-1, self.groups[:, column], of_groups)
+        return wide
+
+    def by_group(self, of_channels: Tensor) -> Tensor:
+        """Sums of channels' numbers ``[K, D]`` over each group, ``[K, G]``."""
+        first, second = self.groups.T
+        return of_channels[:, first] + torch.where(first == second, 0.0, of_channels[:, second])
+
+    def scaled(self, factors: Tensor, keys: Tensor | None = None) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Moments of queries, keys as the formats see them, and keys, all times factors of groups.
+
+        Args:
+            factors: ``[heads, G]``.
+            keys: ``[K, T, D]``, in place of the problem's own.
+        """
+        wide = self.wide(factors)
+        keys = (self.keys if keys is None else keys) * wide[:, None]
         return self.moments / (wide[:, :, None] * wide[:, None]), [keys @ seen for seen in self.maps], keys
 
     def descended(self) -> Tensor:
         """The base-2 logarithms of the best factors, ``[heads, G]``, from the fourth roots of Q/K on."""
-        mean_squares = [self.moments.diagonal(dim1=-2, dim2=-1), self.keys.square().mean(1)]
-        first, second = self.groups.T
-        by_group = [part[:, first] + torch.where(first == second, 0.0, part[:, second]) for part in mean_squares]
+        by_group = [
+            self.by_group(part) for part in (self.moments.diagonal(dim1=-2, dim2=-1), self.keys.square().mean(1))
+        ]
         if self.heads == 1:
             by_group = [part.mean(0, keepdim=True) for part in by_group]
         Q, K = (part.clamp_min(1e-12 * float(part.max()) + 1e-30) for part in by_group)
@@ -153,7 +172,7 @@ class _Problem:
         optimizer = torch.optim.Adam([logarithms], lr=_RATE)
         with torch.enable_grad():
             for _ in range(STEPS):
-                moments, seen, _ = self._scaled(logarithms.exp2())
+                moments, seen, _ = self.scaled(logarithms.exp2())
                 losses = self._losses(moments, seen)
                 improved = losses.detach() < least
                 least = torch.where(improved, losses.detach(), least)
@@ -170,7 +189,7 @@ class _Problem:
         each format's map.
         """
         exponents, turns = logarithms.round().long(), torch.zeros_like(logarithms, dtype=torch.bool)
-        moments, seen, keys = self._scaled(exponents.double().exp2().float())
+        moments, seen, keys = self.scaled(exponents.double().exp2().float())
         least = self._losses(moments, seen)
         every = torch.arange(len(keys))
         moves = [(move, turn) for turn in (False, True) for move in (0, 1, -1)]

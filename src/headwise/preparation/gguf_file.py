@@ -100,6 +100,10 @@ class GgufLayers:
         part = slice(start, start + heads * D)
         every[part], sign[part], exponent[part] = (each.flatten().numpy() for each in (old, signs, exponents))
         rows = Rows(raw, kind, shape)
+        if side == "k" and len(shape) == 1 and change.shift is not None:
+            added = np.zeros(shape[0])
+            added[part] = change.shift[:, held].flatten().double().numpy()
+            rows.add(added)
         if bool(change.turns.any()):
             rows.take(every, sign)
         rows.multiply(exponent)

@@ -7,9 +7,11 @@ value dim.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear, rms_norm
 
 from headwise.attention.rope import RotaryEmbedding, rotate
 from headwise.specs import GroupedSpec
@@ -51,10 +53,55 @@ def common_tokens(vocabulary: int, *, generator: torch.Generator) -> Tensor:
     return drawn.exp().long().clamp(0, vocabulary - 1)
 
 
-def as_cached(
+@dataclass(frozen=True, eq=False)
+class Projected:
+    """Queries, keys and values of a layer, before RoPE turns them by their positions.
+
+    Attributes:
+        layer: its spec.
+        queries: ``[H, B, W, D]``.
+        keys: ``[K, B, W, D]``.
+        values: ``[K, B, W, V]``.
+        positions: of a window's tokens, ``[W]``.
+        bias: of the projection of keys, ``[K · D]``; None where it has none.
+    """
+
+    layer: GroupedSpec
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    bias: Tensor | None
+
+    @property
+    def scale(self) -> float:
+        """What multiplies products of queries and keys."""
+        own = self.layer.softmax_scale
+        return self.layer.head_dim**-0.5 if own is None else own
+
+    def rotated(self, side: str, positions: Tensor, shift: Tensor | None = None) -> Tensor:
+        """Queries (``q``) or keys (``k``) as they are multiplied, at positions ``[W]``.
+
+        Args:
+            side: which.
+            positions: of a window's tokens.
+            shift: added to keys before that, ``[K, D]``.
+        """
+        states = self.queries if side == "q" else self.keys
+        return self.turned(states if shift is None else states + shift[:, None, None], positions)
+
+    def turned(self, states: Tensor, positions: Tensor, *, backwards: bool = False) -> Tensor:
+        """States ``[…, W, D]`` of four dimensions, turned by RoPE, or by its transpose."""
+        if self.layer.rope is None:
+            return states
+        cos, sin = RotaryEmbedding(self.layer.rope)(positions[None], torch.float32, int(positions.max()) + 1)
+        return rotate(states, cos, -sin if backwards else sin, interleaved=self.layer.rope.interleaved)
+
+
+def projected(
     state: Mapping[str, Tensor], layer: GroupedSpec, inputs: Tensor, positions: Tensor, *, eps: float = _EPS
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries ``[H, B, W, D]``, keys ``[K, B, W, D]`` and values ``[K, B, W, V]`` of inputs, rotated by position.
+) -> Projected:
+    """Queries, keys and values of inputs.
 
     Args:
         state: the layer's attention under headwise's names.
@@ -64,26 +111,17 @@ def as_cached(
         eps: of the norms of queries and keys.
     """
     sides = []
-    for side, heads in (("q", layer.num_heads), ("k", layer.num_kv_heads)):
-        states = inputs @ state[f"{side}_proj.weight"].float().T
-        if (bias := state.get(f"{side}_proj.bias")) is not None:
-            states = states + bias.float()
-        norm = state.get(f"{side}_norm.weight")
+    for side, heads in (("q", layer.num_heads), ("k", layer.num_kv_heads), ("v", layer.num_kv_heads)):
+        states = linear(inputs, state[f"{side}_proj.weight"].float(), _float(state.get(f"{side}_proj.bias")))
+        norm = _float(state.get(f"{side}_norm.weight"))
         if norm is not None and layer.qk_norm == "full":
-            states = _normed(states, norm, eps)
-        states = torch.unflatten(states, -1, (heads, layer.head_dim)).movedim(-2, 0)  # [heads, B, W, D]
+            states = rms_norm(states, norm.shape, norm, eps)
+        states = torch.unflatten(states, -1, (heads, -1)).movedim(-2, 0)  # [heads, B, W, D]
         if norm is not None and layer.qk_norm == "head":
-            states = _normed(states, norm, eps)
-        if layer.rope is not None:
-            length = int(positions.max()) + 1
-            cos, sin = RotaryEmbedding(layer.rope)(positions[None], torch.float32, length)
-            states = rotate(states, cos, sin, interleaved=layer.rope.interleaved)
+            states = rms_norm(states, norm.shape, norm, eps)
         sides.append(states)
-    values = inputs @ state["v_proj.weight"].float().T
-    if (bias := state.get("v_proj.bias")) is not None:
-        values = values + bias.float()
-    return sides[0], sides[1], torch.unflatten(values, -1, (layer.num_kv_heads, -1)).movedim(-2, 0)
+    return Projected(layer, sides[0], sides[1], sides[2], positions, _float(state.get("k_proj.bias")))
 
 
-def _normed(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return states / (states.square().mean(-1, keepdim=True) + eps).sqrt() * weight.float()
+def _float(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float()

@@ -70,6 +70,19 @@ class Rows:
         for offset in self._offsets:
             self._write(offset, self._read(offset) * signs[:, None])
 
+    def add(self, values: npt.NDArray[np.float64]) -> None:
+        """Add to the numbers of a stored vector, which are rounded to its type.
+
+        Args:
+            values: ``[rows]``.
+
+        Raises:
+            CheckpointError: the type has blocks.
+        """
+        if self.name not in _PLAIN:
+            raise CheckpointError("GGUF tensor type", self.name, f"can be added to only if it is {', '.join(_PLAIN)}")
+        self._write(0, self._read(0) + values[:, None])
+
     @property
     def _offsets(self) -> tuple[int, ...]:
         return _SCALES.get(self.name, (0,))

@@ -1,0 +1,95 @@
+"""The change of one layer, and what it does there.
+
+Shapes: N samples, T keys, H query heads, K key–value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from headwise.preparation.change import Change
+from headwise.preparation.chosen import best_of, output_error
+from headwise.preparation.fit import fit, score_loss, where_it_helps
+from headwise.preparation.room import within
+from headwise.preparation.samples import Projected
+from headwise.preparation.shift import shift, why_no_shift
+from headwise.quantization.formats import EngineFormat
+from headwise.threads import on_one_thread
+
+
+def best_change(
+    projected: Projected,
+    state: Mapping[str, Tensor],
+    formats: Sequence[EngineFormat],
+    spans: Sequence[tuple[Tensor, Tensor]],
+    *,
+    shifts: bool,
+    longest: int,
+) -> Change:
+    """Find the change under which the layer's attention loses least.
+
+    Args:
+        projected: the layer's queries, keys and values.
+        state: its attention under headwise's names.
+        formats: that its cache has; without any, nothing is changed.
+        spans: the least and the largest exponent that rows of keys, and of queries, have room for.
+        shifts: whether the bias of keys may be shifted, which is not exact.
+        longest: the most tokens of a text.
+    """
+    layer = projected.layer
+    tried = [Change.none(layer)]
+    if not formats:
+        return tried[0]
+    with on_one_thread():  # thousands of small operations, which are too short to be divided
+        moves: list[Tensor | None] = [None]
+        if shifts and why_no_shift(layer) is None:
+            moves.append(shift(projected, layer, formats, longest=longest))
+        for moved in moves:
+            samples = _grouped(projected, moved)
+            for wanted in fit(*samples, layer, formats):
+                fitted = where_it_helps(within(wanted, layer, *spans), *samples, layer, formats)
+                tried.append(replace(fitted, shift=moved))
+        return best_of(tried, layer, state, projected, formats)
+
+
+def losses(projected: Projected, change: Change, formats: Sequence[EngineFormat]) -> dict[str, float]:
+    """What scores lose after a change, over what they lost before it, by the spelling of each format.
+
+    Args:
+        projected: the layer's queries and keys.
+        change: of the layer.
+        formats: that it is prepared for.
+    """
+    ratios = {}
+    for code in formats:
+        old = score_loss(*_grouped(projected), code)
+        queries, keys = (
+            change.applied(states, projected.layer, side)
+            for side, states in zip("qk", _grouped(projected, change.shift), strict=True)
+        )
+        ratios[str(code)] = float((score_loss(queries, keys, code) / old).log().mean().exp())
+    return ratios
+
+
+def full_error(projected: Projected, state: Mapping[str, Tensor], change: Change) -> float:
+    """How far the attention's output is off with a full cache, over its size: root mean squares; 0 without a shift.
+
+    Args:
+        projected: the layer's queries, keys and values.
+        state: its attention under headwise's names.
+        change: of the layer.
+    """
+    if change.shift is None:
+        return 0.0
+    off, size = output_error(change, projected.layer, state, projected)
+    return float((off.sum() / size.sum()).sqrt())
+
+
+def _grouped(projected: Projected, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rotated queries of all heads that share a key–value head together, ``[K, N, D]``, and keys ``[K, T, D]``."""
+    queries = projected.rotated("q", projected.positions)
+    keys = projected.rotated("k", projected.positions, shift)
+    return queries.reshape(len(keys), -1, keys.shape[-1]), keys.flatten(1, 2)
