@@ -30,8 +30,17 @@ def test_what_is_simulated_is_what_formats_spell(engine: str, cache: object) -> 
     assert PrepareOptions(cache=[name]).cache == [name]
     head = torch.zeros(1, 128)
     stored = sum(side.stored(side.turned(head)).nbytes for side in (form.keys, form.values))
-    assert 8 * stored / 256 == cache.bits(LLAMA)  # type: ignore[attr-defined]
-    assert cache.block == form.keys.block(128)  # type: ignore[attr-defined]
+    count = LLAMA.num_layers
+    bits = [16 if form.is_wide(index, count) else 8 * stored / 256 for index in range(count)]
+    assert sum(bits) / count == cache.bits(LLAMA)  # type: ignore[attr-defined]
+    for width in (64, 80, 96, 97, 128):
+        try:
+            form.keys.block(width)
+        except ArgumentError:
+            can = False
+        else:
+            can = True
+        assert can == cache.takes(width), width  # type: ignore[attr-defined]
 
 
 def test_bits_are_those_that_the_engines_take() -> None:

@@ -30,6 +30,7 @@ class EngineCache:
         key_scale: bits that a whole key takes besides.
         value_scale: bits that a whole value takes besides.
         block: the channels that share a scale; they must divide a head.
+        rotates: whether it rotates a whole head first, whose channels must then be a power of two, and at least 8.
         wide_ends: layers at each end of a model that the engine leaves as they are.
         is_safe: whether models that were measured lost at most `SAFE_LOSS` in it.
         overflows: whether keys beyond 448 cannot be stored, which some Qwen2 models have.
@@ -48,6 +49,7 @@ class EngineCache:
     key_scale: int = 0
     value_scale: int = 0
     block: int = 1
+    rotates: bool = False
     wide_ends: int = 0
     is_safe: bool = False
     overflows: bool = False
@@ -76,7 +78,11 @@ class EngineCache:
                 widths += [layer.kv_lora_rank, layer.kv_lora_rank + layer.qk_rope_head_dim]
             else:
                 return False
-        return bool(widths) and all(width % self.block == 0 for width in widths)
+        return bool(widths) and all(self.takes(width) for width in widths)
+
+    def takes(self, width: int) -> bool:
+        """Whether heads of ``width`` channels can be stored."""
+        return width % self.block == 0 and not (self.rotates and (width < 8 or width & (width - 1)))
 
     def bits(self, model: ModelSpec) -> float:
         """The mean bits of a cached value, scales included, of a model that it `suits`.
@@ -197,12 +203,14 @@ def _flagged(flag: str, name: str, bits: float) -> EngineCache:
 def _fp8(flag: str, name: str) -> EngineCache:
     """A cache of float8_e4m3, with one scale for a tensor."""
     cache = _flagged(flag, name, 8)
-    return replace(cache, is_safe=True, overflows=True, stores_latents=True, limit=_OVERFLOW)
+    return replace(
+        cache, is_safe=True, overflows=True, stores_latents=True, is_simulated=flag == _DASHED, limit=_OVERFLOW
+    )
 
 
 def _by_head(name: str, bits: float, *, key_scale: int = 32) -> EngineCache:
     """A cache of vLLM's with scales for each token's head."""
-    return replace(_flagged(_DASHED, name, bits), key_scale=key_scale, value_scale=32)
+    return replace(_flagged(_DASHED, name, bits), key_scale=key_scale, value_scale=32, is_simulated=True)
 
 
 def _quantised(backend: str, bits: int) -> EngineCache:
@@ -216,6 +224,7 @@ def _quantised(backend: str, bits: int) -> EngineCache:
         block=64,
         is_safe=bits == 8,
         stores_windows=False,
+        is_simulated=backend == "quanto",
         limit="Qwen2.5-7B answered nothing right in 4 bits (transformers#35185)" if bits == 4 else "",
     )
 
@@ -230,6 +239,7 @@ def _mlx(bits: int) -> EngineCache:
         block=64,
         is_safe=bits == 8,
         stores_windows=False,
+        is_simulated=True,
     )
 
 
@@ -261,9 +271,9 @@ _ALL = (
             replace(_by_head("int4_per_token_head", 4), block=2),
             replace(_flagged(_DASHED, "nvfp4", 4.5), block=16),
             replace(_by_head("turboquant_k8v4", 8, key_scale=0), value_bits=4, overflows=True, wide_ends=2),
-            replace(_by_head("turboquant_4bit_nc", 4, key_scale=16), wide_ends=2),
-            replace(_by_head("turboquant_k3v4_nc", 3, key_scale=16), value_bits=4, wide_ends=2),
-            replace(_by_head("turboquant_3bit_nc", 3, key_scale=16), wide_ends=2, limit=_STUDY),
+            replace(_by_head("turboquant_4bit_nc", 4, key_scale=16), rotates=True, wide_ends=2),
+            replace(_by_head("turboquant_k3v4_nc", 3, key_scale=16), value_bits=4, rotates=True, wide_ends=2),
+            replace(_by_head("turboquant_3bit_nc", 3, key_scale=16), rotates=True, wide_ends=2, limit=_STUDY),
         ),
         notes=("--kv-cache-dtype-skip-layers keeps the layers that it names in 16 bits",),
     ),
@@ -275,7 +285,14 @@ _ALL = (
         caches=(
             replace(_fp8(_DASHED, "fp8_e4m3"), name="fp8"),
             replace(_flagged(_DASHED, "fp8_e5m2", 8), stores_latents=True),
-            replace(_flagged(_DASHED, "fp4_mx_block16", 4.5), name="fp4", block=16, stores_latents=True, limit=_AIME),
+            replace(
+                _flagged(_DASHED, "fp4_mx_block16", 4.5),
+                name="fp4",
+                block=16,
+                stores_latents=True,
+                is_simulated=True,
+                limit=_AIME,
+            ),
         ),
     ),
     ServingEngine(
