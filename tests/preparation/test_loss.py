@@ -17,8 +17,13 @@ from tests.tiny_families import answer, save_family
 TEXT = "Some keys are a hundred times larger than the rest, and the text goes on. " * 60
 
 
-def uneven(folder: Path) -> Path:
-    """A qwen2 whose slowest pairs have keys with a large constant part, and queries that read the other pairs."""
+def uneven(folder: Path, *, seen: float = 0.02) -> Path:
+    """A qwen2 whose slowest pairs have keys with a large constant part.
+
+    Args:
+        folder: to write.
+        seen: what the queries' channels there are multiplied by.
+    """
     save_family(folder, "qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -27,9 +32,9 @@ def uneven(folder: Path) -> Path:
             heads = tensor.view(2, 2, 32)
             heads[:, :, -3:] = 25.0 * torch.tensor([1.0, -1.0, 1.0])
         if name.endswith("q_proj.weight"):
-            tensor.view(4, 2, 32, -1)[:, :, -3:] *= 0.02
+            tensor.view(4, 2, 32, -1)[:, :, -3:] *= seen
         if name.endswith("q_proj.bias"):
-            tensor.view(4, 2, 32)[:, :, -3:] *= 0.02
+            tensor.view(4, 2, 32)[:, :, -3:] *= seen
     save_file(tensors, file, {"format": "pt"})
     return folder
 
