@@ -13,11 +13,16 @@ from torch import Tensor
 from headwise.preparation.change import Change
 from headwise.preparation.chosen import best_of, output_error
 from headwise.preparation.fit import fit, score_loss, where_it_helps
+from headwise.preparation.important import at, important
 from headwise.preparation.room import within
 from headwise.preparation.samples import Projected
 from headwise.preparation.shift import shift, why_no_shift
 from headwise.quantization.formats import EngineFormat
+from headwise.specs import GroupedSpec
 from headwise.threads import on_one_thread
+
+Samples = tuple[Tensor, Tensor]
+"""Queries ``[K, N, D]`` and keys ``[K, T, D]``, or the indices of those that are taken, ``[K, N]`` and ``[K, T]``."""
 
 
 def best_change(
@@ -28,7 +33,7 @@ def best_change(
     *,
     shifts: bool,
     longest: int,
-) -> Change:
+) -> tuple[Change, dict[str, float]]:
     """Find the change under which the layer's attention loses least.
 
     Args:
@@ -38,40 +43,28 @@ def best_change(
         spans: the least and the largest exponent that rows of keys, and of queries, have room for.
         shifts: whether the bias of keys may be shifted, which is not exact.
         longest: the most tokens of a text.
+
+    Returns:
+        The change, and what scores lose by each format after it, over what they lost before; by its spelling.
     """
     layer = projected.layer
     tried = [Change.none(layer)]
     if not formats:
-        return tried[0]
+        return tried[0], {}
     with on_one_thread():  # thousands of small operations, which are too short to be divided
-        moves: list[Tensor | None] = [None]
+        # Formats with an exponent in each number lose by the largest ones, wherever they stand.
+        shares_steps = any(code.keys.block(layer.head_dim) > 1 for code in formats)
+        taken = important(projected, state) if shares_steps else None
+        moved = None
         if shifts and why_no_shift(layer) is None:
-            moves.append(shift(projected, layer, formats, longest=longest))
-        for moved in moves:
-            samples = _grouped(projected, moved)
-            for wanted in fit(*samples, layer, formats):
-                fitted = where_it_helps(within(wanted, layer, *spans), *samples, layer, formats)
-                tried.append(replace(fitted, shift=moved))
-        return best_of(tried, layer, state, projected, formats)
-
-
-def losses(projected: Projected, change: Change, formats: Sequence[EngineFormat]) -> dict[str, float]:
-    """What scores lose after a change, over what they lost before it, by the spelling of each format.
-
-    Args:
-        projected: the layer's queries and keys.
-        change: of the layer.
-        formats: that it is prepared for.
-    """
-    ratios = {}
-    for code in formats:
-        old = score_loss(*_grouped(projected), code)
-        queries, keys = (
-            change.applied(states, projected.layer, side)
-            for side, states in zip("qk", _grouped(projected, change.shift), strict=True)
-        )
-        ratios[str(code)] = float((score_loss(queries, keys, code) / old).log().mean().exp())
-    return ratios
+            moved = shift(projected, layer, formats, taken, longest=longest)
+        samples = _samples(projected, taken, moved)
+        for wanted in fit(*samples, layer, formats):
+            fitted = where_it_helps(within(wanted, layer, *spans), *samples, layer, formats)
+            tried.append(replace(fitted, shift=moved))
+        change = best_of(tried, layer, state, projected, formats)
+        before, after = _samples(projected, taken), _samples(projected, taken, change.shift)
+        return change, {str(code): _loss(before, after, change, layer, code) for code in formats}
 
 
 def full_error(projected: Projected, state: Mapping[str, Tensor], change: Change) -> float:
@@ -88,8 +81,15 @@ def full_error(projected: Projected, state: Mapping[str, Tensor], change: Change
     return float((off.sum() / size.sum()).sqrt())
 
 
-def _grouped(projected: Projected, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _loss(before: Samples, after: Samples, change: Change, layer: GroupedSpec, code: EngineFormat) -> float:
+    """What scores lose after a change, over what they lost before it: the geometric mean over heads."""
+    queries, keys = (change.applied(states, layer, side) for side, states in zip("qk", after, strict=True))
+    return float((score_loss(queries, keys, code) / score_loss(*before, code)).log().mean().exp())
+
+
+def _samples(projected: Projected, taken: Samples | None, shift: Tensor | None = None) -> Samples:
     """Rotated queries of all heads that share a key–value head together, ``[K, N, D]``, and keys ``[K, T, D]``."""
     queries = projected.rotated("q", projected.positions)
-    keys = projected.rotated("k", projected.positions, shift)
-    return queries.reshape(len(keys), -1, keys.shape[-1]), keys.flatten(1, 2)
+    keys = projected.rotated("k", projected.positions, shift).flatten(1, 2)
+    queries = queries.reshape(len(keys), -1, keys.shape[-1])
+    return (queries, keys) if taken is None else (at(queries, taken[0]), at(keys, taken[1]))

@@ -6,7 +6,7 @@ value dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -90,12 +90,21 @@ class Projected:
         states = self.queries if side == "q" else self.keys
         return self.turned(states if shift is None else states + shift[:, None, None], positions)
 
-    def turned(self, states: Tensor, positions: Tensor, *, backwards: bool = False) -> Tensor:
-        """States ``[…, W, D]`` of four dimensions, turned by RoPE, or by its transpose."""
-        if self.layer.rope is None:
-            return states
-        cos, sin = RotaryEmbedding(self.layer.rope)(positions[None], torch.float32, int(positions.max()) + 1)
-        return rotate(states, cos, -sin if backwards else sin, interleaved=self.layer.rope.interleaved)
+    def turned(self, states: Tensor, positions: Tensor) -> Tensor:
+        """States ``[…, W, D]`` of four dimensions, as RoPE turns them at positions ``[W]``."""
+        return self.turning(positions)(states)
+
+    def turning(self, positions: Tensor, *, backwards: bool = False) -> Callable[[Tensor], Tensor]:
+        """What turns states ``[…, W, D]`` of four dimensions as RoPE does, or as its transpose does.
+
+        Args:
+            positions: of the tokens, ``[W]``.
+            backwards: the transpose.
+        """
+        if (rope := self.layer.rope) is None:
+            return lambda states: states
+        cos, sin = RotaryEmbedding(rope)(positions[None], torch.float32, int(positions.max()) + 1)
+        return lambda states: rotate(states, cos, -sin if backwards else sin, interleaved=rope.interleaved)
 
 
 def projected(

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from headwise.preparation.fit import Problem
+from headwise.preparation.important import at
 from headwise.preparation.samples import Projected
 from headwise.quantization.formats import EngineFormat
 from headwise.specs import GroupedSpec
 
 STEPS = 300
-CAREFUL = 4.0
+CAREFUL = 2.0
 """How many times more an error that the shift makes counts than one that rounding makes: it is the same for all
 tokens, so that it adds up where random ones do not, and it is there with a full cache as well."""
 
@@ -47,22 +48,34 @@ def why_no_shift(layer: GroupedSpec) -> str | None:
     return None
 
 
-def shift(projected: Projected, layer: GroupedSpec, formats: Sequence[EngineFormat], *, longest: int) -> Tensor:
+def shift(
+    projected: Projected,
+    layer: GroupedSpec,
+    formats: Sequence[EngineFormat],
+    taken: tuple[Tensor, Tensor] | None = None,
+    *,
+    longest: int,
+) -> Tensor:
     """Find what to add to the bias of a layer's keys, ``[K, D]``.
 
     Args:
         projected: its queries and keys before they are rotated.
         layer: its spec, of a layer of which `why_no_shift` says nothing.
         formats: of the cache; of several, the product of what they lose is minimised.
+        taken: the indices of the queries and keys that rounding is counted of; all when None.
         longest: the most tokens of a text.
     """
     metric = seen_by_attention(projected, layer, longest)
-    # The bias turns with a key's position, and rounding has to bear it at all of them.
-    positions = torch.randint(longest, (projected.keys.shape[2],), generator=torch.Generator().manual_seed(0))
     K, D = layer.num_kv_heads, layer.head_dim
     queries = projected.rotated("q", projected.positions).reshape(K, -1, D)
-    problem = Problem(queries, projected.rotated("k", positions).flatten(1, 2), layer, formats)
-    chosen = positions.repeat(projected.keys.shape[1])[:: problem.stride]
+    keys = projected.keys.flatten(1, 2)
+    if taken is not None:
+        queries, keys = at(queries, taken[0]), at(keys, taken[1])
+    # The bias turns with a key's position, and rounding has to bear it at all of them.
+    chosen = torch.randint(longest, (keys.shape[1],), generator=torch.Generator().manual_seed(0))
+    problem = Problem(queries, projected.turned(keys[:, None], chosen)[:, 0], layer, formats)
+    chosen = chosen[:: problem.stride]
+    turn = projected.turning(chosen)
     units = [_noise(code, D) * projected.scale**2 for code in formats]
     assert projected.bias is not None
     bias = projected.bias.view(K, -1)
@@ -74,7 +87,7 @@ def shift(projected: Projected, layer: GroupedSpec, formats: Sequence[EngineForm
     def cost() -> Tensor:
         """The logarithm of the error of scores, ``[K]``."""
         moved = parts * unit
-        turned = projected.turned(moved[:, None, None].expand(-1, 1, len(chosen), -1), chosen)[:, 0]
+        turned = turn(moved[:, None, None].expand(-1, 1, len(chosen), -1))[:, 0]
         moments, seen, _ = problem.scaled(logarithms.exp2(), problem.keys + turned)
         made = CAREFUL * torch.einsum("kd,kde,ke->k", moved, metric, moved)
         losses = problem.each(moments, seen)
@@ -114,6 +127,7 @@ def seen_by_attention(projected: Projected, layer: GroupedSpec, longest: int) ->
     for positions in _stretched(projected.positions, layer, longest):
         keys = projected.rotated("k", positions)
         queries = projected.rotated("q", positions)[:, :, asked]
+        turn_back = projected.turning(positions, backwards=True)
         apart = positions[asked][:, None] - positions
         hidden = apart < 0
         if layer.sliding_window is not None:
@@ -125,7 +139,7 @@ def seen_by_attention(projected: Projected, layer: GroupedSpec, longest: int) ->
                 weights = scores.masked_fill(hidden, -torch.inf).softmax(-1).flatten(0, 1)  # [H/K · S, W]
                 # A constant c of a key at position t adds q · R(t)c to its score, which is R(t)ᵀq · c.
                 rows = of_head.flatten(0, 1)[:, None, None].expand(-1, 1, W, -1)
-                back = projected.turned(rows, positions, backwards=True)[:, 0]  # [H/K · S, W, D]
+                back = turn_back(rows)[:, 0]  # [H/K · S, W, D]
                 mean = (weights[..., None] * back).sum(1, keepdim=True)
                 spread = ((back - mean) * weights[..., None].sqrt()).flatten(0, 1)
                 total[head] += spread.T @ spread
