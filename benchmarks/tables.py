@@ -357,18 +357,21 @@ def formats(document: Document) -> str:
 
 def prepared(document: Document) -> str:
     """The table of models as they are and prepared, with llama.cpp's caches: perplexity ratio, KL and its 99.9 %."""
+    ways = {"as it is": "as it is", "weights": "by weights", "text": "on a text", "refitted": "refitted on it"}
+    rows = list(document["rows"].values())
     lines = []
-    for kept in document["rows"].values():
-        wide = next(row for row in kept["rows"] if row["model"] == "as it is" and row["cache"] == "f16")
-        for cache in dict.fromkeys(row["cache"] for row in kept["rows"]):
-            rows = [row for row in kept["rows"] if row["cache"] == cache]
-            part = f"{100 * rows[0]['bytes'] / wide['bytes']:.0f} %"
-            cells = [
-                f"×{row['perplexity'] / wide['perplexity']:.4f}, {row['kl']:.4f} ({row['kl_999']:.2f})"
-                for row in rows
-            ]
-            lines.append([f"{kept['name']}, {_text_name(kept['text'])}", cache, part, *cells])
-    return table(["model, text", "cache", "bytes", "as it is", "prepared by weights", "prepared on a text"], lines)
+    for name, text, cache in dict.fromkeys((row["name"], row["text"], row["cache"]) for row in rows):
+        cells = {row["way"]: row for row in rows if (row["name"], row["text"], row["cache"]) == (name, text, cache)}
+        one = next(iter(cells.values()))
+        part = f"{100 * one['bytes'] / one['full']['bytes']:.0f} %"
+        said = [
+            f"×{row['perplexity'] / row['full']['perplexity']:.4f}, {row['kl']:.4f} ({row['kl_999']:.2f})"
+            if (row := cells.get(way))
+            else "—"
+            for way in ways
+        ]
+        lines.append([f"{name}, {_text_name(text)}", cache, part, *said])
+    return table(["model, text", "cache", "bytes", *ways.values()], lines)
 
 
 def beginnings(document: Document) -> str:
