@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from headwise.preparation.change import Change
-from headwise.preparation.important import asked
 from headwise.preparation.samples import Projected
 from headwise.quantization.formats import EngineFormat
 from headwise.specs import GroupedSpec
+
+QUERIES = 64
+"""Queries of each window whose output is compared, evenly spread."""
 
 
 def best_of(
@@ -69,7 +71,7 @@ def output_error(
     queries, keys = (projected.rotated(side, projected.positions) for side in "qk")
     values = projected.values
     K, D, W = layer.num_kv_heads, layer.head_dim, keys.shape[2]
-    places = asked(W)
+    places = torch.linspace(W // 8, W - 1, min(QUERIES, W)).long()
     grouped = torch.unflatten(queries[:, :, places], 0, (K, -1))  # [K, H/K, B, S, D]
     visible = torch.arange(W) <= places[:, None]
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from headwise.preparation.change import Change
 from headwise.preparation.chosen import best_of, output_error
 from headwise.preparation.fit import fit, score_loss, where_it_helps
-from headwise.preparation.important import at, important
 from headwise.preparation.room import within
 from headwise.preparation.samples import Projected
 from headwise.preparation.shift import shift, why_no_shift
@@ -22,7 +21,7 @@ from headwise.specs import GroupedSpec
 from headwise.threads import on_one_thread
 
 Samples = tuple[Tensor, Tensor]
-"""Queries ``[K, N, D]`` and keys ``[K, T, D]``, or the indices of those that are taken, ``[K, N]`` and ``[K, T]``."""
+"""Queries ``[K, N, D]`` and keys ``[K, T, D]``."""
 
 
 def best_change(
@@ -52,18 +51,15 @@ def best_change(
     if not formats:
         return tried[0], {}
     with on_one_thread():  # thousands of small operations, which are too short to be divided
-        # Formats with an exponent in each number lose by the largest ones, wherever they stand.
-        shares_steps = any(code.keys.block(layer.head_dim) > 1 for code in formats)
-        taken = important(projected, state) if shares_steps else None
         moved = None
         if shifts and why_no_shift(layer) is None:
-            moved = shift(projected, layer, formats, taken, longest=longest)
-        samples = _samples(projected, taken, moved)
+            moved = shift(projected, layer, formats, longest=longest)
+        samples = _samples(projected, moved)
         for wanted in fit(*samples, layer, formats):
             fitted = where_it_helps(within(wanted, layer, *spans), *samples, layer, formats)
             tried.append(replace(fitted, shift=moved))
         change = best_of(tried, layer, state, projected, formats)
-        before, after = _samples(projected, taken), _samples(projected, taken, change.shift)
+        before, after = _samples(projected), _samples(projected, change.shift)
         return change, {str(code): _loss(before, after, change, layer, code) for code in formats}
 
 
@@ -87,9 +83,8 @@ def _loss(before: Samples, after: Samples, change: Change, layer: GroupedSpec, c
     return float((score_loss(queries, keys, code) / score_loss(*before, code)).log().mean().exp())
 
 
-def _samples(projected: Projected, taken: Samples | None, shift: Tensor | None = None) -> Samples:
+def _samples(projected: Projected, shift: Tensor | None = None) -> Samples:
     """Rotated queries of all heads that share a key–value head together, ``[K, N, D]``, and keys ``[K, T, D]``."""
     queries = projected.rotated("q", projected.positions)
-    keys = projected.rotated("k", projected.positions, shift).flatten(1, 2)
-    queries = queries.reshape(len(keys), -1, keys.shape[-1])
-    return (queries, keys) if taken is None else (at(queries, taken[0]), at(keys, taken[1]))
+    keys = projected.rotated("k", projected.positions, shift)
+    return queries.reshape(len(keys), -1, keys.shape[-1]), keys.flatten(1, 2)

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from headwise.preparation.fit import Problem
-from headwise.preparation.important import at
 from headwise.preparation.samples import Projected
 from headwise.quantization.formats import EngineFormat
 from headwise.specs import GroupedSpec
 
 STEPS = 300
-CAREFUL = 2.0
+CAREFUL = 4.0
 """How many times more an error that the shift makes counts than one that rounding makes: it is the same for all
 tokens, so that it adds up where random ones do not, and it is there with a full cache as well."""
 
@@ -52,7 +51,6 @@ def shift(
     projected: Projected,
     layer: GroupedSpec,
     formats: Sequence[EngineFormat],
-    taken: tuple[Tensor, Tensor] | None = None,
     *,
     longest: int,
 ) -> Tensor:
@@ -62,15 +60,12 @@ def shift(
         projected: its queries and keys before they are rotated.
         layer: its spec, of a layer of which `why_no_shift` says nothing.
         formats: of the cache; of several, the product of what they lose is minimised.
-        taken: the indices of the queries and keys that rounding is counted of; all when None.
         longest: the most tokens of a text.
     """
     metric = seen_by_attention(projected, layer, longest)
     K, D = layer.num_kv_heads, layer.head_dim
     queries = projected.rotated("q", projected.positions).reshape(K, -1, D)
     keys = projected.keys.flatten(1, 2)
-    if taken is not None:
-        queries, keys = at(queries, taken[0]), at(keys, taken[1])
     # The bias turns with a key's position, and rounding has to bear it at all of them.
     chosen = torch.randint(longest, (keys.shape[1],), generator=torch.Generator().manual_seed(0))
     problem = Problem(queries, projected.turned(keys[:, None], chosen)[:, 0], layer, formats)
