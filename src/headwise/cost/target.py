@@ -35,6 +35,7 @@ class Target:
         spreads: for ``mla``, whether the cache is spread over layers at any size; where few values are kept, and for
             ``kv_bytes``, it always is.
         has_constant: for ``mla``, whether one channel of the latent is a constant.
+        block: for ``mla`` with a budget, the channels of a block that the latent and the rotary key should be made of.
     """
 
     mechanism: str
@@ -46,6 +47,7 @@ class Target:
     bits: float | None = None
     spreads: bool = False
     has_constant: bool = False
+    block: int = 1
 
     @property
     def is_coded(self) -> bool:
