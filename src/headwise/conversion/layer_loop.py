@@ -87,9 +87,9 @@ def _last_step(plan: ConversionPlan, place: Place, evidence: Evidence) -> Callab
     if not plan.bias_free:
         return None
     assert evidence.statistics is not None
-    constant = constant_of_inputs(evidence.statistics)
+    constant, mean = constant_of_inputs(evidence.statistics), evidence.statistics.inputs[:-1, -1]
     gain = moved(plan.checkpoint.read(input_norm(place.index)))
-    return partial(without_biases, constant=constant, gain=gain, dtype=plan.dtype)
+    return partial(without_biases, constant=constant, mean=mean, gain=gain, dtype=plan.dtype)
 
 
 def write_tensors(
