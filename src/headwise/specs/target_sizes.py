@@ -9,7 +9,6 @@ from headwise.specs.base import AttentionSpec
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.latent import LatentSpec
 
-
 KERNELS = ((512, 64), (256, 64), (128, 64))
 """The latents and rotary keys that most backends of llama.cpp have kernels for: CUDA the first two, Metal all."""
 

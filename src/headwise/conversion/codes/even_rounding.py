@@ -67,7 +67,7 @@ def evened(layer: Layer, statistics: ChannelStatistics) -> Layer:
 def even_basis(covariance: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
     """The map of a latent to the basis in which even noise costs least, and its inverse; float64, ``[R, R]`` each.
 
-    For example ``forward, inverse = even_basis(torch.eye(4, dtype=torch.float64), torch.eye(4, dtype=torch.float64))``.
+    For example ``forward, inverse = even_basis(covariance, metric)``.
 
     Args:
         covariance: ``[R, R]``, float64, of the latent.

@@ -215,7 +215,9 @@ class GgufFormat(OutputFormat):
             return notes
         R, P = first.kv_lora_rank, first.qk_rope_head_dim
         if R % BLOCK or P % BLOCK:
-            rule = f"a latent of {R} and a rotary key of {P}: llama.cpp refuses its quantised caches (such as -ctk q8_0)"
+            rule = (
+                f"a latent of {R} and a rotary key of {P}: llama.cpp refuses its quantised caches (such as -ctk q8_0)"
+            )
             return [*notes, f"{rule} unless both are multiples of {BLOCK}"]
         why = f"{R} + {P} values a token, multiples of {BLOCK}: llama.cpp takes its quantised caches too"
         return [*notes, f"{why}, keys and values of one type (-fa on -ctk q8_0 -ctv q8_0)"]

@@ -243,8 +243,8 @@ def make_plan(
 def _with_constant(source: AttentionSpec, layer: AttentionSpec, target: Target, bias_free: bool) -> LatentSpec:
     """The spec of a layer whose latent gets a constant channel, here or, unless it is without biases, later.
 
-    Of a budget, the rotary key gets its usual share, up to each frequency of a head once: plain RoPE has no more. Both
-    are whole blocks where the target asks for it, and the budget has room for it.
+    Of a budget, the rotary key gets its usual share, up to each frequency of a head once: plain RoPE has no more.
+    Both are whole blocks where the target asks for it, and the budget has room for it.
 
     Raises:
         ArgumentError: the latent has no other channel.
