@@ -31,9 +31,7 @@ from headwise.conversion.calibration.source_stream import (
 )
 from headwise.conversion.calibration.starts import Starts, start_ids
 from headwise.conversion.calibration.windows import EVERY, CalibrationWindows, plain_windows, recall_windows
-from headwise.conversion.codes.basis import channel_statistics
 from headwise.conversion.codes.design import design
-from headwise.conversion.codes.even_rounding import evened
 from headwise.conversion.methods import STAGES, Evidence
 from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
 from headwise.conversion.solvers.device import CPU, clock, computing_on, quick_products
@@ -60,9 +58,6 @@ SHORT_STEPS = 7
 
 CODE_WINDOWS = 32
 """The most windows that the code of a layer's cache is designed on."""
-
-EVEN_WINDOWS = 8
-"""The most windows that the basis of a latent without biases is chosen on."""
 
 STRETCH = 512
 """The number of tokens from which a window counts by its tokens."""
@@ -210,7 +205,7 @@ class TextCalibrator(Calibrator):
                 chosen, best = "code", self._coded(best.layer, token_bytes)
                 errors["code"] = self._held_error(best, cost)
             if last_step is not None:
-                chosen, best = "norm", self._candidate(last_step(self._evened(best.layer)).float(), "norm")
+                chosen, best = "norm", self._candidate(last_step(best.layer).float(), "norm")
                 errors["norm"] = self._held_error(best, cost)
             if "refit" in self.stages:
                 for candidate in self._refitted(best, cost, starts):
@@ -370,22 +365,11 @@ class TextCalibrator(Calibrator):
     def _coded(self, layer: Layer, token_bytes: int) -> Candidate:
         """The layer with a code of its cache, in that code's basis; see `codes.design`."""
         assert self._current is not None
+        rotation = self._current.rotation
+        windows = ((self._inputs.read(window), rotation(window)) for window in range(min(self.train, CODE_WINDOWS)))
         with self._timed("code"):
-            windows = self._first_windows(CODE_WINDOWS)
             coded = design(layer, windows, self._current.cost.metric).coded(token_bytes)
         return self._candidate(coded, "code")
-
-    def _evened(self, layer: Layer) -> Layer:
-        """The layer in the basis of its latent in which an engine's rounding loses least; see `evened`."""
-        assert self._current is not None
-        windows = self._first_windows(EVEN_WINDOWS)
-        return evened(layer, channel_statistics(layer, windows, self._current.cost.metric))
-
-    def _first_windows(self, most: int) -> Iterator[tuple[Tensor, Rotation | None]]:
-        """The current layer's inputs on the first training windows, and their rotary tables."""
-        assert self._current is not None
-        rotation = self._current.rotation
-        return ((self._inputs.read(window), rotation(window)) for window in range(min(self.train, most)))
 
     def _descended(self, candidate: Candidate, cost: Cost, starts: Starts | None) -> Candidate:
         """The candidate after its descent on the training windows."""

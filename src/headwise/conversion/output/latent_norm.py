@@ -31,9 +31,9 @@ _WIDE_HEADROOM = 1024.0
 _HEADROOM = {torch.float16: 8.0}
 """The ratio in dtypes of a smaller range, in which other channels would underflow beside a larger constant."""
 
-CONSTANT = 2.5
-"""What the constant of a layer without biases is cached as, beside channels whose mean square is 1: about as large as
-the largest of a block, whose number of largest magnitude is the one that engines' codes hold exactly."""
+CONSTANT_WEIGHT = 2.0**-6
+"""The norm's weight of the constant, which is cached as sqrt(R') times this: below the other channels, so that it does
+not set the step of a block in an engine's small cache. A power of two rounds nothing."""
 
 _RIDGE = 1e-3
 """The penalty of the fit of a constant, as a share of the inputs' mean square."""
@@ -76,12 +76,7 @@ def constant_of_inputs(statistics: Statistics) -> Tensor:
 
 
 def with_norm(
-    latent: LatentMap,
-    rank: int,
-    gain: Tensor,
-    dtype: torch.dtype,
-    constant: Tensor | None = None,
-    cached_as: float | None = None,
+    latent: LatentMap, rank: int, gain: Tensor, dtype: torch.dtype, constant: Tensor | None = None
 ) -> NormedMap:
     """Add an RMSNorm to a map's latent without changing the map, for inputs that come from an RMSNorm.
 
@@ -93,7 +88,6 @@ def with_norm(
         gain: ``[E]``, the weight of the norm that the inputs come from.
         dtype: the dtype that the weights will be rounded to.
         constant: ``[E]``, the weights of a function of the inputs that is near 1, in place of a bias of 1.
-        cached_as: the constant behind the norm, which is what is cached; sqrt(R') when None.
     """
     R, E = latent.down.shape
     zeros = latent.down.new_zeros
@@ -105,11 +99,10 @@ def with_norm(
     value = rounded(scale * rank**0.5, dtype)
     rms = (value**2 / rank + NORM_EPS) ** 0.5
     norm = torch.full((rank,), float(scale), dtype=torch.float64)
-    # The constant is cached as sqrt(R') or so, which is nearer to the other channels than its value.
-    norm[-1] = 1.0 if cached_as is None else rounded(norm.new_tensor(cached_as / rank**0.5), dtype)
+    norm[-1] = CONSTANT_WEIGHT
     up = torch.cat((latent.up * (rms / scale), zeros(len(latent.up), rank - R)), dim=1)
     if latent.up_bias is not None:
-        up[:, -1] = latent.up_bias / rounded(value / rms, dtype) / norm[-1]
+        up[:, -1] = latent.up_bias / rounded(value / rms, dtype) / CONSTANT_WEIGHT
     bias = torch.cat((latent.down_bias, zeros(rank - R)))
     down = torch.cat((latent.down, zeros(rank - R, E)))
     if constant is None:
@@ -119,17 +112,16 @@ def with_norm(
     return NormedMap(down=down, down_bias=bias, norm=norm, up=up)
 
 
-def without_biases(layer: Layer, constant: Tensor, mean: Tensor, gain: Tensor, dtype: torch.dtype) -> Layer:
+def without_biases(layer: Layer, constant: Tensor, gain: Tensor, dtype: torch.dtype) -> Layer:
     """An MLA layer with a norm on its latent and no biases, one channel wider, that computes nearly the same.
 
-    What biases and the latent's mean add to values becomes a column of the constant channel, and so does the output's
-    bias, since the weights of values sum to 1. What they add to keys adds one number to all scores of a query, which
-    the softmax does not see. Biases of queries and the rotary key become the constant function of the inputs.
+    What biases add to values becomes a column of the constant channel, and so does the output's bias, since the
+    weights of values sum to 1. What they add to keys is one number in all scores of a query, which the softmax does
+    not see. Biases of queries and the rotary key become the constant function of the inputs.
 
     Args:
         layer: the layer, without a norm of its latent.
         constant: from `constant_of_inputs`.
-        mean: ``[E]``, of the inputs.
         gain: ``[E]``, see `with_norm`.
         dtype: the dtype that the weights will be rounded to.
     """
@@ -138,23 +130,21 @@ def without_biases(layer: Layer, constant: Tensor, mean: Tensor, gain: Tensor, d
     R, H, N = spec.kv_lora_rank, spec.num_heads, spec.qk_nope_head_dim
     down, up = state["kv_a_proj_with_mqa.weight"], state["kv_b_proj.weight"]
     bias = state.get("kv_a_proj_with_mqa.bias", down.new_zeros(len(down)))
-    latent_mean = down[:R] @ mean.double()
-    up_bias = state.get("kv_b_proj.bias", up.new_zeros(len(up))) + up @ (bias[:R] + latent_mean)
-    by_head = up_bias.view(H, -1)  # [H, N + V]
+    up_bias = state.get("kv_b_proj.bias", up.new_zeros(len(up))) + up @ bias[:R]
+    by_head = up_bias.view(H, -1).clone()  # [H, N + V]
     by_head[:, :N] = 0
     if "o_proj.bias" in state:
         output = state["o_proj.weight"]  # [E, H·V]
         values = torch.linalg.lstsq(output, state["o_proj.bias"][:, None]).solution[:, 0]  # [H·V]
         by_head[:, N:] += values.view(H, -1)
-    down = down + torch.outer(torch.cat((-latent_mean, bias[R:])), constant)
-    latent = LatentMap(down[:R], down.new_zeros(R), up, by_head.flatten())
-    normed = with_norm(latent, R + 1, gain.double(), dtype, constant, CONSTANT)
+    zeros = down.new_zeros(R)
+    normed = with_norm(LatentMap(down[:R], zeros, up, by_head.flatten()), R + 1, gain.double(), dtype, constant)
     query = state["q_proj.weight"]
     if "q_proj.bias" in state:
         query = query + torch.outer(state["q_proj.bias"], constant)
     tensors = {
         "q_proj.weight": query,
-        "kv_a_proj_with_mqa.weight": torch.cat((normed.down, down[R:])),
+        "kv_a_proj_with_mqa.weight": torch.cat((normed.down, down[R:] + torch.outer(bias[R:], constant))),
         "kv_a_layernorm.weight": normed.norm,
         "kv_b_proj.weight": normed.up,
         "o_proj.weight": state["o_proj.weight"],
