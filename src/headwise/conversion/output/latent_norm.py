@@ -32,8 +32,8 @@ _HEADROOM = {torch.float16: 8.0}
 """The ratio in dtypes of a smaller range, in which other channels would underflow beside a larger constant."""
 
 CONSTANT_WEIGHT = 2.0**-6
-"""The norm's weight of the constant, which is cached as sqrt(R') times this: below the other channels, so that it does
-not set the step of a block in an engine's small cache. A power of two rounds nothing."""
+"""The norm's weight of the constant, which is cached as sqrt(R') times this: below the other channels, so that it
+does not set the step of a block in an engine's small cache. A power of two rounds nothing."""
 
 _RIDGE = 1e-3
 """The penalty of the fit of a constant, as a share of the inputs' mean square."""

@@ -21,12 +21,12 @@ from headwise.specs import LatentSpec
 
 _QUERIES, _KEYS = 0.25, 0.375
 """The powers of the mean squares of queries and keys in a factor. Noise that is even over a block asks for ¼ of both,
-steps by the largest number for ½ of keys and none of queries; of what was tried on SmolLM2's keys at 4 bits, these let
-in least."""
+steps by the largest number for ½ of keys and none of queries; of what was tried on SmolLM2's keys at 4 bits, these
+let in least."""
 
 _CENTRE = 512
-"""The position at which the constant part of a pair is spread evenly over its two channels. Slow pairs, whose constant
-parts are large, hardly turn in some thousand tokens."""
+"""The position at which the constant part of a pair is spread evenly over its two channels. Slow pairs, whose
+constant parts are large, hardly turn in some thousand tokens."""
 
 _RIDGE = 1e-3
 """The share of the mean square that every pair has at least, so that one that is zero gets no infinite factor."""
