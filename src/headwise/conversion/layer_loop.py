@@ -18,10 +18,10 @@ from headwise.conversion.methods import Evidence
 from headwise.conversion.output.deepseek import input_norm
 from headwise.conversion.output.latent_norm import constant_of_inputs, without_biases
 from headwise.conversion.output.layout import OutputLayout
+from headwise.conversion.output.rotary_factors import with_even_pairs
 from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
 from headwise.conversion.solvers.device import CPU, moved
 from headwise.conversion.solvers.layer import Layer
-from headwise.conversion.solvers.rotary_factors import with_even_pairs
 from headwise.conversion.storage.store import ConvertedLayer, LayerStore
 from headwise.processes import process_index
 from headwise.progress import Progress, silent

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.output.latent_norm import CONSTANT_WEIGHT, without_biases
+from headwise.conversion.output.rotary_factors import with_even_pairs
 from headwise.conversion.solvers.layer import Layer, Rotation, attention_weights
-from headwise.conversion.solvers.rotary_factors import with_even_pairs
 from headwise.quantization.ggml import GgmlCode
 from headwise.specs import LatentSpec
 from tests.closeness import assert_close
