@@ -18,6 +18,7 @@ from headwise.specs import (
     rotary_width,
     rotated_dims,
     split_budget,
+    split_in_blocks,
 )
 from tests.strategies import grouped_specs
 
@@ -194,3 +195,39 @@ def test_mla_is_not_converted() -> None:
         as_latent(MLA, 512, 64)
     with pytest.raises(SpecError, match=rule):
         split_budget(MLA, 100)
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "sizes"),
+    [
+        ("smollm2-135m", 192, (128, 64)),  # nine heads in three groups of 64
+        ("smollm2-135m", 200, (128, 64)),
+        ("smollm2-135m", 230, (160, 64)),  # 192 is too far below
+        ("smollm2-135m", 345, (256, 64)),
+        ("smollm2-135m", 115, (64, 32)),
+        ("smollm2-135m", 64, (32, 32)),
+        ("smollm2-135m", 63, None),
+        ("llama-3-8b", 600, (512, 64)),
+        ("llama-3-8b", 1024, (896, 128)),
+    ],
+)
+def test_a_budget_in_blocks_prefers_sizes_with_kernels(
+    model: str, values: int, sizes: tuple[int, int] | None
+) -> None:
+    layer = read_spec(model).layers[0]
+    assert isinstance(layer, GroupedSpec)
+    assert split_in_blocks(layer, values, 32) == sizes
+
+
+@given(grouped_specs(), st.integers(1, 4096))
+def test_blocks_are_whole_and_never_more_than_the_budget(spec: GroupedSpec, values: int) -> None:
+    sizes = split_in_blocks(spec, values, 32)
+    if sizes is None:
+        assert values < 64 or rotated_dims(spec) < 32
+        return
+    rank, rotary = sizes
+    assert rank % 32 == rotary % 32 == 0
+    assert 32 <= rotary <= rotated_dims(spec)
+    assert rank >= 32
+    assert rank + rotary <= values
+    assert rank + rotary > 0.9 * values - 32

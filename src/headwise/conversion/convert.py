@@ -205,7 +205,9 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         field, value = ("bias_free", True) if options.bias_free else ("format", options.format)
         rule = "needs a text to calibrate on, or statistics: without biases a constant is a function of the inputs"
         raise ArgumentError(field, value, rule)
-    target = replace(target, spreads=options.spread, has_constant=folder_format.has_constant)
+    target = replace(
+        target, spreads=options.spread, has_constant=folder_format.has_constant, block=folder_format.block
+    )
     plan = make_plan(
         checkpoint,
         target,

@@ -7,8 +7,10 @@ layer's first tensor in the folder.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 
+import torch
+
+from headwise.attention import RotaryEmbedding
 from headwise.checkpoints import FolderWriter
 from headwise.conversion.budget.shared_channels import compare_own_channels
 from headwise.conversion.calibration.base import Calibrator
@@ -16,6 +18,7 @@ from headwise.conversion.methods import Evidence
 from headwise.conversion.output.deepseek import input_norm
 from headwise.conversion.output.latent_norm import constant_of_inputs, without_biases
 from headwise.conversion.output.layout import OutputLayout
+from headwise.conversion.output.rotary_factors import with_even_pairs
 from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
 from headwise.conversion.solvers.device import CPU, moved
 from headwise.conversion.solvers.layer import Layer
@@ -83,13 +86,26 @@ def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStor
 
 
 def _last_step(plan: ConversionPlan, place: Place, evidence: Evidence) -> Callable[[Layer], Layer] | None:
-    """What is done with a layer before its refit: biases are removed, where the plan says so."""
+    """What is done with a layer before its refit: biases are removed, where the plan says so.
+
+    Engines' small caches take such layers, so that their rotary pairs are made to bear rounding first.
+    """
     if not plan.bias_free:
         return None
     assert evidence.statistics is not None
+    moments = evidence.statistics.inputs
+    rope = plan.before.layers[place.index].rope
     constant = constant_of_inputs(evidence.statistics)
     gain = moved(plan.checkpoint.read(input_norm(place.index)))
-    return partial(without_biases, constant=constant, gain=gain, dtype=plan.dtype)
+
+    def last_step(layer: Layer) -> Layer:
+        if rope is not None:
+            layer = with_even_pairs(
+                layer, moments, moved(torch.tensor(RotaryEmbedding(rope).frequencies))[layer.channels]
+            )
+        return without_biases(layer, constant, gain, plan.dtype)
+
+    return last_step
 
 
 def write_tensors(

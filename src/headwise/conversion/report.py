@@ -165,8 +165,7 @@ def notes_before(
             f"headwise.load stores the cache in codes, which {FILE} describes; each sequence's first {SINKS} tokens "
             "are stored in bfloat16. Other programs store all values as they are"
         )
-    if output_format.note:
-        notes.append(output_format.note)
+    notes += output_format.notes(plan)
     if isinstance(plan.checkpoint, GgufCheckpoint) and plan.checkpoint.quantization is not None:
         notes.append(f"the source is dequantised from {plan.checkpoint.quantization}")
     return notes

@@ -35,6 +35,8 @@ class Target:
         spreads: for ``mla``, whether the cache is spread over layers at any size; where few values are kept, and for
             ``kv_bytes``, it always is.
         has_constant: for ``mla``, whether one channel of the latent is a constant.
+        block: for ``mla`` with a budget, the number of channels that the latent and the rotary key are multiples of
+            where it has room for that.
     """
 
     mechanism: str
@@ -46,6 +48,7 @@ class Target:
     bits: float | None = None
     spreads: bool = False
     has_constant: bool = False
+    block: int = 1
 
     @property
     def is_coded(self) -> bool:

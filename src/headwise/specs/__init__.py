@@ -32,6 +32,7 @@ from headwise.specs.target_sizes import (
     rotary_width,
     rotated_dims,
     split_budget,
+    split_in_blocks,
 )
 
 __all__ = [
@@ -73,4 +74,5 @@ __all__ = [
     "rotated_dims",
     "spec_from_dict",
     "split_budget",
+    "split_in_blocks",
 ]

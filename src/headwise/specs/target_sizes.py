@@ -9,6 +9,12 @@ from headwise.specs.base import AttentionSpec
 from headwise.specs.grouped import GroupedSpec
 from headwise.specs.latent import LatentSpec
 
+KERNELS = ((512, 64), (256, 64), (128, 64))
+"""The latents and rotary keys that most backends of llama.cpp have kernels for: CUDA the first two, Metal all."""
+
+_NEAR = 0.9
+"""The part of a budget that a size with kernels has to use to be taken before others."""
+
 
 def as_grouped(source: AttentionSpec, num_kv_heads: int) -> GroupedSpec:
     """The layer with another number of key–value heads.
@@ -153,6 +159,33 @@ def split_budget(source: AttentionSpec, values: int) -> tuple[int, int]:
     rope_dim = max(step, step * round(values / (4 * step)))
     rope_dim = min(rope_dim, rotated_dims(source))
     return values - rope_dim, rope_dim
+
+
+def split_in_blocks(source: GroupedSpec, values: int, block: int) -> tuple[int, int] | None:
+    """Split a budget into a latent and a rotary key that are whole blocks of channels, as quantised caches need.
+
+    For example ``split_in_blocks(layer_spec("smollm2-135m"), 200, 32)`` is ``(128, 64)``.
+
+    A size that engines have kernels for (`KERNELS`) is taken where it uses nearly the whole budget. Elsewhere about a
+    quarter goes to the rotary key, up to the rotated dims of one head. What makes no block stays unused.
+
+    Args:
+        source: the layer.
+        values: the budget, cached numbers a token.
+        block: channels of a block.
+
+    Returns:
+        ``(kv_lora_rank, qk_rope_head_dim)``; None where the budget, or the rotated dims of a head, make no block.
+    """
+    widest = rotated_dims(source) // block * block
+    if not widest or values < 2 * block:
+        return None
+    for rank, rotary in KERNELS:
+        fits = rotary <= widest and rank % block == 0 and rotary % block == 0
+        if fits and _NEAR * values <= rank + rotary <= values:
+            return rank, rotary
+    rope_dim = min(max(block, block * round(values / (4 * block))), widest)
+    return (values - rope_dim) // block * block, rope_dim
 
 
 def _grouped(source: AttentionSpec) -> GroupedSpec:

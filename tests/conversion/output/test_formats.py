@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -354,3 +355,25 @@ def test_what_it_is_not_for_is_refused_before_any_work(
     with pytest.raises(headwise.HeadwiseError, match=rule):
         headwise.convert(source, tmp_path / "out", **options, dry_run=dry_run)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "note"),
+    [
+        ({"kv_budget": 0.5}, (64, 32), r"64 \+ 32 values a token, multiples of 32: llama.cpp takes its quantised"),
+        ({"kv_budget": 0.45}, (32, 32), r"32 \+ 32 values a token, multiples of 32"),
+        ({"kv_budget": 0.3}, (41, 16), r"latent of 41 and a rotary key of 16: llama.cpp refuses its quantised"),
+        ({"kv_lora_rank": 72, "qk_rope_head_dim": 32}, (72, 32), r"latent of 72 .* unless both are multiples of 32"),
+    ],
+)
+def test_gguf_has_sizes_that_quantised_caches_take(
+    size: dict[str, Any], sizes: tuple[int, int], note: str, tmp_path: Path
+) -> None:
+    source = save_tiny(tmp_path / "source", head_dim=32)  # caches 192 values
+    gguf = formats.output_format("gguf")
+    target = replace(parse_target("mla", **size), has_constant=gguf.has_constant, block=gguf.block)
+    plan = make_plan(open_checkpoint(source), target, bias_free=True)
+    layer = plan.after.layers[0]
+    assert isinstance(layer, LatentSpec)
+    assert (layer.kv_lora_rank, layer.qk_rope_head_dim) == sizes
+    assert re.search(note, gguf.notes(plan)[-1])

@@ -20,6 +20,7 @@ from headwise.conversion.planning.plan import ConversionPlan
 from headwise.conversion.solvers.rope_channels import keep_comb, keep_rotation
 from headwise.errors import ArgumentError, SpecError
 from headwise.progress import Progress
+from headwise.quantization.ggml import BLOCK
 from headwise.specs import GGUF_ARCHITECTURES, LatentSpec
 
 
@@ -36,6 +37,7 @@ class OutputFormat(ABC):
         pads: whether its layers can be filled up with zeros.
         pad_to: the R and P that they are filled up to; None where they are not.
         has_constant: whether a latent of the size that the user asks for has a constant channel among its own.
+        block: the channels that MLA's latent and rotary key are multiples of, where a budget has room for it.
     """
 
     name: ClassVar[str]
@@ -44,9 +46,14 @@ class OutputFormat(ABC):
     may_lack_biases: ClassVar[bool] = False
     lacks_biases: ClassVar[bool] = False
     has_constant: ClassVar[bool] = False
+    block: ClassVar[int] = 1
     mark: ClassVar[str] = MODEL
     pads: ClassVar[bool] = False
     pad_to: tuple[int, int] | None = None
+
+    def notes(self, plan: ConversionPlan) -> list[str]:
+        """The notes for the user about the format and what it makes of a plan."""
+        return [self.note] if self.note else []
 
     def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
         """Choose the rotary channels that all layers share; see `keep_rotation`."""
@@ -196,8 +203,24 @@ class GgufFormat(OutputFormat):
     note = "model.gguf is the whole model, its tokenizer included"
     may_lack_biases = lacks_biases = has_constant = True
     mark = "model.gguf"
+    block = BLOCK
     kind: ClassVar[str | None] = None
     """The type of matrices; None for the model's dtype."""
+
+    def notes(self, plan: ConversionPlan) -> list[str]:
+        """See `OutputFormat.notes`; whether llama.cpp takes its quantised caches for MLA of these sizes."""
+        notes = super().notes(plan)
+        first = plan.after.layers[0]
+        if not isinstance(first, LatentSpec):
+            return notes
+        R, P = first.kv_lora_rank, first.qk_rope_head_dim
+        if R % BLOCK or P % BLOCK:
+            rule = (
+                f"a latent of {R} and a rotary key of {P}: llama.cpp refuses its quantised caches (such as -ctk q8_0)"
+            )
+            return [*notes, f"{rule} unless both are multiples of {BLOCK}"]
+        why = f"{R} + {P} values a token, multiples of {BLOCK}: llama.cpp takes its quantised caches too"
+        return [*notes, f"{why}, keys and values of one type (-fa on -ctk q8_0 -ctv q8_0)"]
 
     def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
         """See `keep_comb`."""

@@ -31,6 +31,10 @@ _WIDE_HEADROOM = 1024.0
 _HEADROOM = {torch.float16: 8.0}
 """The ratio in dtypes of a smaller range, in which other channels would underflow beside a larger constant."""
 
+CONSTANT_WEIGHT = 2.0**-6
+"""The norm's weight of the constant, which is cached as sqrt(R') times this: below the other channels, so that it
+does not set the step of a block in an engine's small cache. A power of two rounds nothing."""
+
 _RIDGE = 1e-3
 """The penalty of the fit of a constant, as a share of the inputs' mean square."""
 
@@ -95,10 +99,10 @@ def with_norm(
     value = rounded(scale * rank**0.5, dtype)
     rms = (value**2 / rank + NORM_EPS) ** 0.5
     norm = torch.full((rank,), float(scale), dtype=torch.float64)
-    norm[-1] = 1.0  # the constant is cached as sqrt(R'), which is nearer to the other channels than its value
+    norm[-1] = CONSTANT_WEIGHT
     up = torch.cat((latent.up * (rms / scale), zeros(len(latent.up), rank - R)), dim=1)
     if latent.up_bias is not None:
-        up[:, -1] = latent.up_bias / rounded(value / rms, dtype)
+        up[:, -1] = latent.up_bias / rounded(value / rms, dtype) / CONSTANT_WEIGHT
     bias = torch.cat((latent.down_bias, zeros(rank - R)))
     down = torch.cat((latent.down, zeros(rank - R, E)))
     if constant is None:
@@ -111,8 +115,9 @@ def with_norm(
 def without_biases(layer: Layer, constant: Tensor, gain: Tensor, dtype: torch.dtype) -> Layer:
     """An MLA layer with a norm on its latent and no biases, one channel wider, that computes nearly the same.
 
-    Biases of the latent and its decoder become columns of the constant channel, those of queries and the rotary key
-    the constant function of the inputs, and the output's bias one of the values, whose weights sum to 1.
+    What biases add to values becomes a column of the constant channel, and so does the output's bias, since the
+    weights of values sum to 1. What they add to keys is one number in all scores of a query, which the softmax does
+    not see. Biases of queries and the rotary key become the constant function of the inputs.
 
     Args:
         layer: the layer, without a norm of its latent.
@@ -126,13 +131,14 @@ def without_biases(layer: Layer, constant: Tensor, gain: Tensor, dtype: torch.dt
     down, up = state["kv_a_proj_with_mqa.weight"], state["kv_b_proj.weight"]
     bias = state.get("kv_a_proj_with_mqa.bias", down.new_zeros(len(down)))
     up_bias = state.get("kv_b_proj.bias", up.new_zeros(len(up))) + up @ bias[:R]
+    by_head = up_bias.view(H, -1).clone()  # [H, N + V]
+    by_head[:, :N] = 0
     if "o_proj.bias" in state:
         output = state["o_proj.weight"]  # [E, H·V]
         values = torch.linalg.lstsq(output, state["o_proj.bias"][:, None]).solution[:, 0]  # [H·V]
-        by_head = up_bias.view(H, -1)  # [H, N + V]
-        up_bias = torch.cat((by_head[:, :N], by_head[:, N:] + values.view(H, -1)), 1).flatten()
+        by_head[:, N:] += values.view(H, -1)
     zeros = down.new_zeros(R)
-    normed = with_norm(LatentMap(down[:R], zeros, up, up_bias), R + 1, gain.double(), dtype, constant)
+    normed = with_norm(LatentMap(down[:R], zeros, up, by_head.flatten()), R + 1, gain.double(), dtype, constant)
     query = state["q_proj.weight"]
     if "q_proj.bias" in state:
         query = query + torch.outer(state["q_proj.bias"], constant)

@@ -21,7 +21,16 @@ from headwise.cost.target import Target, code_bytes, convert_spec, refuse_codes,
 from headwise.errors import ArgumentError
 from headwise.hf import check_complete
 from headwise.quantization import wide_bytes
-from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, ModelSpec, as_latent, as_normed
+from headwise.specs import (
+    HOSTED_PREFIX,
+    AttentionSpec,
+    GroupedSpec,
+    LatentSpec,
+    ModelSpec,
+    as_latent,
+    as_normed,
+    split_in_blocks,
+)
 
 Calibration = Literal["text", "statistics"]
 
@@ -235,6 +244,7 @@ def _with_constant(source: AttentionSpec, layer: AttentionSpec, target: Target, 
     """The spec of a layer whose latent gets a constant channel, here or, unless it is without biases, later.
 
     Of a budget, the rotary key gets its usual share, up to each frequency of a head once: plain RoPE has no more.
+    Both are whole blocks where the target asks for it, and the budget has room for it.
 
     Raises:
         ArgumentError: the latent has no other channel.
@@ -242,8 +252,11 @@ def _with_constant(source: AttentionSpec, layer: AttentionSpec, target: Target, 
     assert isinstance(layer, LatentSpec)
     rank, rotary = layer.kv_lora_rank, layer.qk_rope_head_dim
     if target.kv_budget is not None and source.rope is not None:
+        assert isinstance(source, GroupedSpec)
         rotary = min(rotary, source.rope.dim)
         rank += layer.qk_rope_head_dim - rotary
+        if target.block > 1:
+            rank, rotary = split_in_blocks(source, rank + rotary, target.block) or (rank, rotary)
     if rank < 2:
         raise ArgumentError("kv_lora_rank", rank, "must be at least 2: one channel of the latent is a constant")
     solved = as_latent(source, rank - 1, rotary)
