@@ -189,11 +189,11 @@ def check_layers(checkpoint: Checkpoint, formats: Sequence[EngineFormat]) -> Non
     """
     count = checkpoint.spec.num_layers
     for code in formats:
-        if all(code.is_wide(index, count) for index in range(count)):
-            rule = f"keeps the caches of all {count} layers as they are, so that there is nothing to prepare"
-            raise ArgumentError("for", str(code), rule)
         if isinstance(checkpoint, GgufCheckpoint) and code.engine not in GGUF_READERS:
             rule = f"is a cache of {code.engine}, which loads no .gguf: prepare the folder that it was made of"
+            raise ArgumentError("for", str(code), rule)
+        if all(code.is_wide(index, count) for index in range(count)):
+            rule = f"keeps the caches of all {count} layers as they are, so that there is nothing to prepare"
             raise ArgumentError("for", str(code), rule)
     if not checkpoint.spec.is_causal or checkpoint.family.cross_attention is not None:
         raise SpecError("model_type", checkpoint.family.model_type, "is no decoder, and cannot be prepared")
