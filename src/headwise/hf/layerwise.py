@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, Cache
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -201,6 +201,23 @@ class LayerwiseModel:
             view._calls, view._window = self._trace(self.num_layers, inputs_embeds=inputs)[1], width
             self._placed[key] = view
         return self._placed[key]
+
+    @torch.no_grad()
+    def behind(self, cache: Cache, tokens: int) -> LayerwiseModel:
+        """The model for the next ``tokens`` tokens behind those that a cache holds; it shares this one's weights.
+
+        Each attention then calls the cache's ``update``, and attends to what that returns. For example
+        ``model.behind(DynamicCache(), 512)`` runs the layers on ``[B, 512, E]``, the first tokens of B texts.
+
+        Args:
+            cache: of transformers; its masks are asked of it now.
+            tokens: the number of tokens.
+        """
+        view, width = copy.copy(self), self.model.get_input_embeddings().embedding_dim
+        inputs = torch.zeros(1, tokens, width, dtype=self.dtype, device=self.device)
+        view._calls = self._trace(self.num_layers, inputs_embeds=inputs, past_key_values=cache)[1]
+        view._window, view._placed = tokens, {}
+        return view
 
     def _at(self, positions: Tensor) -> LayerwiseModel:
         embedding, positions = self.model.get_input_embeddings(), positions.to(self.device)
