@@ -17,7 +17,7 @@ from headwise.documents import as_document
 from headwise.errors import ArgumentError, HeadwiseError, SpecError
 from headwise.evaluation.plain_cache import bfloat16_bytes
 from headwise.frontiers.candidate import Candidate, read_target
-from headwise.frontiers.streams import Stream, stream_losses
+from headwise.frontiers.streams import stream_losses
 from headwise.hf import LayerwiseModel, as_device
 from headwise.options import QuickFrontierOptions, takes_options
 from headwise.prediction import SERVING_ENGINES
@@ -33,8 +33,8 @@ TOKENS = 2048
 LAST = 32
 """Tokens at the end of each window whose losses are computed in every format."""
 
-REFERENCE = "int4"
-"""The format whose loss is computed for whole windows too."""
+REFERENCE = "int8/int4"
+"""The format that whole windows are run in; see `headwise.frontiers.streams`."""
 
 MEASURED_ERROR = ""
 """What predictions were off by, where they were measured."""
@@ -236,11 +236,8 @@ def predict(
         device: to compute on; the CPU when None.
         progress: told of each layer.
     """
-    first = max(ids.shape[1] - LAST, 0)
-    whole = Stream(REFERENCE, 0)
-    streams = dict.fromkeys([whole, *(Stream(name, first) for name in (REFERENCE, *formats))])
     model = LayerwiseModel(checkpoint, torch.float32, device=device)
-    losses = stream_losses(model, ids, list(streams), progress=progress)
-    means = {stream: float(loss.double().mean()) for stream, loss in losses.items()}
-    ratio = means[whole] / means[Stream(REFERENCE, first)]
-    return {name: means[Stream(name, first)] * ratio for name in formats}
+    tokens = min(LAST, ids.shape[1])
+    whole, parts = stream_losses(model, ids, REFERENCE, formats, tokens=tokens, progress=progress)
+    correction = whole.double().mean() / whole[:, -tokens:].double().mean()
+    return {name: float(part.double().mean() * correction) for name, part in parts.items()}
