@@ -30,6 +30,9 @@ from headwise.type_checks import typed
 TOKENS = 2048
 """Tokens of the text that are read where the user says nothing."""
 
+LEAST = 256
+"""The fewest tokens of a text that are enough to predict anything."""
+
 LAST = 32
 """Tokens at the end of each window whose losses are computed in every format."""
 
@@ -107,8 +110,9 @@ def quick_frontier(
     For example ``quick_frontier("smollm2-135m", calibrate="text.txt").points[0].target``.
 
     A text of 2,048 tokens is run through the model one layer at a time, in windows of 512. The last tokens of each
-    window are run once for each format, and attend to all keys and values of the window as the format stores them.
-    For one format whole windows are run, and its loss beside that of its last tokens corrects those of the others.
+    window are run once for each format, and attend to all keys and values of the window as the format stores them
+    (`headwise.frontiers.streams`). For one format whole windows are run, and how much all of their tokens lose beside
+    the last ones corrects the others.
 
     Args:
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``; a decoder.
@@ -128,6 +132,8 @@ def quick_frontier(
     check_heads(checkpoint)
     formats, notes = list_formats(checkpoint, options.targets)
     ids = open_windows(checkpoint, texts).ids
+    if ids.numel() < LEAST:
+        raise ArgumentError("calibrate", f"{ids.numel()} tokens", f"must be at least {LEAST} tokens to predict from")
     losses = predict(checkpoint, ids, list(formats), device=device, progress=progress)
     whole = bfloat16_bytes(checkpoint, TOKENS)
     points = [
