@@ -27,8 +27,8 @@ from headwise.hf import default_cache
 from headwise.texts import read_text
 from headwise.texts.windows import token_windows
 
-WINDOW, TOKENS = 512, 1024
-"""Tokens of a window, where a model has so many positions, and of all windows that are measured."""
+WINDOW = 512
+"""Tokens of a window, where a model has so many positions."""
 
 STEPS = 100
 """Steps of training of the model that is made here."""
@@ -54,18 +54,19 @@ MODELS = {
 
 
 @torch.inference_mode()
-def measured(source: str | Path, targets: Sequence[str], text: Path) -> dict[str, float]:
+def measured(source: str | Path, targets: Sequence[str], text: Path, tokens: int) -> dict[str, float]:
     """KL(full cache ‖ format) in nats a token, of each format.
 
     Args:
         source: the model.
         targets: the formats.
         text: to measure on.
+        tokens: of the text.
     """
     model = headwise.load(source, dtype=torch.float32)
     checkpoint = open_checkpoint(source)
     width = min(WINDOW, checkpoint.spec.max_position_embeddings or WINDOW)
-    windows = token_windows(load_tokenizer(checkpoint.path), read_text(text), window=width, windows=TOKENS // width)
+    windows = token_windows(load_tokenizer(checkpoint.path), read_text(text), window=width, windows=tokens // width)
     sums = dict.fromkeys(targets, 0.0)
     for window in windows:
         exact = log_softmax(model(window[None], use_cache=False).logits[0].float(), -1)
@@ -100,24 +101,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS], metavar="MODEL")
     parser.add_argument("--targets", nargs="+", default=[], metavar="FORMAT", help="all formats when left out")
+    parser.add_argument("--tokens", type=int, default=1024, help="that are measured on")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/quick.json"))
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where models and texts are")
     parser.add_argument("--work", type=Path, default=Path("build/quick"), help="where models are made")
     options = parser.parse_args(arguments)
-    kept = Kept(options.json, {"window": WINDOW, "tokens": TOKENS, "steps": STEPS})
+    kept = Kept(options.json, {"window": WINDOW, "steps": STEPS})
     study, exam = (data.wikitext(part, options.cache) for part in ("train", "test"))
     for name in options.models:
         if name in kept.rows:
             continue
         source = MODELS[name](options.cache, options.work)
         result = headwise.quick_frontier(source, calibrate=study, targets=options.targets)
-        found = measured(source, [point.target for point in result.points], exam)
+        found = measured(source, [point.target for point in result.points], exam, options.tokens)
         rows = {
             point.target: {"fraction": point.fraction, "predicted": point.kl, "measured": found[point.target]}
             for point in result.points
         }
         agrees = agreement(rows)
-        kept.add(name, {"formats": rows, "seconds": result.seconds, "notes": result.notes, **agrees})
+        kept.add(name, {"formats": rows, "seconds": result.seconds, "tokens": options.tokens, **agrees})
         say(name, f"{result.seconds:.0f} s", agrees)
 
 
