@@ -12,7 +12,7 @@ import torch
 
 from headwise.advice.serving import served_by
 from headwise.checkpoints import Checkpoint, open_checkpoint
-from headwise.cost.default_targets import PLAIN_FORMATS
+from headwise.cost.default_targets import PLAIN_FORMATS, PlainFormat
 from headwise.documents import as_document
 from headwise.errors import ArgumentError, HeadwiseError, SpecError
 from headwise.evaluation.plain_cache import bfloat16_bytes
@@ -33,11 +33,8 @@ TOKENS = 2048
 LEAST = 256
 """The fewest tokens of a text that are enough to predict anything."""
 
-LAST = 32
-"""Tokens at the end of each window whose losses are computed in every format."""
-
-REFERENCE = "int8/int4"
-"""The format that whole windows are run in; see `headwise.frontiers.streams`."""
+EVERY = 16
+"""One token in so many is run in every format, at positions drawn at random."""
 
 MEASURED_ERROR = ""
 """What predictions were off by, where they were measured."""
@@ -109,10 +106,10 @@ def quick_frontier(
 
     For example ``quick_frontier("smollm2-135m", calibrate="text.txt").points[0].target``.
 
-    A text of 2,048 tokens is run through the model one layer at a time, in windows of 512. The last tokens of each
-    window are run once for each format, and attend to all keys and values of the window as the format stores them
-    (`headwise.frontiers.streams`). For one format whole windows are run, and how much all of their tokens lose beside
-    the last ones corrects the others.
+    A text of 2,048 tokens is run through the model one layer at a time, in windows of 512. One token in 16 is run
+    once more for each format, and attends to all keys and values of the window as the format stores them
+    (`headwise.frontiers.streams`). In one format whole windows are run, and how much all of their tokens lose beside
+    those few corrects the others.
 
     Args:
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``; a decoder.
@@ -242,8 +239,22 @@ def predict(
         device: to compute on; the CPU when None.
         progress: told of each layer.
     """
+    window = ids.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    few = max(window // EVERY, 1)
+    positions = ((torch.arange(few) + torch.rand(few, generator=generator)) * window / few).long()
     model = LayerwiseModel(checkpoint, torch.float32, device=device)
-    tokens = min(LAST, ids.shape[1])
-    whole, parts = stream_losses(model, ids, REFERENCE, formats, tokens=tokens, progress=progress)
-    correction = whole.double().mean() / whole[:, -tokens:].double().mean()
+    reference = _reference(checkpoint.spec, window)
+    whole, parts = stream_losses(model, ids, reference, formats, positions=positions, progress=progress)
+    correction = whole.double().mean() / whole[:, positions].double().mean()
     return {name: float(part.double().mean() * correction) for name, part in parts.items()}
+
+
+def _reference(spec: ModelSpec, window: int) -> str:
+    """A format of middling loss, which whole windows are run in.
+
+    Keys by channel lose about as much in all models; by token, those of some models lose everything.
+    """
+    by_channel = PlainFormat(3, 3, has_blocks=True).fitted(spec)
+    is_coded = by_channel.suits(spec) and window >= by_channel.group
+    return str(by_channel if is_coded else PlainFormat(4, 4).fitted(spec))

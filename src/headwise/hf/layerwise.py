@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, Cache
+from transformers import AutoModel, AutoModelForCausalLM, Cache, DynamicCache
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -203,20 +203,37 @@ class LayerwiseModel:
         return self._placed[key]
 
     @torch.no_grad()
-    def behind(self, cache: Cache, tokens: int) -> LayerwiseModel:
-        """The model for the next ``tokens`` tokens behind those that a cache holds; it shares this one's weights.
+    def among(self, cache: Cache, positions: Tensor) -> LayerwiseModel:
+        """The model for some tokens of each window, which attend to keys and values that a cache gives them.
 
-        Each attention then calls the cache's ``update``, and attends to what that returns. For example
-        ``model.behind(DynamicCache(), 512)`` runs the layers on ``[B, 512, E]``, the first tokens of B texts.
+        Each attention calls the cache's ``update`` with those of these tokens, and attends to what that returns: keys
+        and values of all W tokens of the windows that the model began with. It shares this one's weights. For example
+        ``model.among(cache, torch.tensor([5, 9]))`` runs the layers on ``[B, 2, E]``.
 
         Args:
-            cache: of transformers; its masks are asked of it now.
-            tokens: the number of tokens.
+            cache: of transformers, empty.
+            positions: of the tokens, ``[S]``, rising.
         """
         view, width = copy.copy(self), self.model.get_input_embeddings().embedding_dim
-        inputs = torch.zeros(1, tokens, width, dtype=self.dtype, device=self.device)
-        view._calls = self._trace(self.num_layers, inputs_embeds=inputs, past_key_values=cache)[1]
-        view._window, view._placed = tokens, {}
+        inputs = torch.zeros(1, self._window, width, dtype=self.dtype, device=self.device)
+        positions = positions.to(self.device)
+        some = {"inputs_embeds": inputs[:, : len(positions)], "position_ids": positions[None]}
+        calls = self._trace(self.num_layers, past_key_values=cache, **some)[1]
+        # Behind one token, because transformers leaves out masks of windows from their first token on.
+        masked = self._trace(self.num_layers, past_key_values=_OneToken(), inputs_embeds=inputs)[1]
+
+        def rows(own: Any, other: Any) -> Any:
+            is_mask = isinstance(other, Tensor) and other.shape[-2:] == (self._window, self._window + 1)
+            return other[..., positions, 1:] if is_mask else own
+
+        view._calls = [
+            (
+                tuple(map(rows, args, others)),
+                {name: rows(value, other_values[name]) for name, value in kwargs.items()},
+            )
+            for (args, kwargs), (others, other_values) in zip(calls, masked, strict=True)
+        ]
+        view._window, view._placed = len(positions), {}
         return view
 
     def _at(self, positions: Tensor) -> LayerwiseModel:
@@ -412,6 +429,22 @@ class LayerwiseModel:
             rule = f"must be {tuple(like.shape)} by the config"
             raise CheckpointError(f"{stored} shape", tuple(tensor.shape), rule)
         return tensor.to(self.device).to(like.dtype)  # the narrower one is moved
+
+
+class _OneToken(DynamicCache):
+    """A cache as masks see it that holds one token."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Its tokens."""
+        return 1
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """The position of the next token."""
+        return 1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """How many tokens there are with ``query_length`` more, and the position of their first."""
+        return 1 + query_length, 0
 
 
 class _EnoughError(Exception):
