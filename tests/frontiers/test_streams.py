@@ -31,8 +31,8 @@ FEW = torch.tensor([3, 17, 18, 30, 41, 47])
 def streamed(folder: Path, reference: str, formats: Sequence[str] = ()) -> dict[str, Tensor]:
     """What whole windows lose in the reference, under its name, and a few tokens in the formats."""
     model = LayerwiseModel(open_checkpoint(folder), torch.float64)
-    whole, parts = stream_losses(model, windows(), reference, formats, positions=FEW)
-    return {reference: whole, **{f"{name} in part": part for name, part in parts.items()}}
+    wholes, parts = stream_losses(model, windows(), [reference], formats, positions=FEW)
+    return {**wholes, **{f"{name} in part": part for name, part in parts.items()}}
 
 
 def measured(folder: Path, ids: Tensor, quantize: str) -> Tensor:

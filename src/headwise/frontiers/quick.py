@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ def quick_frontier(
 
     A text of 2,048 tokens is run through the model one layer at a time, in windows of 512. One token in 16 is run
     once more for each format, and attends to all keys and values of the window as the format stores them
-    (`headwise.frontiers.streams`). In one format whole windows are run, and how much all of their tokens lose beside
+    (`headwise.frontiers.streams`). In two formats whole windows are run, and how much all of their tokens lose beside
     those few corrects the others.
 
     Args:
@@ -244,17 +245,40 @@ def predict(
     few = max(window // EVERY, 1)
     positions = ((torch.arange(few) + torch.rand(few, generator=generator)) * window / few).long()
     model = LayerwiseModel(checkpoint, torch.float32, device=device)
-    reference = _reference(checkpoint.spec, window)
-    whole, parts = stream_losses(model, ids, reference, formats, positions=positions, progress=progress)
-    correction = whole.double().mean() / whole[:, positions].double().mean()
-    return {name: float(part.double().mean() * correction) for name, part in parts.items()}
+    references = _references(checkpoint.spec, window)
+    wholes, parts = stream_losses(model, ids, references, formats, positions=positions, progress=progress)
+    known = sorted((_typical(whole[:, positions]), float(whole.double().mean())) for whole in wholes.values())
+    return {name: _corrected(_typical(part), known) for name, part in parts.items()}
 
 
-def _reference(spec: ModelSpec, window: int) -> str:
-    """A format of middling loss, which whole windows are run in.
+def _references(spec: ModelSpec, window: int) -> list[str]:
+    """Two formats that whole windows are run in: one of middling loss, and one that loses much.
 
     Keys by channel lose about as much in all models; by token, those of some models lose everything.
     """
-    by_channel = PlainFormat(3, 3, has_blocks=True).fitted(spec)
-    is_coded = by_channel.suits(spec) and window >= by_channel.group
-    return str(by_channel if is_coded else PlainFormat(4, 4).fitted(spec))
+    by_channel = [PlainFormat(bits, bits, has_blocks=True).fitted(spec) for bits in (3, 2)]
+    if all(form.suits(spec) and window >= form.group for form in by_channel):
+        return [str(form) for form in by_channel]
+    return [str(PlainFormat(bits, bits).fitted(spec)) for bits in (4, 3)]
+
+
+def _typical(losses: torch.Tensor) -> float:
+    """The square of the mean root of what tokens lose: of few tokens, the mean is that of a few which lose most."""
+    return float(losses.double().clamp_min(0.0).sqrt().mean().square())
+
+
+def _corrected(typical: float, known: Sequence[tuple[float, float]]) -> float:
+    """The mean loss of all tokens, from what is typical of few: by the ratios of the formats that both are known of.
+
+    Between two formats the logarithm of the ratio is interpolated.
+
+    Args:
+        typical: of the format.
+        known: what is typical of each reference, and its mean, from the least on.
+    """
+    (low, of_low), (high, of_high) = known[0], known[-1]
+    if typical <= 0 or low <= 0:
+        return typical
+    place = math.log(typical / low) / math.log(high / low) if high > low else 0.0
+    place = min(max(place, 0.0), 1.0)
+    return typical * math.exp((1 - place) * math.log(of_low / low) + place * math.log(of_high / high))

@@ -2,9 +2,10 @@
 
 A *stream* is the hidden states of some tokens of each window in a model whose cache has a format. They attend to the
 keys and values of all tokens as the format stores them. Those of the other tokens, which rounding has changed in the
-layers below, are estimated from one format that whole windows are run in, the *reference*: their change has the
-reference's direction, and the size that the stream's own tokens show, but at most the reference's. Whole windows in a
-format are thus the model with that cache, and a stream nearly is, at a part of the time.
+layers below, are estimated from a few formats that whole windows are run in, the *references*: their change has the
+direction that it has in the first reference whose changes are as large as those that the stream's own tokens show,
+and that size. Whole windows in a format are thus the model with that cache, and a stream nearly is, at a part of the
+time.
 
 Shapes: B windows, W tokens of a window, S tokens of a stream, K key–value heads, D width of a head, E hidden size.
 """
@@ -37,46 +38,45 @@ Store = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def stream_losses(
     model: LayerwiseModel,
     ids: Tensor,
-    reference: str,
+    references: Sequence[str],
     formats: Sequence[str] = (),
     *,
     positions: Tensor | None = None,
     progress: Progress = silent,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Compute what tokens lose: KL(full cache ‖ format), in nats.
 
-    For example ``stream_losses(model, ids, "int4", ["int8", "kivi4"], positions=torch.arange(0, 512, 16))``.
+    For example ``stream_losses(model, ids, ["int4"], ["int8", "kivi4"], positions=torch.arange(0, 512, 16))``.
 
     Args:
         model: a decoder all of whose layers have keys and values of heads.
         ids: windows of tokens, ``[B, W]``.
-        reference: the format that whole windows are run in.
+        references: the formats that whole windows are run in, from the one that loses least on.
         formats: those that streams are run in.
         positions: ``[S]``, rising, of a stream's tokens in their window; all of them when None.
         progress: told of each layer.
 
     Returns:
-        Of the reference ``[B, W]``, and of each format ``[B, S]``.
+        Of each reference ``[B, W]``, and of each format ``[B, S]``.
     """
     every = torch.arange(ids.shape[1])
     positions = every if positions is None else positions
-    exact = _Given(every)
-    rounded = _Given(every)
-    few = _Given(positions, exact, rounded)
+    exact, rounded = _Given(every), {name: _Given(every) for name in references}
+    few = _Given(positions, exact, [*rounded.values()])
     hidden = model.begin(ids)
-    full, whole, part = model.among(exact, every), model.among(rounded, every), model.among(few, positions)
-    states = dict.fromkeys(formats, hidden[:, positions])
-    changed = hidden
+    full, part = model.among(exact, every), model.among(few, positions)
+    wholes = {name: model.among(given, every) for name, given in rounded.items()}
+    changed, states = dict.fromkeys(references, hidden), dict.fromkeys(formats, hidden[:, positions])
     for index in range(model.num_layers):
         progress(STAGE, index, model.num_layers)
         module = model.module(index)
         hidden = full.run(index, module, hidden)
-        changed = _run(whole, index, module, changed, rounded, reference)
+        for name, whole in wholes.items():
+            changed[name] = _run(whole, index, module, changed[name], rounded[name], name)
         for name in formats:
             states[name] = _run(part, index, module, states[name], few, name)
     progress(STAGE, model.num_layers, model.num_layers)
-    of_whole = _divergences(model, hidden, {reference: changed})[reference]
-    return of_whole, _divergences(model, hidden[:, positions], states)
+    return _divergences(model, hidden, changed), _divergences(model, hidden[:, positions], states)
 
 
 def _run(view: LayerwiseModel, index: int, module: nn.Module, states: Tensor, given: _Given, quantize: str) -> Tensor:
@@ -108,10 +108,10 @@ class _Given(DynamicCache):
     Args:
         positions: of the tokens that call attention, ``[S]``.
         exact: has the keys and values of whole windows with a full cache.
-        rounded: has those in the reference's format; None where all tokens call attention.
+        rounded: have those in each reference; none where all tokens call attention.
     """
 
-    def __init__(self, positions: Tensor, exact: _Given | None = None, rounded: _Given | None = None) -> None:
+    def __init__(self, positions: Tensor, exact: _Given | None = None, rounded: Sequence[_Given] = ()) -> None:
         super().__init__()
         self._positions, self._exact, self._rounded = positions, exact, rounded
         self.latest: tuple[Tensor, ...] = ()
@@ -119,16 +119,23 @@ class _Given(DynamicCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """All keys and values ``[B, K, W, D]`` as they are stored, of which the given ``[B, K, S, D]`` are new."""
-        if self._exact is not None and self._rounded is not None:
-            both = zip((key_states, value_states), self._exact.latest, self._rounded.latest, strict=True)
-            key_states, value_states = (self._completed(*sides) for sides in both)
+        if self._exact is not None:
+            key_states, value_states = (
+                self._completed(new, exact, [given.latest[side] for given in self._rounded])
+                for side, (new, exact) in enumerate(zip((key_states, value_states), self._exact.latest, strict=True))
+            )
         self.latest = key_states, value_states
         return (key_states, value_states) if self.store is None else self.store(key_states, value_states)
 
-    def _completed(self, new: Tensor, exact: Tensor, rounded: Tensor) -> Tensor:
+    def _completed(self, new: Tensor, exact: Tensor, rounded: Sequence[Tensor]) -> Tensor:
         """New keys or values among those of the other tokens, which are as far off as the new ones are."""
-        off = rounded - exact
-        size, most = (new - exact[:, :, self._positions]).norm(), off[:, :, self._positions].norm()
-        # No more than the reference's: a sum of many times an error is no error that a model makes.
-        share = torch.where(most > 0, size / most, 0.0).clamp_max(1.0)
-        return (exact + share * off).index_copy(2, self._positions.to(new.device), new)
+        at = self._positions.to(new.device)
+        size, filled = (new - exact[:, :, at]).norm(), exact
+        for reference in rounded:
+            off = reference - exact
+            most = off[:, :, at].norm()
+            # Never more than a reference's: many times an error is no error that a model makes.
+            filled = exact + torch.where(most > 0, size / most, 0.0).clamp_max(1.0) * off
+            if size <= most:
+                break
+        return filled.index_copy(2, at, new)
