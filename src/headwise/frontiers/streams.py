@@ -12,15 +12,14 @@ Shapes: B windows, W tokens of a window, S tokens of a stream, K key–value hea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax
-from transformers import DynamicCache
 
 from headwise.caches.cache import rounded_queries
+from headwise.caches.given import Update
 from headwise.hf import HeadwiseCache, LayerwiseModel
 from headwise.progress import Progress, silent
 
@@ -29,9 +28,6 @@ STAGE = "rounding caches"
 
 _PIECE = 16
 """Positions of all windows whose logits are in memory at once."""
-
-Store = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Keys and values ``[B, K, W, D]`` as a format stores them, for attention."""
 
 
 @torch.no_grad()
@@ -64,8 +60,8 @@ def stream_losses(
     exact, rounded = _Given(every), {name: _Given(every) for name in references}
     few = _Given(positions, exact, [*rounded.values()])
     hidden = model.begin(ids)
-    full, part = model.among(exact, every), model.among(few, positions)
-    wholes = {name: model.among(given, every) for name, given in rounded.items()}
+    full, part = model.among(every, exact.update), model.among(positions, few.update)
+    wholes = {name: model.among(every, given.update) for name, given in rounded.items()}
     changed, states = dict.fromkeys(references, hidden), dict.fromkeys(formats, hidden[:, positions])
     for index in range(model.num_layers):
         progress(STAGE, index, model.num_layers)
@@ -98,8 +94,8 @@ def _divergences(model: LayerwiseModel, exact: Tensor, states: dict[str, Tensor]
     return {name: torch.cat(parts, 1) for name, parts in found.items()}
 
 
-class _Given(DynamicCache):
-    """A cache that gives attention the keys and values of whole windows as a format stores them, layer after layer.
+class _Given:
+    """Gives attention the keys and values of whole windows as a format stores them, layer after layer.
 
     Attributes:
         latest: keys and values ``[B, K, W, D]`` of the latest call, before they were stored.
@@ -112,12 +108,11 @@ class _Given(DynamicCache):
     """
 
     def __init__(self, positions: Tensor, exact: _Given | None = None, rounded: Sequence[_Given] = ()) -> None:
-        super().__init__()
         self._positions, self._exact, self._rounded = positions, exact, rounded
         self.latest: tuple[Tensor, ...] = ()
-        self.store: Store | None = None
+        self.store: Update | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values ``[B, K, W, D]`` as they are stored, of which the given ``[B, K, S, D]`` are new."""
         if self._exact is not None:
             key_states, value_states = (

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, Cache, DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
+from headwise.caches.given import GivenCache, OneTokenCache, Update
 from headwise.checkpoints import Checkpoint, has_family
 from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.hf.config import refused, stock_config
@@ -203,24 +204,24 @@ class LayerwiseModel:
         return self._placed[key]
 
     @torch.no_grad()
-    def among(self, cache: Cache, positions: Tensor) -> LayerwiseModel:
-        """The model for some tokens of each window, which attend to keys and values that a cache gives them.
+    def among(self, positions: Tensor, update: Update) -> LayerwiseModel:
+        """The model for some tokens of each window, which attend to keys and values that a function gives them.
 
-        Each attention calls the cache's ``update`` with those of these tokens, and attends to what that returns: keys
-        and values of all W tokens of the windows that the model began with. It shares this one's weights. For example
-        ``model.among(cache, torch.tensor([5, 9]))`` runs the layers on ``[B, 2, E]``.
+        Each attention calls the function with those of these tokens, and attends to what it returns: keys and values
+        of all W tokens of the windows that the model began with. It shares this one's weights. For example
+        ``model.among(torch.tensor([5, 9]), update)`` runs the layers on ``[B, 2, E]``.
 
         Args:
-            cache: of transformers, empty.
             positions: of the tokens, ``[S]``, rising.
+            update: the function, of keys ``[B, K, S, D]`` and values ``[B, K, S, V]``.
         """
         view, width = copy.copy(self), self.model.get_input_embeddings().embedding_dim
         inputs = torch.zeros(1, self._window, width, dtype=self.dtype, device=self.device)
         positions = positions.to(self.device)
         some = {"inputs_embeds": inputs[:, : len(positions)], "position_ids": positions[None]}
-        calls = self._trace(self.num_layers, past_key_values=cache, **some)[1]
+        calls = self._trace(self.num_layers, past_key_values=GivenCache(update), **some)[1]
         # Behind one token, because transformers leaves out masks of windows from their first token on.
-        masked = self._trace(self.num_layers, past_key_values=_OneToken(), inputs_embeds=inputs)[1]
+        masked = self._trace(self.num_layers, past_key_values=OneTokenCache(), inputs_embeds=inputs)[1]
 
         def rows(own: Any, other: Any) -> Any:
             is_mask = isinstance(other, Tensor) and other.shape[-2:] == (self._window, self._window + 1)
@@ -429,22 +430,6 @@ class LayerwiseModel:
             rule = f"must be {tuple(like.shape)} by the config"
             raise CheckpointError(f"{stored} shape", tuple(tensor.shape), rule)
         return tensor.to(self.device).to(like.dtype)  # the narrower one is moved
-
-
-class _OneToken(DynamicCache):
-    """A cache as masks see it that holds one token."""
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Its tokens."""
-        return 1
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """The position of the next token."""
-        return 1
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """How many tokens there are with ``query_length`` more, and the position of their first."""
-        return 1 + query_length, 0
 
 
 class _EnoughError(Exception):
