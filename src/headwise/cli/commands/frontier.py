@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,7 +43,7 @@ def frontier(
 ) -> None:
     """Quantise the cache, convert, or both, at several sizes: quality against cache, as a table, JSON and a plot."""
     if quick:
-        _refuse_what_measures(options, output=output, html=html)
+        _refuse_what_measures(options, {"output": output, "html": html})
         _quick(source, options, as_json=as_json)
         return
     if output is None:
@@ -82,8 +83,12 @@ def frontier(
     out.print(f"{escape(output)}: {name}.json, {name}.md{f', {name}.html' if options.plot else ''}")
 
 
-def _refuse_what_measures(options: FrontierOptions, **others: object) -> None:
+def _refuse_what_measures(options: FrontierOptions, others: Mapping[str, str | Path | None]) -> None:
     """Refuse what only measurements take.
+
+    Args:
+        options: of the command.
+        others: what else it takes, by name.
 
     Raises:
         ArgumentError: something is set.
