@@ -413,6 +413,21 @@ def verdict(results: Path) -> str:
     return "".join(f"> {line}" for line in verdict_lines(found.verdict)[:1])
 
 
+def quick(document: Document) -> str:
+    """The table of formats' losses, predicted and measured, of each model."""
+    models = document["rows"]
+    formats = dict.fromkeys(name for row in models.values() for name in row["formats"])
+    rows = []
+    for name in formats:
+        found = [row["formats"].get(name) for row in models.values()]
+        cells = ["" if one is None else f"{one['predicted']:.2g}, {one['measured']:.2g}" for one in found]
+        rows.append([f"`{name}`", *cells])
+    rows.append(["rank correlation", *(f"{row['rank correlation']:.3f}" for row in models.values())])
+    rows.append(["within a factor of 1.5", *(f"{row['within 1.5']:.0%}" for row in models.values())])
+    rows.append(["largest factor", *(f"{row['largest factor']:.2f}" for row in models.values())])
+    return table(["KL, predicted and measured", *models], rows)
+
+
 def advised(document: Document) -> str:
     """The table of what was advised by each goal: expected and measured."""
     rows = []
@@ -559,6 +574,7 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "beginnings": ("beginnings.json", beginnings),
     "prepared": ("prepared.json", prepared),
     "samples": ("samples.json", samples),
+    "quick": ("quick.json", quick),
     "advised": ("advised.json", advised),
     "engines": ("engines.json", engines),
     "layouts": ("layouts.json", layouts),

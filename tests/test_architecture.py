@@ -86,6 +86,7 @@ FORWARDED = {
     "counting/other_counters.py:peer_counts": "to the module that is counted",
     "evaluation/paired_results.py:__init_subclass__": "to Python's own",
     "hf/attention.py:forward": "called by transformers",
+    "caches/given.py:update": "called by transformers",
     "caches/growing.py:update": "called by transformers",
     "hf/codes.py:save": "a method of transformers in its place",
     "hf/codes.py:upload": "a method of transformers in its place",

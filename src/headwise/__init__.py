@@ -52,6 +52,8 @@ _PUBLIC = {
     "PlantedOptions": "headwise.options",
     "Preparation": "headwise.preparation",
     "PrepareOptions": "headwise.options",
+    "QuickFrontier": "headwise.frontiers",
+    "QuickFrontierOptions": "headwise.options",
     "RetrievalEvaluation": "headwise.evaluation",
     "RetrievalOptions": "headwise.options",
     "RopeSpec": "headwise.specs",
@@ -83,6 +85,7 @@ _PUBLIC = {
     "load": "headwise.hf",
     "migrate": "headwise.migration",
     "optimize": "headwise.hf",
+    "quick_frontier": "headwise.frontiers",
     "sample": "headwise.texts",
     "prepare": "headwise.preparation",
 }
@@ -121,7 +124,7 @@ if TYPE_CHECKING:
         evaluate_planted,
         evaluate_retrieval,
     )
-    from headwise.frontiers import Frontier, frontier
+    from headwise.frontiers import Frontier, QuickFrontier, frontier, quick_frontier
     from headwise.healing import Healing, heal
     from headwise.hf import Generation, generate, load, optimize
     from headwise.kernels import attend, attend_with_weights, choose_backend
@@ -138,6 +141,7 @@ if TYPE_CHECKING:
         MigrateOptions,
         PlantedOptions,
         PrepareOptions,
+        QuickFrontierOptions,
         RetrievalOptions,
         SampleOptions,
     )
@@ -194,6 +198,8 @@ __all__ = [
     "PlantedOptions",
     "Preparation",
     "PrepareOptions",
+    "QuickFrontier",
+    "QuickFrontierOptions",
     "RetrievalEvaluation",
     "RetrievalOptions",
     "RopeSpec",
@@ -226,6 +232,7 @@ __all__ = [
     "migrate",
     "optimize",
     "prepare",
+    "quick_frontier",
     "sample",
 ]
 

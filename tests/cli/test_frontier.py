@@ -13,6 +13,8 @@ from tests.cli.conftest import Result
 SMALL = ("--calibration-tokens", "256", "--window", "32", "--windows", "2", "--no-plot")
 FRONTIER = ("frontier", "tiny", "--calibrate", "text.txt", "--output", "out", *SMALL)
 
+QUICK = ("frontier", "tiny", "--quick", "--calibrate", "text.txt", "--calibration-tokens", "512")
+
 
 @pytest.fixture
 def model(here: Path, tiny_llama: Path) -> Path:
@@ -61,9 +63,27 @@ def test_a_page(cli: Callable[..., Result], model: Path, here: Path) -> None:
     assert "<h2>What to do</h2>" in (here / "out/frontier.html").read_text()
 
 
+def test_predictions(cli: Callable[..., Result], model: Path, here: Path) -> None:
+    arguments = (*QUICK, "--target", "int2", "--target", "int8/int8")
+    result = cli(*arguments)
+    assert result.status == 0, result.err
+    assert result.out.index("\nint8 ") < result.out.index("\nint2 ")
+    assert "predicted from 512 tokens" in result.out
+    assert max(map(len, result.out.splitlines())) <= 80
+    document = json.loads(cli(*arguments, "--json").out)
+    assert [point["target"] for point in document["points"]] == ["int8", "int2"]
+    assert sorted(path.name for path in here.iterdir()) == ["exam.txt", "text.txt", "tiny"]  # nothing is written
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
+        ((*QUICK, "--target", "mqa"), "target = 'mqa': is no format of a cache"),
+        ((*QUICK, "--calibration-tokens", "100"), "must be at least 256 tokens"),
+        ((*QUICK, "--evaluate", "exam.txt"), "--evaluate = ['exam.txt']: does not go with --quick"),
+        ((*QUICK, "--output", "out"), "--output = 'out': does not go with --quick"),
+        ((*QUICK, "--methods"), "--methods = True: does not go with --quick"),
+        (("frontier", "tiny", "--quick"), "Missing option '--calibrate'"),
         (("frontier", "tiny", "--output", "out", "--no-plot"), "Missing option '--calibrate'"),
         (("frontier", "tiny", "--calibrate", "text.txt", "--no-plot"), "--output"),
         (

@@ -372,6 +372,7 @@ def reduced(words: list[str]) -> list[str]:
             words[index + 1] = str(min(REDUCED[word], int(words[index + 1])))
     if words[1] in ADDED:
         option, values, _ = ADDED[words[1]]
+        values = values[:1] if "--quick" in words else values  # which predicts formats alone
         words += [] if option in words else [word for value in values for word in (option, value)]
     return words
 

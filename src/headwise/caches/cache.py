@@ -165,15 +165,30 @@ def default_cache(model: Any, quantize: str) -> Iterator[None]:
         return args, keywords
 
     hook = model.register_forward_pre_hook(give_cache, with_kwargs=True)
+    try:
+        with rounded_queries(model, quantize):
+            yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def rounded_queries(model: Any, quantize: str) -> Iterator[None]:
+    """Attend as an engine does whose cache a model is run with: headwise's attention rounds queries, too.
+
+    Args:
+        model: a transformers model.
+        quantize: see `HeadwiseCache`; with formats that are no engine's, attention stays as it is.
+    """
     before = model.config._attn_implementation
-    if isinstance(parse_format(quantize), EngineFormat):
-        model.set_attn_implementation(NAME)  # it rounds queries as the engine does
+    if not isinstance(parse_format(quantize), EngineFormat) or before == NAME:
+        yield
+        return
+    model.set_attn_implementation(NAME)
     try:
         yield
     finally:
-        hook.remove()
-        if model.config._attn_implementation != before:
-            model.set_attn_implementation(before)
+        model.set_attn_implementation(before)
 
 
 def _names(layer: Any) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
+from headwise.caches.given import GivenCache, OneTokenCache, Update
 from headwise.checkpoints import Checkpoint, has_family
 from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.hf.config import refused, stock_config
@@ -201,6 +202,40 @@ class LayerwiseModel:
             view._calls, view._window = self._trace(self.num_layers, inputs_embeds=inputs)[1], width
             self._placed[key] = view
         return self._placed[key]
+
+    @torch.no_grad()
+    def among(self, positions: Tensor, update: Update) -> LayerwiseModel:
+        """The model for some tokens of each window, which attend to keys and values that a function gives them.
+
+        Each attention calls the function with those of these tokens, and attends to what it returns: keys and values
+        of all W tokens of the windows that the model began with. It shares this one's weights. For example
+        ``model.among(torch.tensor([5, 9]), update)`` runs the layers on ``[B, 2, E]``.
+
+        Args:
+            positions: of the tokens, ``[S]``, rising.
+            update: the function, of keys ``[B, K, S, D]`` and values ``[B, K, S, V]``.
+        """
+        view, width = copy.copy(self), self.model.get_input_embeddings().embedding_dim
+        inputs = torch.zeros(1, self._window, width, dtype=self.dtype, device=self.device)
+        positions = positions.to(self.device)
+        some = {"inputs_embeds": inputs[:, : len(positions)], "position_ids": positions[None]}
+        calls = self._trace(self.num_layers, past_key_values=GivenCache(update), **some)[1]
+        # Behind one token, because transformers leaves out masks of windows from their first token on.
+        masked = self._trace(self.num_layers, past_key_values=OneTokenCache(), inputs_embeds=inputs)[1]
+
+        def rows(own: Any, other: Any) -> Any:
+            is_mask = isinstance(other, Tensor) and other.shape[-2:] == (self._window, self._window + 1)
+            return other[..., positions, 1:] if is_mask else own
+
+        view._calls = [
+            (
+                tuple(map(rows, args, others)),
+                {name: rows(value, other_values[name]) for name, value in kwargs.items()},
+            )
+            for (args, kwargs), (others, other_values) in zip(calls, masked, strict=True)
+        ]
+        view._window, view._placed = len(positions), {}
+        return view
 
     def _at(self, positions: Tensor) -> LayerwiseModel:
         embedding, positions = self.model.get_input_embeddings(), positions.to(self.device)

@@ -25,7 +25,7 @@ from headwise.options.evaluate import (
     RetrievalOptions,
     TextOptions,
 )
-from headwise.options.frontier import FrontierOptions
+from headwise.options.frontier import FrontierOptions, QuickFrontierOptions
 from headwise.options.heal import HealOptions
 from headwise.options.keywords import takes_options
 from headwise.options.migrate import MigrateOptions
@@ -57,6 +57,7 @@ __all__ = [
     "PlantedOptions",
     "PrepareOptions",
     "PythonOptions",
+    "QuickFrontierOptions",
     "RetrievalOptions",
     "Rule",
     "SampleOptions",

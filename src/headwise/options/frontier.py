@@ -1,4 +1,4 @@
-"""The options of `headwise.frontier`."""
+"""The options of `headwise.frontier` and of `headwise.quick_frontier`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,22 @@ from headwise.options.declare import not_empty, option
 from headwise.options.evaluate import WindowOptions
 
 
-class FrontierOptions(RequiredTextOptions, WindowOptions, ConversionOptions):
+class QuickFrontierOptions(RequiredTextOptions):
+    """The formats whose loss `headwise.quick_frontier` predicts, and the text that it reads.
+
+    For example ``QuickFrontierOptions(calibrate="text.txt", targets=["kivi4", "llama.cpp:q4_0"])``.
+    """
+
+    targets: Sequence[str] = option(
+        f"a target to try: {SIZES}; or a format of the source's own cache, such as int8 or kivi4; a ladder of them "
+        "when left out",
+        default=(),
+        flag="--target",
+        identity=False,  # as for methods: they say which results there are, and decide none
+    )
+
+
+class FrontierOptions(QuickFrontierOptions, WindowOptions, ConversionOptions):
     """The targets and methods that `headwise.frontier` tries, and the texts it uses.
 
     For example ``FrontierOptions(calibrate="text.txt", evaluate="other.txt", targets=["kivi4", "mla@0.25"])``.
@@ -22,13 +37,6 @@ class FrontierOptions(RequiredTextOptions, WindowOptions, ConversionOptions):
         default=None,
         metavar="TEXT",
         rule=not_empty("must be at least one file"),
-    )
-    targets: Sequence[str] = option(
-        f"a target to try: {SIZES}; or a format of the source's own cache, such as int8 or kivi4; a ladder of them "
-        "when left out",
-        default=(),
-        flag="--target",
-        identity=False,  # as for methods: they say which results there are, and decide none
     )
     methods: bool = option(
         "compare methods at each target: headwise's, its ablations without each stage in turn, and the baselines",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import SOURCES, Json, app, emit, numbers_table, out, progress_bar
+from headwise.cli.app import SOURCES, Json, app, duration, emit, numbers_table, out, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.pages import Html, first_question, model_page, refuse_no_page, write_page
 from headwise.cli.torchrun import as_one_process
-from headwise.options import FrontierOptions
+from headwise.errors import ArgumentError
+from headwise.options import FrontierOptions, QuickFrontierOptions, declarations
 
 if TYPE_CHECKING:
     from headwise.frontiers.points import Frontier
@@ -23,12 +25,29 @@ if TYPE_CHECKING:
 @takes_options(FrontierOptions)
 def frontier(
     source: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],
-    output: Annotated[str, typer.Option(metavar="DIR", help="For the table, the JSON and the plot.")],
     options: FrontierOptions,
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="For the table, the JSON and the plot; required without --quick."),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Predict what every format of the cache and every engine's own cache loses, from one pass over 2,048"
+            " tokens of the text, and measure nothing. --target chooses formats.",
+        ),
+    ] = False,
     html: Html = None,
     as_json: Json = False,
 ) -> None:
     """Quantise the cache, convert, or both, at several sizes: quality against cache, as a table, JSON and a plot."""
+    if quick:
+        _refuse_what_measures(options, {"output": output, "html": html})
+        _quick(source, options, as_json=as_json)
+        return
+    if output is None:
+        raise ArgumentError("output", None, "is required, unless --quick asks for predictions alone")
     refuse_no_page(html)
     with as_one_process(), progress_bar() as progress:
         from headwise.frontiers import frontier as measure
@@ -62,6 +81,50 @@ def frontier(
         out.print(f"note: {note}", markup=False)
     name = "methods" if options.methods else "frontier"
     out.print(f"{escape(output)}: {name}.json, {name}.md{f', {name}.html' if options.plot else ''}")
+
+
+def _refuse_what_measures(options: FrontierOptions, others: Mapping[str, str | Path | None]) -> None:
+    """Refuse what only measurements take.
+
+    Args:
+        options: of the command.
+        others: what else it takes, by name.
+
+    Raises:
+        ArgumentError: something is set.
+    """
+    quick, declared = declarations(QuickFrontierOptions), declarations(FrontierOptions)
+    changed = {
+        name: getattr(options, name) for name, one in declared.items() if getattr(options, name) != one.default
+    }
+    for name, value in (changed | {name: value for name, value in others.items() if value is not None}).items():
+        if name not in quick:
+            raise ArgumentError(name, value, "does not go with --quick, which predicts and measures nothing")
+
+
+def _quick(source: str, options: FrontierOptions, *, as_json: bool) -> None:
+    """Print predictions."""
+    with progress_bar() as progress:
+        from headwise.frontiers import quick_frontier
+
+        own = {name: getattr(options, name) for name in declarations(QuickFrontierOptions)}
+        result = quick_frontier(source, QuickFrontierOptions(**own), progress=progress)
+    if as_json:
+        emit(result.to_dict())
+        return
+    table = numbers_table("format", "KL, nats", "cache", "bytes a token", "runs in")
+    for point in result.points:
+        table.add_row(
+            escape(point.target),
+            f"{point.kl:.2g}" if point.kl < 0.1 else f"{point.kl:.2f}",
+            f"{100 * point.fraction:.1f}%",
+            f"{point.bytes_per_token:,.0f}",
+            escape(point.runs_in),
+        )
+    out.print(table)
+    out.print(f"predicted from {result.tokens:,} tokens in {duration(result.seconds)}; {result.error}", markup=False)
+    for note in result.notes:
+        out.print(f"note: {note}", markup=False)
 
 
 def _write_page(html: Path, source: str, result: Frontier, *, is_silent: bool) -> None:
