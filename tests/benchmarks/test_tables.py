@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from benchmarks.healing_tables import healed
+from benchmarks.quick import agreement
 from benchmarks.tables import (
     RESULTS,
     ablation,
@@ -19,6 +20,7 @@ from benchmarks.tables import (
     large,
     limits,
     positions,
+    quick,
     render_all,
     retrieval,
     rivals,
@@ -123,6 +125,21 @@ def test_length() -> None:
 
     rows = {"a": kept("mla:0.5", 3.5), "b": kept("mla:0.25", 3.3)}
     assert positions({"rows": rows}).splitlines()[2:] == ["| brown | 1–1,255 | 3.400 | +0.100 | -0.100 |"]
+
+
+def test_predictions_beside_measurements() -> None:
+    formats = {"int8": (0.0021, 0.002), "int4": (0.12, 0.1), "int2": (2.0, 3.5)}
+    rows = {name: {"predicted": one, "measured": other} for name, (one, other) in formats.items()}
+    found = {"formats": rows, **agreement(rows)}
+    fewer = {"formats": {"int8": rows["int8"]}, "rank correlation": 1.0, "within 1.5": 1.0, "largest factor": 1.05}
+    assert quick({"rows": {"a": found, "b": fewer}}).splitlines()[2:] == [
+        "| `int8` | 0.0021, 0.002 | 0.0021, 0.002 |",
+        "| `int4` | 0.12, 0.1 |  |",
+        "| `int2` | 2, 3.5 |  |",
+        "| rank correlation | 1.000 | 1.000 |",
+        "| within a factor of 1.5 | 67% | 100% |",
+        "| largest factor | 1.75 | 1.05 |",
+    ]
 
 
 def test_ablation() -> None:
