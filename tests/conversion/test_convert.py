@@ -193,8 +193,8 @@ def test_a_tensor_without_a_place_in_the_model_is_refused(source: Path, tmp_path
 def test_what_is_gained_is_weighed_against_what_it_costs(source: Path, tmp_path: Path) -> None:
     """At the user's context, before any work: files, caches, and the tokens from which on memory is saved."""
     options: dict[str, Any] = {"to": "mla", "kv_budget": 0.5}
-    dry = headwise.convert(source, tmp_path / "out", **options, context=64, dry_run=True)
-    done = headwise.convert(source, tmp_path / "out", **options, context=64, evaluate=False)
+    dry = headwise.convert(source, tmp_path / "out", **options, served_context=64, dry_run=True)
+    done = headwise.convert(source, tmp_path / "out", **options, served_context=64, evaluate=False)
     assert dry.balance is not None
     assert dry.balance == done.balance
     folders = source, tmp_path / "out"
@@ -208,18 +208,18 @@ def test_what_is_gained_is_weighed_against_what_it_costs(source: Path, tmp_path:
     even = dry.balance.even_at
     assert even is not None
     for tokens, is_saved in ((even, True), (even - 1, False)):
-        found = headwise.convert(source, tmp_path / "dry", **options, context=tokens, dry_run=True).balance
+        found = headwise.convert(source, tmp_path / "dry", **options, served_context=tokens, dry_run=True).balance
         assert found is not None
         assert (found.saved >= 0) == is_saved
     assert dry.balance.flops is not None
     assert dry.balance.flops > 1  # a latent's products are wider
-    fewer = headwise.convert(source, tmp_path / "dry", to="mqa", context=64, dry_run=True).balance
+    fewer = headwise.convert(source, tmp_path / "dry", to="mqa", served_context=64, dry_run=True).balance
     assert fewer is not None
     assert fewer.even_at == 0
-    with pytest.raises(headwise.ArgumentError, match="context = 0: must be at least 1"):
-        headwise.convert(source, tmp_path / "dry", **options, context=0, dry_run=True)
-    with pytest.raises(headwise.ArgumentError, match=r"engine = 'ollama': must be one of llama\.cpp"):
-        headwise.convert(source, tmp_path / "dry", **options, engine="ollama", dry_run=True)
+    with pytest.raises(headwise.ArgumentError, match="served_context = 0: must be at least 1"):
+        headwise.convert(source, tmp_path / "dry", **options, served_context=0, dry_run=True)
+    with pytest.raises(headwise.ArgumentError, match=r"served_by = 'ollama': must be one of llama\.cpp"):
+        headwise.convert(source, tmp_path / "dry", **options, served_by="ollama", dry_run=True)
 
 
 @pytest.mark.parametrize("place", ["/proc/no", "/proc/no/such/folder"])

@@ -157,7 +157,7 @@ class _Prepared:
     @property
     def engine(self) -> str | None:
         """What is to run the result, where it is known."""
-        return self.options.engine or ("llama.cpp" if self.format.name.startswith("gguf") else None)
+        return self.options.served_by or ("llama.cpp" if self.format.name.startswith("gguf") else None)
 
     @property
     def is_calibrated(self) -> bool:
@@ -188,8 +188,8 @@ class _Prepared:
 def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress: Progress) -> _Prepared:
     """Check all inputs before any work."""
     target = _target(options)
-    if options.engine is not None:
-        check_engine(options.engine)
+    if options.served_by is not None:
+        check_engine(options.served_by, field="served_by")
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     dtype = None if options.dtype is None else as_dtype(options.dtype)
     device = own_device(options.device)
@@ -317,7 +317,7 @@ def _weighed(prepared: _Prepared, report: Conversion, config: Mapping[str, Any])
     found = balance(
         before,
         after,
-        context=prepared.options.context,
+        context=prepared.options.served_context,
         token_bytes=(whole, coded if report.coded else cache_bytes_per_token(after)),
         weight_bytes=(sum(file.stat().st_size for file in prepared.plan.checkpoint.files), report.disk_bytes),
     )

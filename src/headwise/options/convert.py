@@ -180,13 +180,13 @@ class ConvertOptions(CalibrationOptions, ConversionOptions, ProofOptions):
         "heads to what a kernel has; the cache is then as large as these",
         default=None,
     )
-    context: int = option(
+    served_context: int = option(
         "tokens of all sequences together, at which what the cache saves is weighed against what the weights gain",
         default=4096,
         rule=at_least(1),
         identity=False,
     )
-    engine: str | None = option(
+    served_by: str | None = option(
         "what is to run the result, such as llama.cpp, with whose own caches it is then compared; llama.cpp for "
         "format gguf",
         default=None,

@@ -329,19 +329,20 @@ SERVING_ENGINES: Mapping[str, ServingEngine] = MappingProxyType({engine.name: en
 """All engines whose caches headwise knows, by name."""
 
 
-def check_engine(name: str) -> ServingEngine:
+def check_engine(name: str, *, field: str = "engine") -> ServingEngine:
     """The engine of a name.
 
     For example ``check_engine("vllm").title`` is ``"vLLM"``.
 
     Args:
         name: of the engine, as `SERVING_ENGINES` spells it.
+        field: what an error calls the argument.
 
     Raises:
         ArgumentError: there is none.
     """
     if name not in SERVING_ENGINES:
-        raise ArgumentError("engine", name, f"must be one of {', '.join(SERVING_ENGINES)}")
+        raise ArgumentError(field, name, f"must be one of {', '.join(SERVING_ENGINES)}")
     return SERVING_ENGINES[name]
 
 
