@@ -69,6 +69,23 @@ class Workers:
 
 
 @contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch compute on so many threads within a block.
+
+    For example ``with torch_threads(1): …`` around operations that are too short to be divided.
+
+    Args:
+        count: of threads.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def workers() -> Iterator[Workers]:
     """Threads that work side by side within a block.
 
@@ -77,16 +94,13 @@ def workers() -> Iterator[Workers]:
 
     For example ``with workers() as threads: losses = list(threads.map(loss, windows))``.
     """
-    threads, share = torch.get_num_threads(), _share()
+    share = _share()
     if share == 0:
         yield Workers(None)
         return
-    try:
-        torch.set_num_threads(share)
-        with ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(share,)) as pool:
-            yield Workers(pool)
-    finally:
-        torch.set_num_threads(threads)
+    pool = ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(share,))
+    with torch_threads(share), pool:
+        yield Workers(pool)
 
 
 def _share() -> int:
@@ -113,14 +127,3 @@ def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> I
         return
     with workers() as threads:
         yield from threads.map(function, chain(first, remaining))
-
-
-@contextmanager
-def on_one_thread() -> Iterator[None]:
-    """Let torch compute on one thread: operations that are too short to be divided take longest on several."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

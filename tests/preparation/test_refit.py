@@ -50,7 +50,7 @@ def weights_of(states: Projected, positions: torch.Tensor, added: torch.Tensor, 
 @pytest.mark.parametrize("window", [None, 12])
 def test_the_metric_is_the_variance_of_the_change_of_scores(rope: RopeSpec | None, window: int | None) -> None:
     states = random_layer(rope, window=window)
-    metric = seen_by_attention(states, states.layer, longest=W)
+    metric = seen_by_attention(states, longest=W)
     added = torch.randn(K, D)
     asked = torch.linspace(W // 16, W - 1, 24).long()
     before, after = (weights_of(states, torch.arange(W), c, asked) for c in (torch.zeros(K, D), added))
@@ -69,8 +69,7 @@ def test_longer_texts_see_slopes_that_short_ones_do_not() -> None:
     slowest = torch.zeros(K, D)
     slowest[:, D // 2 - 1] = 30.0
     near, far = (
-        torch.einsum("kd,kde,ke->k", slowest, seen_by_attention(states, states.layer, longest), slowest)
-        for longest in (W, 20_000)
+        torch.einsum("kd,kde,ke->k", slowest, seen_by_attention(states, longest), slowest) for longest in (W, 20_000)
     )
     assert bool((far > 10 * near).all())
 
@@ -79,7 +78,7 @@ def test_a_constant_that_attention_does_not_see_is_taken_away() -> None:
     """Without RoPE, any constant of keys is invisible: almost nothing of a large one is left."""
     states = random_layer(None)
     code = parse_format("llama.cpp:q4_0")
-    added = shift(states, states.layer, [code], longest=W)  # type: ignore[list-item]
+    added = shift(states, [code], longest=W)  # type: ignore[list-item]
     bias = states.bias.view(K, D)  # type: ignore[union-attr]
     assert float((bias + added).norm()) < 0.2 * float(bias.norm())
 

@@ -23,23 +23,65 @@ QUERIES = 64
 """Queries of each window whose output is compared, evenly spread."""
 
 
-def best_of(
-    changes: Sequence[Change],
-    layer: GroupedSpec,
-    state: Mapping[str, Tensor],
-    projected: Projected,
-    formats: Sequence[EngineFormat],
-) -> Change:
+class Output:
+    """The output of a layer's attention, and how far changes take it off.
+
+    Args:
+        projected: its queries, keys and values before they are rotated.
+        state: its attention under headwise's names.
+
+    Attributes:
+        size: the mean square of the output of each key–value head's query heads, ``[K]``.
+    """
+
+    def __init__(self, projected: Projected, state: Mapping[str, Tensor]) -> None:
+        self._projected, K = projected, projected.layer.num_kv_heads
+        W = len(projected.positions)
+        places = torch.linspace(W // 8, W - 1, min(QUERIES, W)).long()
+        queries = projected.rotated("q", projected.positions)[:, :, places]
+        self._queries = torch.unflatten(queries, 0, (K, -1))  # [K, H/K, B, S, D]
+        self._keys = projected.rotated("k", projected.positions)
+        self._visible = torch.arange(W) <= places[:, None]
+        weight = _output(state, projected.layer)
+        self._weight = torch.unflatten(weight, -1, (K, -1)).permute(1, 2, 0)  # [K, V·H/K, E]
+        self._exact = self._attended(self._queries, self._keys)
+        self.size = self._exact.square().mean((1, 2))
+
+    def error(self, change: Change, code: EngineFormat | None = None) -> Tensor:
+        """The mean square error of the output of each key–value head's query heads, ``[K]``.
+
+        Args:
+            change: of the layer.
+            code: the format of the cache; a full one when None.
+        """
+        layer, keys, queries = self._projected.layer, self._keys, self._queries
+        if change.shift is not None:
+            keys = self._projected.rotated("k", self._projected.positions, change.shift)
+        keys = change.applied(keys.flatten(1, 2), layer, "k").view_as(keys)
+        queries = change.applied(queries.flatten(1, 3), layer, "q").view_as(queries)
+        if code is not None:
+            keys = code.keys.as_read(code.keys.stored(code.keys.turned(keys)), layer.head_dim)
+            queries = code.keys.rounded_queries(code.keys.turned(queries))
+        return (self._attended(queries, keys) - self._exact).square().mean((1, 2))
+
+    def _attended(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """The output ``[K, B·S, E]`` of queries ``[K, H/K, B, S, D]`` and keys ``[K, B, W, D]``."""
+        scores = torch.einsum("kgbsd,kbtd->kgbst", queries, keys) * self._projected.scale
+        weights = scores.masked_fill(~self._visible, -torch.inf).softmax(-1)
+        out = torch.einsum("kgbst,kbtv->kbsgv", weights, self._projected.values).flatten(-2)  # [K, B, S, V·H/K]
+        return out.flatten(1, 2) @ self._weight
+
+
+def best_of(changes: Sequence[Change], output: Output, layer: GroupedSpec, formats: Sequence[EngineFormat]) -> Change:
     """For each key–value head, the change by which the output of its query heads is off least.
 
     Args:
         changes: to choose from, of which heads with a norm of their own weights get one together.
+        output: of the layer's attention.
         layer: the layer's spec.
-        state: its attention under headwise's names.
-        projected: its queries, keys and values before they are rotated.
         formats: that the cache has; of several, the product of the errors is compared.
     """
-    errors = torch.stack([_errors(change, layer, state, projected, formats) for change in changes])  # [C, K]
+    errors = torch.stack([_errors(change, output, formats) for change in changes])  # [C, K]
     if layer.qk_norm == "head":
         errors = errors.mean(-1, keepdim=True).expand_as(errors)
     best, heads = errors.argmin(0), torch.arange(layer.num_kv_heads)
@@ -52,59 +94,11 @@ def best_of(
     return Change(every[0][best, heads], every[1][best, heads], cut, shift)
 
 
-def output_error(
-    change: Change,
-    layer: GroupedSpec,
-    state: Mapping[str, Tensor],
-    projected: Projected,
-    code: EngineFormat | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The mean square error of the output of each key–value head's query heads, and its mean square, both ``[K]``.
-
-    Args:
-        change: of the layer.
-        layer: its spec.
-        state: its attention under headwise's names.
-        projected: its queries, keys and values before they are rotated.
-        code: the format of the cache; a full one when None.
-    """
-    queries, keys = (projected.rotated(side, projected.positions) for side in "qk")
-    values = projected.values
-    K, D, W = layer.num_kv_heads, layer.head_dim, keys.shape[2]
-    places = torch.linspace(W // 8, W - 1, min(QUERIES, W)).long()
-    grouped = torch.unflatten(queries[:, :, places], 0, (K, -1))  # [K, H/K, B, S, D]
-    visible = torch.arange(W) <= places[:, None]
-
-    def attended(q: Tensor, k: Tensor) -> Tensor:
-        scores = torch.einsum("kgbsd,kbtd->kgbst", q, k) * projected.scale
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-        out = torch.einsum("kgbst,kbtv->kbsgv", weights, values).flatten(-2)  # [K, B, S, V·H/K]
-        return out.flatten(1, 2) @ output
-
-    output = torch.unflatten(_output(state, layer), -1, (K, -1)).permute(1, 2, 0)  # [K, V·H/K, E]
-    exact = attended(grouped, keys)
-    if change.shift is not None:
-        keys = projected.rotated("k", projected.positions, change.shift)
-    new_keys = change.applied(keys.flatten(1, 2), layer, "k").view_as(keys)
-    new_queries = change.applied(grouped.flatten(1, 3), layer, "q").view_as(grouped)
-    if code is not None:
-        new_keys = code.keys.as_read(code.keys.stored(code.keys.turned(new_keys)), D)
-        new_queries = code.keys.rounded_queries(code.keys.turned(new_queries))
-    off = attended(new_queries, new_keys) - exact
-    return off.square().mean((1, 2)), exact.square().mean((1, 2))
-
-
-def _errors(
-    change: Change,
-    layer: GroupedSpec,
-    state: Mapping[str, Tensor],
-    projected: Projected,
-    formats: Sequence[EngineFormat],
-) -> Tensor:
+def _errors(change: Change, output: Output, formats: Sequence[EngineFormat]) -> Tensor:
     """The logarithm of the product of the errors with each format, ``[K]``."""
-    errors = [output_error(change, layer, state, projected, code)[0] for code in formats]
+    errors = torch.stack([output.error(change, code) for code in formats])
     # A format that has no code for a number makes NaN of it: nothing is worse.
-    return torch.stack([(error + 1e-30).log().nan_to_num(torch.inf, torch.inf) for error in errors]).sum(0)
+    return (errors + 1e-30).log().nan_to_num(torch.inf, torch.inf).sum(0)
 
 
 def _output(state: Mapping[str, Tensor], layer: GroupedSpec) -> Tensor:

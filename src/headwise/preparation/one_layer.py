@@ -11,14 +11,14 @@ from dataclasses import replace
 from torch import Tensor
 
 from headwise.preparation.change import Change
-from headwise.preparation.chosen import best_of, output_error
+from headwise.preparation.chosen import Output, best_of
 from headwise.preparation.fit import fit, score_loss, where_it_helps
 from headwise.preparation.room import within
 from headwise.preparation.samples import Projected
 from headwise.preparation.shift import shift, why_no_shift
 from headwise.quantization.formats import EngineFormat
 from headwise.specs import GroupedSpec
-from headwise.threads import on_one_thread
+from headwise.threads import torch_threads
 
 Samples = tuple[Tensor, Tensor]
 """Queries ``[K, N, D]`` and keys ``[K, T, D]``."""
@@ -32,7 +32,7 @@ def best_change(
     *,
     shifts: bool,
     longest: int,
-) -> tuple[Change, dict[str, float]]:
+) -> tuple[Change, dict[str, float], float]:
     """Find the change under which the layer's attention loses least.
 
     Args:
@@ -44,37 +44,28 @@ def best_change(
         longest: the most tokens of a text.
 
     Returns:
-        The change, and what scores lose by each format after it, over what they lost before; by its spelling.
+        The change; what scores lose by each format after it, over what they lost before, by its spelling; and how far
+        the attention's output is off with a full cache, over its size (root mean squares), 0 without a shift.
     """
     layer = projected.layer
     tried = [Change.none(layer)]
     if not formats:
-        return tried[0], {}
-    with on_one_thread():  # thousands of small operations, which are too short to be divided
+        return tried[0], {}, 0.0
+    with torch_threads(1):  # thousands of small operations, which are too short to be divided
         moved = None
         if shifts and why_no_shift(layer) is None:
-            moved = shift(projected, layer, formats, longest=longest)
+            moved = shift(projected, formats, longest=longest)
         samples = _samples(projected, moved)
         for wanted in fit(*samples, layer, formats):
             fitted = where_it_helps(within(wanted, layer, *spans), *samples, layer, formats)
             tried.append(replace(fitted, shift=moved))
-        change = best_of(tried, layer, state, projected, formats)
+        output = Output(projected, state)
+        change = best_of(tried, output, layer, formats)
         before, after = _samples(projected), _samples(projected, change.shift)
-        return change, {str(code): _loss(before, after, change, layer, code) for code in formats}
-
-
-def full_error(projected: Projected, state: Mapping[str, Tensor], change: Change) -> float:
-    """How far the attention's output is off with a full cache, over its size: root mean squares; 0 without a shift.
-
-    Args:
-        projected: the layer's queries, keys and values.
-        state: its attention under headwise's names.
-        change: of the layer.
-    """
-    if change.shift is None:
-        return 0.0
-    off, size = output_error(change, projected.layer, state, projected)
-    return float((off.sum() / size.sum()).sqrt())
+        losses = {str(code): _loss(before, after, change, layer, code) for code in formats}
+        if change.shift is None:
+            return change, losses, 0.0
+        return change, losses, float((output.error(change).sum() / output.size.sum()).sqrt())
 
 
 def _loss(before: Samples, after: Samples, change: Change, layer: GroupedSpec, code: EngineFormat) -> float:

@@ -21,7 +21,7 @@ from headwise.preparation.change import Change
 from headwise.preparation.folder import folder_spans, write_folder
 from headwise.preparation.gguf_file import GgufLayers
 from headwise.preparation.inputs import layer_inputs
-from headwise.preparation.one_layer import best_change, full_error
+from headwise.preparation.one_layer import best_change
 from headwise.preparation.samples import POSITIONS, projected
 from headwise.preparation.shift import why_no_shift
 from headwise.progress import Progress, silent
@@ -133,16 +133,9 @@ def prepare(
             folder_spans(state, layer, side) if stored is None else stored.spans(index, layer, side) for side in "kq"
         ]
         rounded = [code for code in formats if not code.is_wide(index, checkpoint.spec.num_layers)]
-        change, losses = best_change(states, state, rounded, spans, shifts=options.refit, longest=longest)
+        change, loss, off = best_change(states, state, rounded, spans, shifts=options.refit, longest=longest)
         changes.append(change)
-        layers.append(
-            PreparedLayer(
-                layer=index,
-                loss=losses,
-                cut=change.cut,
-                off=full_error(states, state, change),
-            )
-        )
+        layers.append(PreparedLayer(layer=index, loss=loss, cut=change.cut, off=off))
     progress("fitting", len(layers), len(layers))
     if stored is not None:
         written = write_files(stored, path, changes, checkpoint.files)

@@ -47,22 +47,15 @@ def why_no_shift(layer: GroupedSpec) -> str | None:
     return None
 
 
-def shift(
-    projected: Projected,
-    layer: GroupedSpec,
-    formats: Sequence[EngineFormat],
-    *,
-    longest: int,
-) -> Tensor:
+def shift(projected: Projected, formats: Sequence[EngineFormat], *, longest: int) -> Tensor:
     """Find what to add to the bias of a layer's keys, ``[K, D]``.
 
     Args:
-        projected: its queries and keys before they are rotated.
-        layer: its spec, of a layer of which `why_no_shift` says nothing.
+        projected: its queries and keys before they are rotated, of a layer of which `why_no_shift` says nothing.
         formats: of the cache; of several, the product of what they lose is minimised.
         longest: the most tokens of a text.
     """
-    metric = seen_by_attention(projected, layer, longest)
+    layer, metric = projected.layer, seen_by_attention(projected, longest)
     K, D = layer.num_kv_heads, layer.head_dim
     queries = projected.rotated("q", projected.positions).reshape(K, -1, D)
     keys = projected.keys.flatten(1, 2)
@@ -75,8 +68,7 @@ def shift(
     assert projected.bias is not None
     bias = projected.bias.view(K, -1)
     size = problem.by_group(bias.square()).sqrt().clamp_min(_FLOOR)
-    start = problem.descended()
-    logarithms, parts = start.clone().requires_grad_(), torch.zeros(K, D, requires_grad=True)
+    logarithms, parts = problem.descended().clone().requires_grad_(), torch.zeros(K, D, requires_grad=True)
     unit = problem.wide(size)
 
     def cost() -> Tensor:
@@ -104,7 +96,7 @@ def shift(
     return best
 
 
-def seen_by_attention(projected: Projected, layer: GroupedSpec, longest: int) -> Tensor:
+def seen_by_attention(projected: Projected, longest: int) -> Tensor:
     """The quadratic form of what a constant added to keys does to scores, ``[K, D, D]``: their mean variance.
 
     The variance is over keys under the weights of attention, so that what all keys share is not seen. Positions are
@@ -112,9 +104,9 @@ def seen_by_attention(projected: Projected, layer: GroupedSpec, longest: int) ->
 
     Args:
         projected: queries and keys before they are rotated.
-        layer: the layer's spec.
         longest: the most tokens of a text.
     """
+    layer = projected.layer
     K, D = layer.num_kv_heads, layer.head_dim
     B, W = projected.keys.shape[1:3]
     asked = torch.linspace(W // 16, W - 1, max(1, _QUERIES // B)).long()
