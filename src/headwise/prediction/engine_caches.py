@@ -213,27 +213,12 @@ def _by_head(name: str, bits: float, *, key_scale: int = 32) -> EngineCache:
     return replace(_flagged(_DASHED, name, bits), key_scale=key_scale, value_scale=32, is_simulated=True)
 
 
-def _quantised(backend: str, bits: int) -> EngineCache:
-    """A QuantizedCache of transformers."""
+def _grouped(name: str, bits: int, options: str, words: str) -> EngineCache:
+    """A cache of integers with two 16-bit numbers for each group of 64 channels."""
     return EngineCache(
-        name=f"{backend}{bits}",
-        options=f'cache_implementation="quantized", cache_config={{"backend": "{backend}", "nbits": {bits}}}',
-        words=f"quantized, {backend}, {bits} bits",
-        key_bits=bits + 0.5,
-        value_bits=bits + 0.5,
-        block=64,
-        is_safe=bits == 8,
-        stores_windows=False,
-        is_simulated=backend == "quanto",
-        limit="Qwen2.5-7B answered nothing right in 4 bits (transformers#35185)" if bits == 4 else "",
-    )
-
-
-def _mlx(bits: int) -> EngineCache:
-    return EngineCache(
-        name=str(bits),
-        options=f"--kv-bits {bits} --quantized-kv-start 0",  # by default from the 5,000th token on
-        words=f"--kv-bits {bits}",
+        name=name,
+        options=options,
+        words=words,
         key_bits=bits + 0.5,
         value_bits=bits + 0.5,
         block=64,
@@ -241,6 +226,19 @@ def _mlx(bits: int) -> EngineCache:
         stores_windows=False,
         is_simulated=True,
     )
+
+
+def _quantised(backend: str, bits: int) -> EngineCache:
+    """A QuantizedCache of transformers."""
+    options = f'cache_implementation="quantized", cache_config={{"backend": "{backend}", "nbits": {bits}}}'
+    limit = "Qwen2.5-7B answered nothing right in 4 bits (transformers#35185)" if bits == 4 else ""
+    cache = _grouped(f"{backend}{bits}", bits, options, f"quantized, {backend}, {bits} bits")
+    return replace(cache, is_simulated=backend == "quanto", limit=limit)
+
+
+def _mlx(bits: int) -> EngineCache:
+    words = f"--kv-bits {bits}"
+    return _grouped(str(bits), bits, f"{words} --quantized-kv-start 0", words)  # by default from the 5,000th token on
 
 
 _ALL = (

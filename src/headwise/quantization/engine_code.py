@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol, Self
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
 from headwise.quantization.groups import TokenCode
+from headwise.quantization.packing import pack_bits, packed_bytes, unpack_bits
+
+GROUP = 64
+"""Channels of a group of a `GroupedCode` (MLX-LM's ``--kv-group-size``, optimum-quanto's ``q_group_size``)."""
 
 
 class EngineCode(TokenCode, Protocol):
@@ -86,6 +91,61 @@ class EngineCode(TokenCode, Protocol):
             ``[…]``, which has derivatives.
         """
         return (self.steps(turned).square().mean(-2) * queries).sum(-1)
+
+
+@dataclass(frozen=True)
+class GroupedCode(EngineCode):
+    """Integers with two numbers for each group of 64 channels, as several engines have them by default.
+
+    A row has the codes of all groups, the first numbers of all of them and then the second ones.
+
+    Attributes:
+        bits: of a code.
+        dtype: of the two numbers, which is the model's.
+    """
+
+    bits: int
+    dtype: torch.dtype = torch.bfloat16
+
+    engine: ClassVar[str]
+
+    def token_bytes(self, width: int) -> int:
+        """Bytes of a token's row.
+
+        Raises:
+            ArgumentError: groups do not divide a head.
+        """
+        groups = whole_groups(f"{self.engine}:{self}", width, GROUP)
+        return packed_bytes(width, self.bits) + 2 * groups * self.dtype.itemsize
+
+    def block(self, width: int) -> int:
+        """How many channels share a scale: 64."""
+        self.token_bytes(width)
+        return GROUP
+
+    def steps(self, turned: Tensor) -> Tensor:
+        """How far apart the codes of each group lie, ``[…, D / 64]``, but for a factor."""
+        groups = torch.unflatten(turned, -1, (-1, GROUP))
+        return groups.amax(-1) - groups.amin(-1)
+
+    def rows(self, codes: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        """Rows of bytes of codes before they are rounded.
+
+        Args:
+            codes: ``[…, G, 64]``; NaN stands for 0.
+            first: of each group, ``[…, G, 1]``.
+            second: likewise.
+        """
+        whole = codes.round().nan_to_num(0.0).clamp(0, 2**self.bits - 1).to(torch.uint8).flatten(-2)
+        numbers = (as_bytes(each[..., 0], self.dtype) for each in (first, second))
+        return torch.cat((pack_bits(whole, self.bits), *numbers), -1)
+
+    def parts(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes ``[…, G, 64]``, and the two numbers of each group, ``[…, G, 1]``, of `rows`."""
+        end = packed_bytes(width, self.bits)
+        codes = torch.unflatten(unpack_bits(rows[..., :end], self.bits, width), -1, (-1, GROUP))
+        first, second = from_bytes(rows[..., end:], self.dtype).chunk(2, -1)
+        return codes, first[..., None], second[..., None]
 
 
 def whole_groups(code: object, width: int, group: int) -> int:

@@ -13,67 +13,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.quantization.engine_code import EngineCode, as_bytes, from_bytes, whole_groups
-from headwise.quantization.packing import pack_bits, packed_bytes, unpack_bits
-
-GROUP = 64
-"""Channels of a group (``q_group_size``). Groups of narrower heads would reach over several tokens."""
+from headwise.quantization.engine_code import GROUP, GroupedCode
 
 BITS = (4, 2)
 
 
 @dataclass(frozen=True)
-class QuantoCode(EngineCode):
+class QuantoCode(GroupedCode):
     """Keys or values as optimum-quanto stores them, whose arithmetic is all done in the model's dtype.
 
-    A row has the codes of all groups, their scales and their shifts. For example ``QuantoCode(4).token_bytes(64)`` is
-    36.
+    For example ``QuantoCode(4).token_bytes(64)`` is 36. Groups of narrower heads would reach over several tokens.
 
     Attributes:
         bits: of a code, one of `BITS`.
         dtype: the model's.
     """
 
-    bits: int
-    dtype: torch.dtype = torch.bfloat16
+    engine = "transformers"
 
     def __str__(self) -> str:
         return f"quanto{self.bits}"
-
-    def token_bytes(self, width: int) -> int:
-        """Bytes of a token's row.
-
-        Raises:
-            ArgumentError: groups do not divide a head.
-        """
-        groups = whole_groups(f"transformers:{self}", width, GROUP)
-        return packed_bytes(width, self.bits) + 2 * groups * self.dtype.itemsize
-
-    def block(self, width: int) -> int:
-        """How many channels share a scale: 64."""
-        self.token_bytes(width)
-        return GROUP
 
     def stored(self, turned: Tensor) -> Tensor:
         """Rows of bytes of states ``[…, D]``; a group with a number that is not finite is read as NaN."""
         self.token_bytes(turned.shape[-1])
         groups = torch.unflatten(turned.to(self.dtype), -1, (-1, GROUP))
         least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-        levels = 2**self.bits - 1
-        scale = (most - least) / levels
+        scale = (most - least) / (2**self.bits - 1)
         # A group of equal numbers has a scale of 0, and is read as its shift.
-        codes = ((groups - least) / scale).round().nan_to_num(0.0).clamp(0, levels).to(torch.uint8)
-        parts = as_bytes(scale[..., 0], self.dtype), as_bytes(-least[..., 0], self.dtype)
-        return torch.cat((pack_bits(codes.flatten(-2), self.bits), *parts), -1)
+        return self.rows((groups - least) / scale, scale, -least)
 
     def as_read(self, rows: Tensor, width: int) -> Tensor:
         """The states ``[…, width]`` that rows stand for, rounded to the model's dtype, in float32."""
-        end = packed_bytes(width, self.bits)
-        codes = torch.unflatten(unpack_bits(rows[..., :end], self.bits, width), -1, (-1, GROUP))
-        scale, shift = from_bytes(rows[..., end:], self.dtype).chunk(2, -1)
-        return (codes * scale[..., None] - shift[..., None]).float().flatten(-2)
-
-    def steps(self, turned: Tensor) -> Tensor:
-        """How far apart the codes of each group lie, ``[…, D / 64]``, but for a factor."""
-        groups = torch.unflatten(turned, -1, (-1, GROUP))
-        return groups.amax(-1) - groups.amin(-1)
+        codes, scale, shift = self.parts(rows, width)
+        return (codes * scale - shift).float().flatten(-2)

@@ -112,10 +112,8 @@ class Int4TokenCode(EngineCode):
 
 
 @dataclass(frozen=True)
-class TurboKeyCode(EngineCode):
-    """TurboQuant's keys: a Hadamard rotation, a float16 norm, and for each channel the nearest of a few levels.
-
-    The levels are those that lose least of a normal distribution; those of a token are scaled to have its norm.
+class _TurboCode(EngineCode):
+    """One side of TurboQuant's pair of codes.
 
     Attributes:
         bits: of a code, 4 or 3.
@@ -127,6 +125,14 @@ class TurboKeyCode(EngineCode):
 
     def __str__(self) -> str:
         return self.name
+
+
+@dataclass(frozen=True)
+class TurboKeyCode(_TurboCode):
+    """TurboQuant's keys: a Hadamard rotation, a float16 norm, and for each channel the nearest of a few levels.
+
+    The levels are those that lose least of a normal distribution; those of a token are scaled to have its norm.
+    """
 
     def token_bytes(self, width: int) -> int:
         """Bytes of a token's row.
@@ -170,19 +176,8 @@ class TurboKeyCode(EngineCode):
 
 
 @dataclass(frozen=True)
-class TurboValueCode(EngineCode):
-    """TurboQuant's values: integers with a float16 scale and a float16 zero point for each token and head.
-
-    Attributes:
-        bits: of a code, 4 or 3.
-        name: of the pair of codes for keys and values.
-    """
-
-    bits: int
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
+class TurboValueCode(_TurboCode):
+    """TurboQuant's values: integers with a float16 scale and a float16 zero point for each token and head."""
 
     def token_bytes(self, width: int) -> int:
         """Bytes of a token's row."""
