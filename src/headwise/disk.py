@@ -119,16 +119,11 @@ def refuse_no_file(field: str, path: Path) -> None:
     Raises:
         ArgumentError: there is something else than a file at the path, or its folder does not exist or is read-only.
     """
-    try:
+    with _refused(field, path):
         target = path.resolve()
         if target.exists() and not target.is_file():
             raise ArgumentError(field, str(path), "must be a file, or not exist")
-        with tempfile.TemporaryFile(dir=target.parent):
-            pass
-    except (OSError, RuntimeError) as error:  # RuntimeError: a cycle of links
-        raise ArgumentError(
-            field, str(path), f"cannot be written: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        tempfile.TemporaryFile(dir=target.parent).close()
 
 
 def refuse_no_folder(field: str, path: Path) -> None:
@@ -141,10 +136,16 @@ def refuse_no_folder(field: str, path: Path) -> None:
     Raises:
         ArgumentError: the nearest folder above it that exists is read-only.
     """
-    try:
+    with _refused(field, path):
         above = next(folder for folder in path.resolve().parents if folder.exists())
-        with tempfile.TemporaryFile(dir=above):
-            pass
+        tempfile.TemporaryFile(dir=above).close()
+
+
+@contextmanager
+def _refused(field: str, path: Path) -> Iterator[None]:
+    """Say of a path what keeps it from being written."""
+    try:
+        yield
     except (OSError, RuntimeError) as error:  # RuntimeError: a cycle of links
         rule = f"cannot be written: {getattr(error, 'strerror', None) or error}"
         raise ArgumentError(field, str(path), rule) from None

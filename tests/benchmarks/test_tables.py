@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -26,6 +28,8 @@ from benchmarks.tables import (
     rivals,
 )
 
+from headwise.frontiers.quick import MEASURED_ERROR
+from headwise.prediction import SAFE_LOSS
 from headwise.texts.overlap import SHARED
 
 ROOT = Path(__file__).parents[2]
@@ -140,6 +144,25 @@ def test_predictions_beside_measurements() -> None:
         "| within a factor of 1.5 | 67% | 100% |",
         "| largest factor | 1.75 | 1.05 |",
     ]
+
+
+def test_the_stated_error_of_predictions_is_the_measured_one() -> None:
+    models = json.loads((RESULTS / "quick.json").read_text())["rows"].values()
+    pairs = [(one["predicted"], one["measured"]) for row in models for one in row["formats"].values()]
+    within = {most: mean(max(a, b) <= most * min(a, b) for a, b in pairs) for most in (1.5, 2)}
+    assert f"{within[1.5]:.0%} were within a factor of 1.5" in MEASURED_ERROR
+    assert f"{within[2]:.0%} within 2" in MEASURED_ERROR
+    assert len(models) == 4
+
+
+def test_eight_bits_are_as_safe_as_is_said() -> None:
+    rows = json.loads((RESULTS / "prepared.json").read_text())["rows"].values()
+    found = [
+        row for row in rows if (row["cache"], row["way"], row["name"]) == ("q8_0", "as it is", "Qwen2.5-Coder-0.5B")
+    ]
+    assert found
+    for row in found:
+        assert row["perplexity"] / row["full"]["perplexity"] <= 1 + SAFE_LOSS
 
 
 def test_ablation() -> None:
