@@ -145,7 +145,7 @@ def test_the_comparison_in_words(shares: list[float], plain: list[float], words:
         loses = made._loses(scored(ratio), scored(1.03))
         facts = {"format": name, "bytes_per_token": 100 * share, "loses": loses, "evaluation": scored(ratio)}
         formats.append(SimpleNamespace(**facts))
-    line = made._line(formats, scored(1.03), 25.0, 100.0)
+    line = made._line(formats, scored(1.03), 25.0, 100.0, None)
     assert line.startswith(
         "this conversion has perplexity ×1.030 at 25.0% of a bfloat16 cache; of the source's plain "
     )

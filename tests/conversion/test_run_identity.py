@@ -53,8 +53,8 @@ CONVERT: dict[str, tuple[dict[str, Any], Any]] = {
     "evaluation_windows": ({**MLA, **STUDY}, 3),
     "device": (MLA, "cpu"),
     "overwrite": (MLA, True),
-    "context": (MLA, 8),
-    "engine": (MLA, "vllm"),
+    "served_context": (MLA, 8),
+    "served_by": (MLA, "vllm"),
 }
 """For each option the rest of a command, and another value than the option has there."""
 
@@ -227,7 +227,7 @@ def test_what_does_not_decide_a_result() -> None:
         for name, (_, _, kind) in FUNCTIONS.items()
     }
     assert never == {
-        "convert": {"evaluate", "evaluation_windows", "overwrite", "dry_run", "device", "context", "engine"},
+        "convert": {"evaluate", "evaluation_windows", "overwrite", "dry_run", "device", "served_context", "served_by"},
         "calibrate": {"overwrite", "device"},
         "frontier": {"targets", "methods", "keep", "plot", "device"},
         "heal": {"evaluate", "evaluation_windows", "overwrite", "device", "micro_batch"},

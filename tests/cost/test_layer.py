@@ -299,9 +299,9 @@ def test_new_tokens_are_some_of_all_tokens(S: int, T: int | None) -> None:
         cost.forward_flops(MLA_GUIDE, S, T)
 
 
-@pytest.mark.parametrize(("S", "T"), [(0, 4), (3, 0)])
-def test_cross_attention_has_tokens_on_both_sides(S: int, T: int) -> None:
-    with pytest.raises(ArgumentError, match=rf"= \({S}, {T}\): must be at least 1$"):
+@pytest.mark.parametrize(("S", "T", "named"), [(0, 4, "new_tokens"), (3, 0, "total_tokens")])
+def test_cross_attention_has_tokens_on_both_sides(S: int, T: int, named: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{named} = 0: must be at least 1$"):
         cost.forward_flops(MLA_GUIDE, S, T, cross=True)
 
 
