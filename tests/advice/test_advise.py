@@ -276,7 +276,8 @@ def test_an_engine_is_offered_what_it_runs_in_its_own_words(engine: str, cli: Ca
         assert cache.options in options[target]["commands"][-1]
         program = (served.serve_small or served.serve).split("(")[0].split()[0]
         assert options[target]["commands"][-1].startswith(program)
-        prepares = f"headwise prepare model.gguf prepared.gguf --for {target}"
+        files = "model.gguf prepared.gguf" if engine == "llama.cpp" else "MODEL PREPARED"
+        prepares = f"headwise prepare {files} --for {target}"
         assert (prepares in options[target]["commands"]) == cache.is_simulated
     assert options["mla:0.5"]["commands"][0].startswith("headwise convert llama-3-8b OUT --to mla --kv-budget 0.5")
     # It does not fit as it is, and eight bits are safe wherever they were measured.
@@ -296,7 +297,8 @@ def test_what_is_to_be_typed(tiny_llama: Path) -> None:
         "llama-server -m model.gguf",
     )
     assert typed("llama-3-8b", "mlx:8", "mlx") == (
-        "mlx_lm.generate --model MODEL --kv-bits 8 --quantized-kv-start 0",
+        "headwise prepare MODEL PREPARED --for mlx:8",
+        "mlx_lm.generate --model PREPARED --kv-bits 8 --quantized-kv-start 0",
     )
     assert typed("llama-3-8b", "mla:0.5", "llama.cpp") == (
         "headwise convert llama-3-8b OUT --to mla --kv-budget 0.5 --format gguf --calibrate TEXT",

@@ -388,7 +388,7 @@ def test_the_headline_says_what_the_terminal_says(tmp_path: Path) -> None:
             watched.open(file)
             assert watched.page.text_content("#verdict").startswith(said)
             typed = watched.page.text_content("#commands").splitlines()
-            assert ("vllm serve MODEL --kv-cache-dtype fp8" in typed) == said.startswith("It does not fit")
+            assert ("vllm serve PREPARED --kv-cache-dtype fp8" in typed) == said.startswith("It does not fit")
             assert ("llama-server -m prepared.gguf -fa on -ctk q8_0 -ctv q8_0" in typed) == bool(typed)
             assert watched.page.text_content("#quality-note").startswith(data["converted"] or "Nothing of this model")
             assert watched.messages == []
