@@ -18,10 +18,17 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from benchmarks.kept import Kept, say
 
 import headwise
 from benchmarks import data
+from headwise.engines.in_engine import RUNNABLE
+from headwise.engines.process import ask
+from headwise.evaluation.evaluate import prompt_of, read_texts, windows_of
+from headwise.evaluation.model_pair import open_pair
+from headwise.options import EngineOptions
+from headwise.progress import silent
 
 
 def larger_biases(cache: Path) -> Path:
@@ -39,8 +46,9 @@ def larger_biases(cache: Path) -> Path:
 MODELS = {"Qwen2.5-Coder-0.5B": data.qwen, "the same with larger biases": larger_biases}
 TEXTS = ("wikitext-test", "brown", "python-reference")
 CACHES = ("q4_0", "q8_0", "f16")
+AS_IT_IS = "as it is"
 WAYS: dict[str, dict[str, Any]] = {
-    "as it is": {},
+    AS_IT_IS: {},
     "weights": {},
     "text": {"calibrate": True},
     "refitted": {"calibrate": True, "refit": True},
@@ -64,34 +72,68 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = {"windows": options.windows, "window": options.window, "prepared for": options.prepare_for}
     kept = Kept(options.json, settings)
     options.work.mkdir(parents=True, exist_ok=True)
-    for name, way in itertools.product(options.models, options.ways):
-        source = MODELS[name](options.cache)
-        file, seconds = source, 0.0
-        if way != "as it is":
-            file = options.work / f"{name}-{way}.gguf"
-            fitted = dict(WAYS[way])
-            if "calibrate" in fitted:
-                fitted["calibrate"] = data.wikitext("train", options.cache)
-            seconds = headwise.prepare(source, file, cache=options.prepare_for, overwrite=True, **fitted).seconds
-        for text, cache in itertools.product(options.texts, options.caches):
-            cell = f"{name} {text} {cache} {way}"
-            if cell in kept.rows or (way, cache) == ("as it is", "f16"):
-                continue
-            result = headwise.evaluate_in_engine(
-                file, engine="llama.cpp", engine_python=options.python, cache=cache, against=source,
-                text=data.ALL[text](options.cache), windows=options.windows, window=options.window,
-            )  # fmt: skip
-            row = {
-                "name": name, "text": text, "cache": cache, "way": way, "engine": result.engine, "seconds": seconds,
-                "bytes": result.cache_bytes_per_token, "perplexity": result.perplexity, "kl": result.kl,
-                "kl_999": result.kl_999, "same_top": result.top1_agreement,
-            }  # fmt: skip
-            assert result.reference is not None
-            row["full"] = {
-                "bytes": result.reference.cache_bytes_per_token, "perplexity": result.reference.perplexity
-            }  # fmt: skip
-            kept.add(cell, row)
-            say(f"{cell}: ×{result.perplexity / result.reference.perplexity:.4f}, KL {result.kl:.4f}")
+    for name in options.models:
+        files, seconds = prepare_all(name, options)
+        for text in options.texts:
+            ways = list(itertools.product(options.ways, options.caches))
+            cells = {
+                (way, cache): f"{name} {text} {cache} {way}"
+                for way, cache in ways
+                if (way, cache) != (AS_IT_IS, "f16")
+            }
+            missing = {place: cell for place, cell in cells.items() if cell not in kept.rows}
+            for (way, cache), row in measured(files, text, [*missing], options).items():
+                about = {"name": name, "text": text, "cache": cache, "way": way, "seconds": seconds[way]}
+                kept.add(missing[way, cache], about | row)
+                say(
+                    f"{missing[way, cache]}: ×{row['perplexity'] / row['full']['perplexity']:.4f}, KL {row['kl']:.4f}"
+                )
+
+
+def prepare_all(name: str, options: argparse.Namespace) -> tuple[dict[str, Path], dict[str, float]]:
+    """The file of a model for each way, and the seconds that preparing it took."""
+    files, seconds = {AS_IT_IS: MODELS[name](options.cache)}, {AS_IT_IS: 0.0}
+    for way in options.ways:
+        if way == AS_IT_IS:
+            continue
+        files[way] = options.work / f"{name}-{way}.gguf"
+        fitted = dict(WAYS[way])
+        if "calibrate" in fitted:
+            fitted["calibrate"] = data.wikitext("train", options.cache)
+        done = headwise.prepare(files[AS_IT_IS], files[way], cache=options.prepare_for, overwrite=True, **fitted)
+        seconds[way] = done.seconds
+    return files, seconds
+
+
+def measured(
+    files: dict[str, Path], text: str, cells: Sequence[tuple[str, str]], options: argparse.Namespace
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """A row for each way and cache, all beside the file as it is with a full cache, which is read once."""
+    if not cells:
+        return {}
+    file = data.ALL[text](options.cache)
+    passages = EngineOptions(text=file, engine="llama.cpp", windows=options.windows, window=options.window)
+    texts, context = windows_of(read_texts(file), open_pair(files[AS_IT_IS]), passages)
+    names = {f"{way} {cache}": (way, cache) for way, cache in cells}
+    models = {key: {"file": str(files[way]), "cache": cache} for key, (way, cache) in names.items()}
+    request = {
+        "models": models | {"against": {"file": str(files[AS_IT_IS]), "cache": None}},
+        "windows": texts[0][1].tolist(),
+        "prompt": prompt_of(texts, context)[0].tolist(),
+        "threads": torch.get_num_threads(),
+    }
+    answer = ask("llama.cpp", options.python, RUNNABLE["llama.cpp"].install, request, silent)
+    room = {key: speed["bytes"] / speed["room"] for key, speed in answer["speed"].items()}
+    full = {"bytes": room["against"], "perplexity": float(np.exp(np.mean(answer["scores"]["against"]["nll"])))}
+    rows = {}
+    for key, place in names.items():
+        scores = {score: np.array(values) for score, values in answer["scores"][key].items()}
+        rows[place] = {
+            "engine": answer["version"], "bytes": room[key], "perplexity": float(np.exp(scores["nll"].mean())),
+            "kl": float(scores["kl"].mean()), "kl_999": float(np.quantile(scores["kl"], 0.999)),
+            "same_top": float(scores["agree"].mean()), "full": full,
+        }  # fmt: skip
+    return rows
 
 
 if __name__ == "__main__":

@@ -180,10 +180,13 @@ def test_windows_are_scored_as_those_of_transformers(monkeypatch: pytest.MonkeyP
     pair = {"model": tiny_model(vocab_size=324).float(), "against": tiny_model(vocab_size=324, seed=1).float()}
     ids = torch.randint(324, (length,), generator=torch.Generator().manual_seed(0))
     expected = score_window(pair, ids)
-    found = worker.score_window({name: Transformers(model) for name, model in pair.items()}, ids.tolist())  # type: ignore[misc]
-    assert found.keys() == expected.keys()
-    for key, values in found.items():
+    models = {name: Transformers(model) for name, model in {**pair, "another": pair["model"]}.items()}
+    found = worker.score_window(models, ids.tolist())  # type: ignore[arg-type]
+    assert found["model"].keys() == expected.keys()
+    for key, values in found["model"].items():
         torch.testing.assert_close(torch.tensor(values).double(), expected[key], rtol=1e-4, atol=1e-5)
+    assert found["another"] == found["model"]
+    assert found["against"] == {"nll": found["model"]["reference_nll"]}
 
 
 def engine_python(module: str, variable: str) -> str:

@@ -128,7 +128,7 @@ def _evaluation(pair: Pair, texts: Windows, answer: dict[str, Any], context: int
     Raises:
         CheckpointError: the engine computes NaN or infinite logits.
     """
-    scores = {key: torch.tensor(values, dtype=torch.float64) for key, values in answer["scores"].items()}
+    scores = {key: torch.tensor(values, dtype=torch.float64) for key, values in answer["scores"]["model"].items()}
     for key, name in (("nll", "model"), ("reference_nll", "against")):
         if key in scores and not bool(scores[key].isfinite().all()):
             raise CheckpointError(name, pair.sources[name], f"computes NaN or infinite logits in {answer['version']}")

@@ -2,9 +2,9 @@
 
 Engines ask for other versions of the same packages than headwise does, so that it imports the standard library, NumPy
 and the engine alone. ``process.py`` starts it. The first line of stdin is the request, in JSON: the ``engine``, its
-``threads``, ``models`` by name (each a ``file`` and a ``cache``, None for the engine's full one), ``windows`` of
-token ids, and a ``prompt`` behind which decoding is timed. Every line of stdout is JSON: how far it is, and in the
-last one the answer.
+``threads``, ``models`` by name (each a ``file`` and a ``cache``, None for the engine's full one; ``against`` is what
+the others are compared with), ``windows`` of token ids, and a ``prompt`` behind which decoding is timed. Every line
+of stdout is JSON: how far it is, and in the last one the answer.
 
 Shapes: S tokens of a window, V tokens of the vocabulary.
 """
@@ -310,7 +310,7 @@ ENGINES: dict[str, type[Model]] = {"llama.cpp": LlamaCpp, "MLX-LM": MlxLm, "vLLM
 def measure(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Score every window and time decoding; see the top of this file.
 
-    For example ``measure({"engine": "llama.cpp", …}, print)["scores"]["nll"]``.
+    For example ``measure({"engine": "llama.cpp", …}, print)["scores"]["model"]["nll"]``.
 
     Raises:
         RefusedError: the engine refuses a model.
@@ -327,47 +327,52 @@ def measure(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     if len(set(sizes.values())) > 1 or largest >= min(sizes.values()):
         raise RefusedError(f"vocabularies of {sizes} tokens do not suit a text with token {largest}")
     tell("loading", len(models), len(models))
-    scores: dict[str, list[list[float]]] = {}
+    scores: dict[str, dict[str, list[list[float]]]] = {name: {} for name in models}
     for done, ids in enumerate(windows):
         tell("perplexity", done, len(windows))
-        for key, values in score_window(models, ids).items():
-            scores.setdefault(key, []).append(values)
+        for name, of_model in score_window(models, ids).items():
+            for key, values in of_model.items():
+                scores[name].setdefault(key, []).append(values)
     tell("perplexity", len(windows), len(windows))
     allocated = {name: model.allocated() for name, model in models.items()}
     seconds = decode_seconds(models, prompt, tell)
     speed = {
         name: {"bytes": allocated[name][0], "room": allocated[name][1], "seconds": seconds[name]} for name in models
     }
-    return {"scores": scores, "speed": speed, "version": kind.version(), "device": models["model"].device}
+    return {"scores": scores, "speed": speed, "version": kind.version(), "device": next(iter(models.values())).device}
 
 
-def score_window(models: dict[str, Model], ids: list[int]) -> dict[str, list[float]]:
-    """The scores of the tokens of a window after the first, as `headwise.evaluation.score_window` has them.
+def score_window(models: dict[str, Model], ids: list[int]) -> dict[str, dict[str, list[float]]]:
+    """The scores of the tokens of a window after the first, of each model, as `headwise.evaluation.score_window`.
 
-    For example ``score_window({"model": model}, [1, 2, 3])["nll"]`` has two costs, in nats.
+    For example ``score_window({"model": model}, [1, 2, 3])["model"]["nll"]`` has two costs, in nats.
 
-    All models read a chunk before any reads the next, so that no more than a chunk's logits are in memory.
+    Where one of the models is named ``against``, the others are compared with it. All models read a chunk before any
+    reads the next, so that no more than a chunk's logits are in memory.
     """
-    scores: dict[str, list[float]] = {}
+    scores: dict[str, dict[str, list[float]]] = {name: {} for name in models}
     for chunk, pieces in enumerate(zip(*(model.logits(ids) for model in models.values()), strict=True)):
         targets = ids[chunk * CHUNK + 1 : (chunk + 1) * CHUNK + 1]
         for first in range(0, len(targets), ROWS):
             rows = slice(first, min(first + ROWS, len(targets)))
-            for key, values in _score([piece[rows] for piece in pieces], targets[rows]).items():
-                scores.setdefault(key, []).extend(values.tolist())
+            logits = {name: piece[rows] for name, piece in zip(models, pieces, strict=True)}
+            for name, of_model in _score(logits, targets[rows]).items():
+                for key, values in of_model.items():
+                    scores[name].setdefault(key, []).extend(values.tolist())
     return scores
 
 
-def _score(logits: list[Array], targets: list[int]) -> dict[str, Array]:
-    """The scores of some positions, from logits ``[rows, V]`` of the model and of its reference."""
-    log_probs = [_log_softmax(rows) for rows in logits]
-    own, *reference = log_probs
+def _score(logits: dict[str, Array], targets: list[int]) -> dict[str, dict[str, Array]]:
+    """The scores of some positions, from logits ``[rows, V]`` of each model."""
+    log_probs = {name: _log_softmax(rows) for name, rows in logits.items()}
     at = np.arange(len(targets))
-    scores = {"nll": -own[at, targets]}
-    for other in reference:
-        scores["reference_nll"] = -other[at, targets]
-        scores["kl"] = (np.exp(other) * (other - own)).sum(-1)
-        scores["agree"] = (own.argmax(-1) == other.argmax(-1)).astype(np.float32)
+    scores = {name: {"nll": -own[at, targets]} for name, own in log_probs.items()}
+    if (reference := log_probs.pop("against", None)) is not None:
+        probs, likeliest = np.exp(reference), reference.argmax(-1)
+        for name, own in log_probs.items():
+            scores[name]["reference_nll"] = scores["against"]["nll"]
+            scores[name]["kl"] = (probs * (reference - own)).sum(-1)
+            scores[name]["agree"] = (own.argmax(-1) == likeliest).astype(np.float32)
     return scores
 
 
