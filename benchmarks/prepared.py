@@ -1,10 +1,12 @@
-"""What llama.cpp's own caches lose of models as they are, and prepared for them: in stock llama.cpp.
+"""What engines' own caches lose of models as they are, and prepared for them: in the engines themselves.
 
-    python -m benchmarks.prepared --python ENV/bin/python      # of an environment with llama-cpp-python
+    python -m benchmarks.prepared llama.cpp --python ENV/bin/python      # of an environment with llama-cpp-python
+    python -m benchmarks.prepared mlx-lm --python ENV/bin/python
+    python -m benchmarks.prepared vllm --python ENV/bin/python           # with AVX-512 in bfloat16, or AMX
 
 A model is prepared from its weights alone, on 4,096 tokens of WikiText-2 train, and on these with the biases of its
-keys shifted. Perplexity and divergence are beside the file as it is with a float16 cache. Each cell is kept in
-benchmarks/results/prepared.json as soon as it is measured.
+keys shifted. Perplexity and divergence are beside the model as it is with a full cache. Each cell is kept in
+benchmarks/results/prepared-ENGINE.json as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +26,22 @@ from benchmarks.kept import Kept, say
 
 import headwise
 from benchmarks import data
+from headwise.checkpoints import load_tokenizer
 from headwise.engines.in_engine import RUNNABLE
 from headwise.engines.process import ask
 from headwise.evaluation.evaluate import prompt_of, read_texts, windows_of
 from headwise.evaluation.model_pair import open_pair
 from headwise.options import EngineOptions
 from headwise.progress import silent
+
+
+def folder(cache: Path) -> Path:
+    """Qwen2.5-Coder-0.5B as a folder in bfloat16."""
+    source, path = data.qwen(cache), cache / "qwen2.5-coder-0.5b"
+    if not (path / "model.safetensors").exists():
+        headwise.load(source).to(torch.bfloat16).save_pretrained(path)  # type: ignore[arg-type]
+        load_tokenizer(source).save_pretrained(path)
+    return path
 
 
 def larger_biases(cache: Path) -> Path:
@@ -43,9 +56,33 @@ def larger_biases(cache: Path) -> Path:
     return path
 
 
-MODELS = {"Qwen2.5-Coder-0.5B": data.qwen, "the same with larger biases": larger_biases}
+@dataclass(frozen=True)
+class Setup:
+    """What is measured in an engine.
+
+    Attributes:
+        models: how each is made.
+        caches: the engine's, the full one last.
+        prepared_for: the format.
+    """
+
+    models: dict[str, Callable[[Path], Path]]
+    caches: tuple[str, ...]
+    prepared_for: str
+
+
+MODEL = "Qwen2.5-Coder-0.5B"
+ENGINES = {
+    "llama.cpp": Setup(
+        {MODEL: data.qwen, "the same with larger biases": larger_biases}, ("q4_0", "q8_0", "f16"), "llama.cpp:q4_0"
+    ),
+    "mlx-lm": Setup({MODEL: folder}, ("4", "8", "bfloat16"), "mlx:4"),
+    "vllm": Setup({MODEL: folder}, ("fp8", "bfloat16"), "vllm:fp8"),
+}
 TEXTS = ("wikitext-test", "brown", "python-reference")
-CACHES = ("q4_0", "q8_0", "f16")
+TOGETHER = 4
+"""Cells that are measured beside one run of the reference, each with a model in memory."""
+
 AS_IT_IS = "as it is"
 WAYS: dict[str, dict[str, Any]] = {
     AS_IT_IS: {},
@@ -57,50 +94,50 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", required=True, help="the interpreter of an environment with llama-cpp-python")
-    parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
+    parser.add_argument("engine", choices=[*ENGINES])
+    parser.add_argument("--python", required=True, help="the interpreter of the engine's environment")
+    parser.add_argument("--models", nargs="+")
     parser.add_argument("--texts", nargs="+", choices=[*data.ALL], default=[*TEXTS], metavar="TEXT")
     parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=[*WAYS])
-    parser.add_argument("--caches", nargs="+", default=[*CACHES])
-    parser.add_argument("--prepare-for", default="llama.cpp:q4_0", metavar="ENGINE:FORMAT")
+    parser.add_argument("--caches", nargs="+")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--window", type=int, default=1024, help="tokens in each")
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/prepared.json"))
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where models and texts are")
     parser.add_argument("--work", type=Path, default=Path("build/prepared"), help="where models are prepared")
     options = parser.parse_args(arguments)
-    settings = {"windows": options.windows, "window": options.window, "prepared for": options.prepare_for}
-    kept = Kept(options.json, settings)
+    setup = ENGINES[options.engine]
+    settings = {"windows": options.windows, "window": options.window, "prepared for": setup.prepared_for}
+    kept = Kept(options.json or Path(f"benchmarks/results/prepared-{options.engine}.json"), settings)
     options.work.mkdir(parents=True, exist_ok=True)
-    for name in options.models:
+    for name in options.models or setup.models:
         files, seconds = prepare_all(name, options)
         for text in options.texts:
-            ways = list(itertools.product(options.ways, options.caches))
-            cells = {
-                (way, cache): f"{name} {text} {cache} {way}"
-                for way, cache in ways
-                if (way, cache) != (AS_IT_IS, "f16")
-            }
-            missing = {place: cell for place, cell in cells.items() if cell not in kept.rows}
-            for (way, cache), row in measured(files, text, [*missing], options).items():
-                about = {"name": name, "text": text, "cache": cache, "way": way, "seconds": seconds[way]}
-                kept.add(missing[way, cache], about | row)
-                say(
-                    f"{missing[way, cache]}: ×{row['perplexity'] / row['full']['perplexity']:.4f}, KL {row['kl']:.4f}"
-                )
+            places = [
+                (way, cache)
+                for way, cache in itertools.product(options.ways, options.caches or setup.caches)
+                if (way, cache) != (AS_IT_IS, setup.caches[-1]) and f"{name} {text} {cache} {way}" not in kept.rows
+            ]
+            for start in range(0, len(places), TOGETHER):
+                for (way, cache), row in measured(files, text, places[start : start + TOGETHER], options).items():
+                    cell = f"{name} {text} {cache} {way}"
+                    about = {"name": name, "text": text, "cache": cache, "way": way, "seconds": seconds[way]}
+                    kept.add(cell, about | row)
+                    say(f"{cell}: ×{row['perplexity'] / row['full']['perplexity']:.4f}, KL {row['kl']:.4f}")
 
 
 def prepare_all(name: str, options: argparse.Namespace) -> tuple[dict[str, Path], dict[str, float]]:
     """The file of a model for each way, and the seconds that preparing it took."""
-    files, seconds = {AS_IT_IS: MODELS[name](options.cache)}, {AS_IT_IS: 0.0}
+    setup = ENGINES[options.engine]
+    files, seconds = {AS_IT_IS: setup.models[name](options.cache)}, {AS_IT_IS: 0.0}
     for way in options.ways:
         if way == AS_IT_IS:
             continue
-        files[way] = options.work / f"{name}-{way}.gguf"
+        files[way] = options.work / f"{name}-{way}{files[AS_IT_IS].suffix if files[AS_IT_IS].is_file() else ''}"
         fitted = dict(WAYS[way])
         if "calibrate" in fitted:
             fitted["calibrate"] = data.wikitext("train", options.cache)
-        done = headwise.prepare(files[AS_IT_IS], files[way], cache=options.prepare_for, overwrite=True, **fitted)
+        done = headwise.prepare(files[AS_IT_IS], files[way], cache=setup.prepared_for, overwrite=True, **fitted)
         seconds[way] = done.seconds
     return files, seconds
 
@@ -109,20 +146,23 @@ def measured(
     files: dict[str, Path], text: str, cells: Sequence[tuple[str, str]], options: argparse.Namespace
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """A row for each way and cache, all beside the file as it is with a full cache, which is read once."""
-    if not cells:
-        return {}
     file = data.ALL[text](options.cache)
-    passages = EngineOptions(text=file, engine="llama.cpp", windows=options.windows, window=options.window)
+    passages = EngineOptions(text=file, engine=options.engine, windows=options.windows, window=options.window)
     texts, context = windows_of(read_texts(file), open_pair(files[AS_IT_IS]), passages)
+    widest = ENGINES[options.engine].caches[-1]
     names = {f"{way} {cache}": (way, cache) for way, cache in cells}
-    models = {key: {"file": str(files[way]), "cache": cache} for key, (way, cache) in names.items()}
+    models = {
+        key: {"file": str(files[way]), "cache": None if cache == widest else cache}
+        for key, (way, cache) in names.items()
+    }
     request = {
         "models": models | {"against": {"file": str(files[AS_IT_IS]), "cache": None}},
         "windows": texts[0][1].tolist(),
         "prompt": prompt_of(texts, context)[0].tolist(),
         "threads": torch.get_num_threads(),
     }
-    answer = ask("llama.cpp", options.python, RUNNABLE["llama.cpp"].install, request, silent)
+    engine = RUNNABLE[options.engine]
+    answer = ask(engine.name, options.python, engine.install, request, silent)
     room = {key: speed["bytes"] / speed["room"] for key, speed in answer["speed"].items()}
     full = {"bytes": room["against"], "perplexity": float(np.exp(np.mean(answer["scores"]["against"]["nll"])))}
     rows = {}

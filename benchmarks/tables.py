@@ -356,7 +356,7 @@ def formats(document: Document) -> str:
 
 
 def prepared(document: Document) -> str:
-    """The table of models as they are and prepared, with llama.cpp's caches: perplexity ratio, KL and its 99.9 %."""
+    """The table of models as they are and prepared, with an engine's caches: perplexity ratio, KL and its 99.9 %."""
     ways = {"as it is": "as it is", "weights": "by weights", "text": "on a text", "refitted": "refitted on it"}
     rows = list(document["rows"].values())
     lines = []
@@ -572,7 +572,9 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "rivals": ("rivals.json", rivals),
     "formats": ("formats.json", formats),
     "beginnings": ("beginnings.json", beginnings),
-    "prepared": ("prepared.json", prepared),
+    "prepared": ("prepared-llama.cpp.json", prepared),
+    "prepared-mlx": ("prepared-mlx-lm.json", prepared),
+    "prepared-vllm": ("prepared-vllm.json", prepared),
     "samples": ("samples.json", samples),
     "quick": ("quick.json", quick),
     "advised": ("advised.json", advised),
