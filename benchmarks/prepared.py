@@ -6,7 +6,7 @@
 
 A model is prepared from its weights alone, on 4,096 tokens of WikiText-2 train, and on these with the biases of its
 keys shifted. Perplexity and divergence are beside the model as it is with a full cache. Each cell is kept in
-benchmarks/results/prepared-ENGINE.json as soon as it is measured.
+benchmarks/results/prepared-ENGINE.json as soon as it is measured, and prepared models in --work.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--window", type=int, default=1024, help="tokens in each")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where models and texts are")
-    parser.add_argument("--work", type=Path, default=Path("build/prepared"), help="where models are prepared")
+    parser.add_argument("--work", type=Path, default=Path("build/prepared"), help="where prepared models are")
     options = parser.parse_args(arguments)
     setup = ENGINES[options.engine]
     settings = {"windows": options.windows, "window": options.window, "prepared for": setup.prepared_for}
     kept = Kept(options.json or Path(f"benchmarks/results/prepared-{options.engine}.json"), settings)
     options.work.mkdir(parents=True, exist_ok=True)
     for name in options.models or setup.models:
-        files, seconds = prepare_all(name, options)
+        files = prepare_all(name, options)
         for text in options.texts:
             places = [
                 (way, cache)
@@ -121,25 +121,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for start in range(0, len(places), TOGETHER):
                 for (way, cache), row in measured(files, text, places[start : start + TOGETHER], options).items():
                     cell = f"{name} {text} {cache} {way}"
-                    about = {"name": name, "text": text, "cache": cache, "way": way, "seconds": seconds[way]}
-                    kept.add(cell, about | row)
+                    kept.add(cell, {"name": name, "text": text, "cache": cache, "way": way, **row})
                     say(f"{cell}: ×{row['perplexity'] / row['full']['perplexity']:.4f}, KL {row['kl']:.4f}")
 
 
-def prepare_all(name: str, options: argparse.Namespace) -> tuple[dict[str, Path], dict[str, float]]:
-    """The file of a model for each way, and the seconds that preparing it took."""
+def prepare_all(name: str, options: argparse.Namespace) -> dict[str, Path]:
+    """The file of a model for each way; one that is there already is not made again."""
     setup = ENGINES[options.engine]
-    files, seconds = {AS_IT_IS: setup.models[name](options.cache)}, {AS_IT_IS: 0.0}
-    for way in options.ways:
-        if way == AS_IT_IS:
-            continue
-        files[way] = options.work / f"{name}-{way}{files[AS_IT_IS].suffix if files[AS_IT_IS].is_file() else ''}"
-        fitted = dict(WAYS[way])
+    source = setup.models[name](options.cache)
+    files = {AS_IT_IS: source}
+    for way, fitted in ((way, dict(WAYS[way])) for way in options.ways if way != AS_IT_IS):
+        files[way] = options.work / f"{name}-{way}{source.suffix if source.is_file() else ''}"
         if "calibrate" in fitted:
             fitted["calibrate"] = data.wikitext("train", options.cache)
-        done = headwise.prepare(files[AS_IT_IS], files[way], cache=setup.prepared_for, overwrite=True, **fitted)
-        seconds[way] = done.seconds
-    return files, seconds
+        if not files[way].exists():
+            headwise.prepare(source, files[way], cache=setup.prepared_for, **fitted)
+    return files
 
 
 def measured(
