@@ -275,10 +275,15 @@ class Whole(Format):
 
     def sharing(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """See `Format`."""
-        (R, _), scale = shapes["weight"], shapes[self.scale]
+        (R, C), scale = shapes["weight"], shapes[self.scale]
         if math.prod(scale) == 1:
             return R
-        return 1 if scale[0] == R or self.block is None else self.block[0]
+        return self.block[0] if self.block is not None and scale == self._blocks(R, C) else 1
+
+    def _blocks(self, rows: int, columns: int) -> tuple[int, int]:
+        """The blocks of a matrix down and across, where there are such."""
+        down, across = self.block or (rows, columns)
+        return -(-rows // down), -(-columns // across)
 
     def read(self, parts: Parts) -> Rows:
         """See `Format`."""
@@ -288,14 +293,13 @@ class Whole(Format):
         is_float = weight.dtype == torch.float8_e4m3fn
         codes = weight.view(torch.uint8) if is_float else weight.to(torch.int16)
         zeros = parts.get("weight_zero_point")
-        if scales.numel() == 1 or len(scales) == R:
+        if self.block is not None and tuple(scales.shape) == self._blocks(R, C):
+            groups = torch.arange(C) // self.block[1]
+        elif scales.numel() == 1 or len(scales) == R:
             groups = self.even_groups(C, scales.numel() // (R // rows), self.scale)
         else:
-            columns = self.block[1] if self.block else C
-            if (-(-R // rows), -(-C // columns)) != tuple(scales.shape):
-                rule = f"must be of {R} rows, of one, or of the blocks that the config names"
-                raise self.refuse(self.scale, tuple(scales.shape), rule)
-            groups = torch.arange(C) // columns
+            rule = f"must be of {R} rows, of one, or of the blocks that the config names"
+            raise self.refuse(self.scale, tuple(scales.shape), rule)
         scales = scales.reshape(-(-R // rows), -1)
         if zeros is not None:
             if zeros.numel() != scales.numel():
