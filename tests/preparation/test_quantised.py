@@ -86,10 +86,16 @@ def same_but_for(old: Path, new: Path, changed: tuple[str, ...]) -> None:
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
-@pytest.mark.parametrize("name", BY_ROW)
+MODELS = [("llama", name) for name in BY_ROW]
+MODELS += [
+    (family, name) for family in ("qwen2", "phi3") for name in ("awq", "gptq", "fp8 by row", "ct int4 with zeros")
+]
+
+
+@pytest.mark.parametrize(("family", "name"), MODELS)
 def test_the_model_is_the_same(name: str, family: str, tmp_path: Path) -> None:
-    source = quantise(BY_ROW[name], make(tmp_path / "float", family, torch.float32), tmp_path / "source", name)
+    dense = make(tmp_path / "float", family, torch.float32, num_hidden_layers=1)
+    source = quantise(BY_ROW[name], dense, tmp_path / "source", name)
     out = tmp_path / "out"
     made = headwise.prepare(source, out, cache=CACHES)
     assert all(ratio <= 1.0 for layer in made.layers for ratio in layer.loss.values())
