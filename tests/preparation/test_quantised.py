@@ -191,7 +191,7 @@ def test_norms_of_queries_and_keys_change_alone(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["awq", "gptq by activations", "fp8 by row", "ct int4"])
 def test_a_text_is_fitted_on(name: str, tmp_path: Path) -> None:
     """The layers run with the weights that the codes mean."""
-    source = quantise(BY_ROW[name], make(tmp_path / "float", "qwen2"), tmp_path / "source", name)
+    source = quantise(BY_ROW[name], make(tmp_path / "float", "qwen2", num_hidden_layers=1), tmp_path / "source", name)
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     options = {"cache": CACHES, "calibrate": text, "calibration_tokens": 256}
@@ -210,18 +210,20 @@ def test_a_text_is_fitted_on(name: str, tmp_path: Path) -> None:
 
 def test_scales_without_room_cut_the_change(tmp_path: Path) -> None:
     """float16 scales near its smallest numbers lose less than it rounds any number by, and a note says so."""
-    source = awq()(make(tmp_path / "float", "llama"), tmp_path / "source")
+    source = awq()(make(tmp_path / "float", "llama", num_hidden_layers=1), tmp_path / "source")
     stored = load_file(source / "model.safetensors")
-    name = "model.layers.0.self_attn.k_proj.scales"
-    for half in (slice(0, 64, 3), slice(64, 128, 3)):
-        stored[name][:, half] = (stored[name][:, half].float() * 2.0**-9).half()
+    names = [f"model.layers.0.self_attn.{side}_proj" for side in "qk"]
+    for name in names:
+        stored[f"{name}.scales"] = (stored[f"{name}.scales"].float() * 2.0**-10).half()
     save_file(stored, source / "model.safetensors", {"format": "pt"})
     made = headwise.prepare(source, tmp_path / "out", cache=CACHES)
-    old, new = (meant(folder)["model.layers.0.self_attn.k_proj.weight"] for folder in (source, tmp_path / "out"))
-    norms = [torch.frexp(part.norm(dim=1))[0].sort().values for part in (old, new)]
-    assert (norms[0] - norms[1]).abs().max() < 2.0**-10
-    assert torch.isfinite(new).all()
-    assert made.layers[0].cut == 0 or any("too little room" in note for note in made.notes)
+    assert made.layers[0].cut > 0
+    assert any("too little room" in note for note in made.notes)
+    for name in names:
+        old, new = (meant(folder)[f"{name}.weight"] for folder in (source, tmp_path / "out"))
+        norms = [torch.frexp(part.norm(dim=1))[0].sort().values for part in (old, new)]
+        assert not torch.equal(old, new)
+        assert (norms[0] - norms[1]).abs().max() < 2.0**-10
 
 
 def test_shards_are_copied_with_their_index(tmp_path: Path) -> None:
