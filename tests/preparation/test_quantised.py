@@ -45,6 +45,7 @@ BY_ROW: dict[str, Quantiser] = {
     "fp8 by row, blocks of one": fp8((1, 128), scale="weight_scale"),
     "ct int4": by_compressed_tensors(num_bits=4, strategy="group", group_size=64),
     "ct int4 with zeros": by_compressed_tensors(num_bits=4, strategy="group", group_size=64, symmetric=False),
+    "ct int2 with zeros": by_compressed_tensors(num_bits=2, strategy="group", group_size=32, symmetric=False),
     "ct int4 by channel": by_compressed_tensors(num_bits=4, strategy="channel"),
     "ct int8 in groups": by_compressed_tensors(num_bits=8, strategy="group", group_size=64),
     "ct int8 by channel": by_compressed_tensors(num_bits=8, strategy="channel"),
@@ -59,7 +60,7 @@ SHARED: dict[str, Quantiser] = {
     "ct int4 of one scale": by_compressed_tensors(num_bits=4, strategy="tensor"),
 }
 TURNED = ("awq", "awq of whole rows", "fp8 by row", "fp8 by row, blocks of one", "ct int4 with zeros",
-          "ct int8 by channel with zeros", "ct fp8 by channel")  # fmt: skip
+          "ct int2 with zeros", "ct int8 by channel with zeros", "ct fp8 by channel")  # fmt: skip
 """Those whose codes can say that a row is negated."""
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # compressed-tensors and transformers deprecate names of their own

@@ -109,6 +109,20 @@ class Format(ABC):
         """An error that names a tensor of the module."""
         return CheckpointError(f"{self.module}.{part}", value, rule)
 
+    def groups(self, parts: Parts, part: str, columns: int, groups: int, scale: str) -> Tensor:
+        """The group of each column, int64 ``[C]``: as a tensor says, where it is there, or groups of one size.
+
+        Raises:
+            CheckpointError: there are no such groups.
+        """
+        if part not in parts:
+            return self.even_groups(columns, groups, scale)
+        self.check(parts, part, (columns,))
+        given = parts[part].long()
+        if int(given.min()) < 0 or int(given.max()) >= groups:
+            raise self.refuse(part, int(given.max()), f"must be numbers of {groups} groups")
+        return given
+
     def even_groups(self, columns: int, groups: int, scale: str) -> Tensor:
         """The group of each column, int64 ``[C]``, of groups of one size.
 
@@ -189,14 +203,10 @@ class Gptq(Format):
         codes = unpacked(parts["qweight"].T, bits)
         self.check(parts, "qweight", (len(parts["qweight"]), R))
         self.check(parts, "qzeros", (G, words))
+        # Engines disagree on a zero of 2ᵇ in version 1: AutoGPTQ computes with 0, ExLlama with 2ᵇ. Scales times a power
+        # of two are right for both.
         zeros = (unpacked(parts["qzeros"], bits) + self.less) & (2**bits - 1)
-        if "g_idx" in parts:
-            groups = parts["g_idx"].long()
-            self.check(parts, "g_idx", (codes.shape[-1],))
-            if bool((groups < 0).any()) or bool((groups >= G).any()):
-                raise self.refuse("g_idx", int(groups.max()), f"must be numbers of {G} groups")
-        else:
-            groups = self.even_groups(codes.shape[-1], G, "scales")
+        groups = self.groups(parts, "g_idx", codes.shape[-1], G, "scales")
         return Rows(codes, parts["scales"].T, groups, zeros.T)
 
     def written(self, rows: Rows, parts: Parts) -> dict[str, Tensor]:
@@ -230,10 +240,7 @@ class Packed(Format):
         scales = scales.reshape(1, 1) if scales.numel() == 1 else scales
         bits = _bits(C, parts["weight_packed"].shape[-1]) or 0
         middle, G = 2 ** (bits - 1), scales.shape[1]
-        groups = self.even_groups(C, G, "weight_scale")
-        if "weight_g_idx" in parts:
-            groups = parts["weight_g_idx"].long()
-            self.check(parts, "weight_g_idx", (C,))
+        groups = self.groups(parts, "weight_g_idx", C, G, "weight_scale")
         zeros = None
         if "weight_zero_point" in parts:
             self.check(parts, "weight_zero_point", (-(-R * bits // 32), G))
