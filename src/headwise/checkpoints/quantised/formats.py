@@ -203,8 +203,8 @@ class Gptq(Format):
         codes = unpacked(parts["qweight"].T, bits)
         self.check(parts, "qweight", (len(parts["qweight"]), R))
         self.check(parts, "qzeros", (G, words))
-        # Engines disagree on a zero of 2ᵇ in version 1: AutoGPTQ computes with 0, ExLlama with 2ᵇ. A change of scales is
-        # right for both.
+        # Engines disagree on a zero of 2ᵇ in version 1: AutoGPTQ computes with 0, ExLlama with 2ᵇ. Scales may change
+        # for both.
         zeros = (unpacked(parts["qzeros"], bits) + self.less) & (2**bits - 1)
         groups = self.groups(parts, "g_idx", codes.shape[-1], G, "scales")
         return Rows(codes, parts["scales"].T, groups, zeros.T)
