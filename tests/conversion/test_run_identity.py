@@ -227,7 +227,15 @@ def test_what_does_not_decide_a_result() -> None:
         for name, (_, _, kind) in FUNCTIONS.items()
     }
     assert never == {
-        "convert": {"evaluate", "evaluation_windows", "overwrite", "dry_run", "device", "served_context", "served_by"},
+        "convert": {
+            "evaluate",
+            "evaluation_windows",
+            "overwrite",
+            "dry_run",
+            "device",
+            "served_context",
+            "served_by",
+        },
         "calibrate": {"overwrite", "device"},
         "frontier": {"targets", "methods", "keep", "plot", "device"},
         "heal": {"evaluate", "evaluation_windows", "overwrite", "device", "micro_batch"},

@@ -67,7 +67,14 @@ KEYS = {
     Evaluation: (
         *("model", "against", "text", "window", "begin", "windows", "tokens", "perplexity", "reference_perplexity"),
         *("perplexity_ratio", "kl", "kl_999", "top1_agreement", "texts", "cache", "cache_bytes_per_token"),
-        *("cache_bytes", "reference_cache_bytes_per_token", "reference_cache_bytes", "context", "decode_ms", "reference_decode_ms"),
+        *(
+            "cache_bytes",
+            "reference_cache_bytes_per_token",
+            "reference_cache_bytes",
+            "context",
+            "decode_ms",
+            "reference_decode_ms",
+        ),
         *("dtype", "device", "threads", "engine"),
     ),
     DepthScore: (
