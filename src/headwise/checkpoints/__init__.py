@@ -7,6 +7,7 @@ from headwise.checkpoints.gguf import GGUF_TYPES, GgufCheckpoint, GgufFile, toke
 from headwise.checkpoints.identity import model_identity, run_identity, versions
 from headwise.checkpoints.layout import Layout
 from headwise.checkpoints.open import model_path, open_checkpoint
+from headwise.checkpoints.quantised.folder import QuantisedFolder
 from headwise.checkpoints.tokenizer import decode, load_tokenizer, max_length, refuse_other_tokens, tokenize
 from headwise.checkpoints.unsafe import refuse_kernel, refuse_kernels, refuse_other_weights, refuse_unsafe
 from headwise.checkpoints.writer import FolderWriter, check_output, move_into_place
@@ -21,6 +22,7 @@ __all__ = [
     "GgufCheckpoint",
     "GgufFile",
     "Layout",
+    "QuantisedFolder",
     "TensorInfo",
     "check_output",
     "decode",

@@ -37,11 +37,13 @@ class FolderCheckpoint(Checkpoint):
         StorageError: a file cannot be read.
     """
 
+    _dtypes = DTYPES
+
     def __init__(self, path: Path) -> None:
         self.path = path
         if not (path / "config.json").is_file():
             raise CheckpointError("folder", str(path), "has no config.json")
-        config = read_json(path / "config.json", LARGEST_CONFIG)
+        config = self._plain_config(read_json(path / "config.json", LARGEST_CONFIG))
         refuse_unsafe(config, path)
         if config.pop("auto_map", None):  # what is read, run and written is transformers' class
             own = f"transformers' own {config['model_type']} is used"
@@ -66,7 +68,34 @@ class FolderCheckpoint(Checkpoint):
             self.notes = (*self.notes, note)
         self._stored = family.names_today(self.tensors) if family else {name: name for name in self.tensors}
         self.tensors = {name: self.tensors[stored] for name, stored in self._stored.items()}
+        self._join()
         self._take_as_transformers()
+
+    def _plain_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The config without what this kind of folder reads by itself."""
+        return config
+
+    def _join(self) -> None:
+        """Put tensors in the place of several stored ones that they are made of, where there are such."""
+
+    @property
+    def stored_config(self) -> dict[str, Any]:
+        """The config to write beside weights that are stored as these are."""
+        return self.config
+
+    @property
+    def read_files(self) -> tuple[Path, ...]:
+        """The files that tensors are read from, and the index that names them."""
+        files = tuple(sorted(set(self._files.values())))
+        return files if self.path / SINGLE in files else (*files, self.path / INDEX)
+
+    def place(self, name: str) -> tuple[Path, str]:
+        """The file of a tensor that is stored, and its name there.
+
+        Args:
+            name: transformers' name of it; of a quantised matrix, that of one of its parts.
+        """
+        return self._files[self._stored[name]], self._stored[name]
 
     def _read_header(self, file: Path, unread: tuple[str, ...], named: Mapping[str, Path]) -> None:
         """Note the tensors of one file, except those with an ending of ``unread``.
@@ -82,12 +111,12 @@ class FolderCheckpoint(Checkpoint):
                 continue
             header = handle.get_slice(name)
             dtype = header.get_dtype()
-            if dtype not in DTYPES:
-                rule = f"must be one of {', '.join(DTYPES)}: quantised weights are not read"
+            if dtype not in self._dtypes:
+                rule = f"must be one of {', '.join(self._dtypes)}: quantised weights are not read"
                 raise CheckpointError(f"{name} dtype", dtype, rule)
             if name not in self._files or named.get(name) == file:  # of two files, the one the index names
                 self._files[name] = file
-                self.tensors[name] = TensorInfo(tuple(header.get_shape()), DTYPES[dtype])
+                self.tensors[name] = TensorInfo(tuple(header.get_shape()), self._dtypes[dtype])
 
     def _handle(self, file: Path) -> Any:
         """An open safetensors file."""
@@ -104,6 +133,9 @@ class FolderCheckpoint(Checkpoint):
         return self._open[file]
 
     def _read(self, name: str) -> Tensor:
+        return self._read_stored(name)
+
+    def _read_stored(self, name: str) -> Tensor:
         try:
             stored = self._stored[name]
             tensor: Tensor = self._handle(self._files[stored]).get_tensor(stored)

@@ -7,6 +7,7 @@ from pathlib import Path
 from headwise.checkpoints.checkpoint import Checkpoint
 from headwise.checkpoints.folder import FolderCheckpoint
 from headwise.checkpoints.gguf import GgufCheckpoint
+from headwise.checkpoints.quantised.folder import QuantisedFolder, is_quantised
 from headwise.errors import ArgumentError
 from headwise.hub import fetch_hub
 from headwise.specs import locate
@@ -33,11 +34,12 @@ def model_path(source: str | Path) -> Path:
     return located.path
 
 
-def open_checkpoint(source: str | Path) -> Checkpoint:
+def open_checkpoint(source: str | Path, *, quantised: bool = False) -> Checkpoint:
     """Open a model for reading one tensor at a time.
 
     Args:
         source: a model folder, a ``.gguf`` file, ``smollm2-135m`` or ``hf://owner/name``.
+        quantised: whether a folder whose weights are quantised is read too, through their scales.
 
     Raises:
         ArgumentError: there is no such source, or it has no weights.
@@ -50,4 +52,6 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     torch.Size([576])
     """
     path = model_path(source)
-    return GgufCheckpoint(path) if path.is_file() else FolderCheckpoint(path)
+    if path.is_file():
+        return GgufCheckpoint(path)
+    return QuantisedFolder(path) if quantised and is_quantised(path) else FolderCheckpoint(path)

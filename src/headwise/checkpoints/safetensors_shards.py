@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headwise.checkpoints.checkpoint import DTYPES, TensorInfo
 from headwise.disk import replace
-from headwise.specs.stored_head import SINGLE
+from headwise.specs.stored_head import SINGLE, stored_tensors
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = ("F64", "F32", "BF16", "F16")  # safetensors': wide dtypes first, so that all are aligned
@@ -80,6 +80,25 @@ def is_whole(shard: Shard, folder: Path) -> bool:
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor in a safetensors file."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def overwrite_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write tensors over those of the same names, shapes and dtypes in a safetensors file; all other bytes stay.
+
+    Args:
+        tensors: by their names there.
+        file: the file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    places = stored_tensors(file)
+    with file.open("r+b") as opened:
+        for name, tensor in tensors.items():
+            raw = tensor_bytes(tensor)
+            assert len(raw) == places[name].nbytes, name
+            opened.seek(places[name].start)
+            opened.write(raw)
 
 
 class ShardWriter:

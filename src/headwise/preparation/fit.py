@@ -38,7 +38,9 @@ _GAIN = -1e-3
 """A change of one pair is made where it changes the logarithm of the loss by less than this."""
 
 
-def fit(queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat]) -> list[Change]:
+def fit(
+    queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat], *, turns: bool = True
+) -> list[Change]:
     """Find changes of a layer under which formats lose little.
 
     Where channels share steps, all factors of a head may be multiplied by one number, which changes no rounding of
@@ -51,8 +53,9 @@ def fit(queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[Eng
         layer: its spec; one with a norm of each query and key head gets one change for all heads, and no layer with
             norms gets turns.
         formats: at least one; of several, the product of their losses is minimised.
+        turns: whether pairs may be turned.
     """
-    problem = Problem(queries, keys, layer, formats)
+    problem = Problem(queries, keys, layer, formats, turns=turns)
     if problem.shares_steps:
         logarithms = problem.descended()
         solved = [problem.rounded(logarithms + offset) for offset in OFFSETS]
@@ -99,14 +102,22 @@ def score_loss(queries: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:
 class Problem:
     """The loss of a layer under a change of its queries and keys; see `fit` for the arguments."""
 
-    def __init__(self, queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat]) -> None:
+    def __init__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        layer: GroupedSpec,
+        formats: Sequence[EngineFormat],
+        *,
+        turns: bool = True,
+    ) -> None:
         D = keys.shape[-1]
         self.moments = queries.transpose(1, 2) @ queries / queries.shape[1]  # [K, D, D]
         self.shares_steps = any(code.keys.block(D) > 1 for code in formats)
         self.stride = max(1, keys.shape[1] // KEYS) if self.shares_steps else 1
         self.keys = keys[:, :: self.stride].clone()
         self.groups = channels(layer)
-        self.pairs = 0 if layer.qk_norm else num_pairs(layer)
+        self.pairs = num_pairs(layer) if turns and not layer.qk_norm else 0
         self.heads = 1 if layer.qk_norm == "head" else len(keys)
         self.formats = list(formats)
         # What a format sees of a head is a linear map of it, [D, D]; the mean square of a block of queries is the sum

@@ -62,6 +62,10 @@ class GgufLayers:
         low, high = least.reshape(shared).amax(1), most.reshape(shared).amin(1)
         return low.expand(layer.num_kv_heads, D), high.expand(layer.num_kv_heads, D)
 
+    def turns(self, index: int, layer: GroupedSpec) -> bool:
+        """Whether pairs can be turned by a quarter: every type has signs, of its numbers or of its scales."""
+        return True
+
     def write(self, changes: Sequence[Change], files: dict[Path, Path]) -> None:
         """Change the layers in copies of the model's files.
 

@@ -30,6 +30,7 @@ def best_change(
     formats: Sequence[EngineFormat],
     spans: Sequence[tuple[Tensor, Tensor]],
     *,
+    turns: bool = True,
     shifts: bool,
     longest: int,
 ) -> tuple[Change, dict[str, float], float]:
@@ -40,6 +41,7 @@ def best_change(
         state: its attention under headwise's names.
         formats: that its cache has; without any, nothing is changed.
         spans: the least and the largest exponent that rows of keys, and of queries, have room for.
+        turns: whether pairs may be turned by a quarter.
         shifts: whether the bias of keys may be shifted, which is not exact.
         longest: the most tokens of a text.
 
@@ -56,7 +58,7 @@ def best_change(
         if shifts and why_no_shift(layer) is None:
             moved = shift(projected, formats, longest=longest)
         samples = _samples(projected, moved)
-        for wanted in fit(*samples, layer, formats):
+        for wanted in fit(*samples, layer, formats, turns=turns):
             fitted = where_it_helps(within(wanted, layer, *spans), *samples, layer, formats)
             tried.append(replace(fitted, shift=moved))
         output = Output(projected, state)

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwise.checkpoints import Checkpoint, GgufCheckpoint, open_checkpoint
+from headwise.checkpoints import Checkpoint, FolderCheckpoint, GgufCheckpoint, open_checkpoint
 from headwise.disk import clearly, refuse_file, refuse_input_within, refuse_no_file, replace
 from headwise.documents import as_document
 from headwise.errors import ArgumentError, SpecError
 from headwise.options import PrepareOptions, takes_options
 from headwise.preparation.change import Change
-from headwise.preparation.folder import folder_spans, write_folder
+from headwise.preparation.folder import FolderLayers
 from headwise.preparation.gguf_file import GgufLayers
 from headwise.preparation.inputs import layer_inputs
 from headwise.preparation.one_layer import best_change
@@ -110,7 +110,7 @@ def prepare(
     """
     start = time.perf_counter()
     formats = read_formats(options.cache)
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, quantised=True)
     path = Path(output)
     check_output(checkpoint, path, overwrite=options.overwrite)
     check_layers(checkpoint, formats)
@@ -119,7 +119,7 @@ def prepare(
     texts = check_texts(options.calibrate, options.calibration_tokens if options.calibrate else None, None)
     if checkpoint.family.gguf_interleaved:
         formats = [code.interleaved() for code in formats]
-    stored = GgufLayers(checkpoint) if isinstance(checkpoint, GgufCheckpoint) else None
+    stored = _stored_layers(checkpoint)
     longest = checkpoint.spec.max_position_embeddings or POSITIONS
     changes: list[Change] = []
     layers = []
@@ -129,18 +129,19 @@ def prepare(
         assert isinstance(layer, GroupedSpec)
         state = checkpoint.family.read_attention(checkpoint.read, index, layer)
         states = projected(state, layer, *next(inputs))
-        spans = [
-            folder_spans(state, layer, side) if stored is None else stored.spans(index, layer, side) for side in "kq"
-        ]
+        spans = [stored.spans(index, layer, side) for side in "kq"]
         rounded = [code for code in formats if not code.is_wide(index, checkpoint.spec.num_layers)]
-        change, loss, off = best_change(states, state, rounded, spans, shifts=options.refit, longest=longest)
+        turns = stored.turns(index, layer)
+        change, loss, off = best_change(
+            states, state, rounded, spans, turns=turns, shifts=options.refit, longest=longest
+        )
         changes.append(change)
         layers.append(PreparedLayer(layer=index, loss=loss, cut=change.cut, off=off))
     progress("fitting", len(layers), len(layers))
-    if stored is not None:
+    if isinstance(stored, GgufLayers):
         written = write_files(stored, path, changes, checkpoint.files)
     else:
-        write_folder(checkpoint, path, changes, overwrite=options.overwrite, progress=progress)
+        stored.write(path, changes, overwrite=options.overwrite, progress=progress)
         written = path
     return Preparation(
         source=str(source),
@@ -151,6 +152,13 @@ def prepare(
         notes=(*checkpoint.notes, *_notes(layers)),
         seconds=time.perf_counter() - start,
     )
+
+
+def _stored_layers(checkpoint: Checkpoint) -> GgufLayers | FolderLayers:
+    if isinstance(checkpoint, GgufCheckpoint):
+        return GgufLayers(checkpoint)
+    assert isinstance(checkpoint, FolderCheckpoint)
+    return FolderLayers(checkpoint)
 
 
 def read_formats(caches: str | Sequence[str]) -> list[EngineFormat]:
@@ -207,6 +215,8 @@ def check_biases(checkpoint: Checkpoint) -> None:
     reasons = [why_no_shift(layer) for layer in checkpoint.spec.layers if isinstance(layer, GroupedSpec)]
     if None not in reasons:
         raise ArgumentError("refit", "True", f"shifts biases of keys, and this model has none to shift: {reasons[0]}")
+    if checkpoint.zeros:
+        raise ArgumentError("refit", "True", f"shifts biases of keys, and {min(checkpoint.zeros)} is not stored")
 
 
 def _why_not(layer: AttentionSpec) -> str | None:

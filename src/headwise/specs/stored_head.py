@@ -32,7 +32,7 @@ _LARGEST_HEADER = 100_000_000
 _PIECE = 1 << 20
 
 
-class _Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """The place of a tensor: its file, its dtype and shape, and the offset and the number of its bytes."""
 
     file: Path
@@ -73,7 +73,7 @@ def _ties(config: dict[str, Any]) -> bool:
     return bool(config.get("tie_word_embeddings", True)) if body is None else body.tied
 
 
-def _has_own_head(tensors: Mapping[str, _Stored]) -> bool:
+def _has_own_head(tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether a tensor is stored that differs from what it would be tied to."""
     for tied, sources in _TIED:
         pair = _only(tensors, tied), _only(tensors, sources)
@@ -82,7 +82,7 @@ def _has_own_head(tensors: Mapping[str, _Stored]) -> bool:
     return False
 
 
-def _only(tensors: Mapping[str, _Stored], ends: tuple[str, ...]) -> _Stored | None:
+def _only(tensors: Mapping[str, StoredTensor], ends: tuple[str, ...]) -> StoredTensor | None:
     """The one tensor outside layers with one of these ends; None where there are several."""
     found = [
         tensor
@@ -92,7 +92,7 @@ def _only(tensors: Mapping[str, _Stored], ends: tuple[str, ...]) -> _Stored | No
     return found[0] if len(found) == 1 else None
 
 
-def _are_equal(one: _Stored, other: _Stored) -> bool:
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     if (one.kind, one.nbytes) != (other.kind, other.nbytes):
         return False
     with one.file.open("rb") as first, other.file.open("rb") as second:
@@ -105,18 +105,18 @@ def _are_equal(one: _Stored, other: _Stored) -> bool:
     return True
 
 
-def _tensors(folder: Path) -> dict[str, _Stored]:
+def _tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a folder's weights; of one that is in two files, that in the file which the index names."""
     named: dict[str, str] = {}
     files = [SINGLE]
     if not (folder / SINGLE).is_file() and (folder / INDEX).is_file():
         named = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(named.values()))
-    tensors: dict[str, _Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         if Path(file).name != file or not (folder / file).is_file():  # no file outside, and no pipe
             raise ValueError(file)
-        for name, stored in _tensors_of(folder / file).items():
+        for name, stored in stored_tensors(folder / file).items():
             if named.get(name) == file:
                 tensors[name] = stored
             else:
@@ -124,7 +124,15 @@ def _tensors(folder: Path) -> dict[str, _Stored]:
     return tensors
 
 
-def _tensors_of(file: Path) -> dict[str, _Stored]:
+def stored_tensors(file: Path) -> dict[str, StoredTensor]:
+    """The place of each tensor of a safetensors file, by its name.
+
+    For example ``stored_tensors(Path("./model/model.safetensors"))["model.norm.weight"].nbytes``.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is damaged.
+    """
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         if size > _LARGEST_HEADER:
@@ -132,7 +140,7 @@ def _tensors_of(file: Path) -> dict[str, _Stored]:
         header: dict[str, dict[str, Any]] = json.loads(opened.read(size))
     header.pop("__metadata__", None)
     return {
-        name: _Stored(
+        name: StoredTensor(
             file,
             (entry["dtype"], entry["shape"]),
             8 + size + entry["data_offsets"][0],
