@@ -72,7 +72,7 @@ class Question:
         if self.goal not in get_args(Goal):
             raise ArgumentError("goal", self.goal, f"must be one of {', '.join(get_args(Goal))}")
         if self.max_quality_loss is not None and not 0 <= self.max_quality_loss <= MOST_LOSS:
-            rule = f"must be a fraction, at least 0 and at most {MOST_LOSS}, such as 0.05"
+            rule = f"must be at least 0 and at most {MOST_LOSS}, a fraction such as 0.05"
             raise ArgumentError("max_quality_loss", self.max_quality_loss, rule)
         check_usable(self.usable)
         if self.engine is not None:

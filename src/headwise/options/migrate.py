@@ -12,7 +12,7 @@ MOST_LOSS = 10
 """The largest rise of perplexity that can be allowed, as a fraction: what is larger is a percentage."""
 
 _LOSS = Rule(
-    f"must be a fraction above 0 and at most {MOST_LOSS}, such as 0.05", lambda loss: bool(0 < loss <= MOST_LOSS)
+    f"must be above 0 and at most {MOST_LOSS}, a fraction such as 0.05", lambda loss: bool(0 < loss <= MOST_LOSS)
 )
 
 

@@ -291,7 +291,7 @@ def _thresholds(given: list[str] | tuple[str, ...]) -> Thresholds:
 def _print_advice(result: Advice, *, is_design: bool) -> None:
     question, step, best = result.question, result.question.step, result.best
     many = f"{step.ranks} × " if step.ranks > 1 else ""
-    say(f"[bold]{escape(result.source)}[/bold]: {escape(_verdict(result, is_design=is_design))}", markup=True)
+    say(f"{result.source}: {_verdict(result, is_design=is_design)}", bold=len(result.source))
     limits = f"{step.batch:,} × {step.total:,} tokens, {bytes_text(question.memory_bytes)} of memory"
     say(f"on {many}{question.hardware.label}, {limits}; goal: {question.goal}")
     out.print()
