@@ -127,7 +127,7 @@ def test_what_is_no_target_is_refused_in_a_short_line(refused: Callable[..., str
             (*FRONTIER, "--target", "mqa", "--calibration-window", "129"),
             "--calibration-window = 129: must be at most 128",
         ),
-        ((*FRONTIER, "--target", "mla"), "target = 'mla': must be mla:F (a fraction of the source's cache)"),
+        ((*FRONTIER, "--target", "mla"), "target = 'mla': must be a conversion, such as mla:0.5"),
         ((*FRONTIER, "--target", "gqa:3"), "num_kv_heads = 3: must divide"),
         ((*FRONTIER, "--evaluate", "text.txt"), "evaluate = 'text.txt': is calibrated or trained on"),
         (("frontier", "nowhere", "--calibrate", "text.txt", "--output", "out", *SMALL), "nowhere"),

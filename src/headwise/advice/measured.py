@@ -87,7 +87,7 @@ def read_measured(sources: Iterable[str | Path], model: ModelSpec | None = None)
 def by_target(points: Iterable[Measured]) -> dict[str, Measured]:
     """Points by target; of several of one target the last that was measured, or the last if all are predicted.
 
-    For example ``by_target([measured, predicted])["int4"].is_predicted`` is False where both are of ``int4``.
+    For example ``by_target([*read_measured(["./out"]).values(), *predicted.values()])["int4"].is_predicted``.
     """
     found: dict[str, Measured] = {}
     for point in points:

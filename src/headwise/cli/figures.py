@@ -43,9 +43,10 @@ def advice_figure(advice: Advice) -> Any:
     times.set_ylim(bottom=0)
     times.set_ylabel("predicted decode step, ms")
     is_predicted = any(option.is_predicted for option in known)
-    losses.set_ylabel(f"rise of perplexity, {'predicted where hollow' if is_predicted else 'measured'}, %")
+    losses.set_ylabel(f"{'known' if is_predicted else 'measured'} rise of perplexity, %")
+    hollow = "; hollow: predicted" * is_predicted
     times.set_title("orange: recommended; grey: refused", fontsize=9)
-    losses.set_title("named: what no other option dominates", fontsize=9)
+    losses.set_title(f"named: what no other option dominates{hollow}", fontsize=9)
     limit = advice.question.max_quality_loss
     if limit:
         losses.axhline(100 * limit, color=_REFUSED, linewidth=1)

@@ -34,7 +34,7 @@ from headwise.cli.plots import Plot, refuse_no_plot, write_plot
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from headwise.advice import Advice, Guidance, Measured, Option, Thresholds
+    from headwise.advice import Advice, Guidance, Measured, Option, Question, Thresholds
     from headwise.specs import ModelSpec
 
 _COST, _GUIDE, _DESIGN = "Costs and measurements", "The guide", "A model that does not exist yet, without SOURCE"
@@ -162,7 +162,7 @@ def advise(
         words |= {"context": context, "goal": goal or "balanced", "thresholds": _thresholds(threshold or ())}
         _follow_guide(source, heads, parameters, words, as_json=as_json)
         return
-    from headwise.advice import USUAL_LOSS, Question, advise_on, read_measured
+    from headwise.advice import USUAL_LOSS, Question, advise_on
     from headwise.prediction import MOST, Pass, counted_in, device, devices
 
     unasked: dict[str, object] = {name: value or None for name, value in words.items()}
@@ -185,12 +185,9 @@ def advise(
     )
     refuse_no_page(html)
     refuse_no_plot(plot)
-    points = read_measured(measured or (), model)
-    if calibrate:
-        predicted, more = _predicted(name, model, calibrate, points, engine)
-        points, notes = points | predicted, (*notes, *more)
+    points, more = _known(name, model, question, measured or (), calibrate or ())
     result = advise_on(model, question, points, source=name)
-    result = replace(result, notes=tuple(dict.fromkeys((*notes, *result.notes))))
+    result = replace(result, notes=tuple(dict.fromkeys((*notes, *more, *result.notes))))
     if html is not None:
         page = model_page(name, model, question, measured=points, hardware=devices(hardware_file))
         write_page(html, page, is_silent=as_json)
@@ -199,22 +196,26 @@ def advise(
     emit(result.to_dict()) if as_json else _print_advice(result, is_design=source is None)
 
 
-def _predicted(
-    source: str, model: ModelSpec, texts: list[str], measured: Mapping[str, Measured], engine: str | None
+def _known(
+    source: str, model: ModelSpec, question: Question, measured: Sequence[Path], texts: Sequence[str]
 ) -> tuple[dict[str, Measured], tuple[str, ...]]:
-    """What the formats of the cache that nothing is known of are predicted to lose, and notes."""
-    from headwise.advice import predictable, read_points
+    """What was measured, and with texts what formats of which nothing is known are predicted to lose; and notes."""
+    from headwise.advice import advise_on, predictable, read_measured, read_points
 
-    targets = predictable(model, measured, engine)
+    points = read_measured(measured, model)
+    if not texts:
+        return points, ()
+    targets = predictable(model, points, question.engine)
     if not targets:
         rule = "predicts nothing: all that is tried is known already, or headwise does not round as its engine does"
         raise ArgumentError("calibrate", texts[0], rule)
+    advise_on(model, question, points)  # refuses impossible questions before the work
     with progress_bar() as progress:
         from headwise.frontiers import quick_frontier
 
         result = quick_frontier(source, calibrate=texts, targets=targets, progress=progress)
     read = f"{result.tokens:,} tokens of {', '.join(result.calibrate)}"
-    return read_points(result.to_dict(), model), (f"predicted from {read}", *result.notes)
+    return points | read_points(result.to_dict(), model), (f"predicted from {read}", *result.notes)
 
 
 def _model(source: str | None, sizes: Mapping[str, int | None]) -> tuple[str, ModelSpec]:
