@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result = headwise.quick_frontier(source, calibrate=study, targets=options.targets)
         found = measured(source, [point.target for point in result.points], exam, options.tokens)
         rows = {
-            point.target: {"fraction": point.fraction, "predicted": point.kl, "measured": found[point.target]}
+            point.target: {"fraction": point.cache_fraction, "predicted": point.kl, "measured": found[point.target]}
             for point in result.points
         }
         agrees = agreement(rows)

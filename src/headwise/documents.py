@@ -13,6 +13,12 @@ from typing import Any
 MEASURED = "measured.json"
 """The file of a converted folder with what its conversion measured of it."""
 
+FRONTIER = "frontier.json"
+"""The file of a frontier's folder with what it measured."""
+
+PREDICTED = "predicted.json"
+"""The file of a frontier's folder with what formats of the cache are predicted to lose."""
+
 MIGRATION = "migration.json"
 """The file of a model folder that holds the sizes that `headwise.migrate` tried."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,18 @@ from typing import Any
 
 import pytest
 
-from headwise.advice import Measured, Question, advise, advise_on, candidates, design, ranked, read_measured
+from headwise.advice import (
+    PREDICTED_ERROR,
+    Measured,
+    Question,
+    advise,
+    advise_on,
+    candidates,
+    design,
+    predictable,
+    ranked,
+    read_measured,
+)
 from headwise.advice.advise import MOST_SEQUENCES
 from headwise.cost.default_targets import plain_formats
 from headwise.cost.model import weights
@@ -31,6 +43,7 @@ from headwise.prediction.allocation import cache_bytes
 from headwise.specs import ModelSpec, read_spec
 from tests.cli.conftest import cli, here, refused
 from tests.cli.without_torch import answered_without_torch
+from tests.real_models import save_tiny
 
 __all__ = ["cli", "here", "refused"]
 
@@ -235,6 +248,151 @@ def test_a_damaged_frontier_is_refused(content: str | None, rule: str, tmp_path:
         read_measured([tmp_path])
 
 
+def write_frontier(folder: Path, name: str, points: list[dict[str, Any]], **more: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    points = [{"cache_fraction": 0.3, **point} for point in points]
+    (folder / name).write_text(json.dumps({"points": points, **more}))
+    return folder
+
+
+def write_predictions(folder: Path, **losses: float | None) -> Path:
+    """Predictions of formats whose names have no special characters, as KL."""
+    points = [{"target": name, "kl": kl} for name, kl in losses.items()]
+    return write_frontier(folder, "predicted.json", points, is_predicted=True)
+
+
+def test_what_was_measured_counts_before_what_is_predicted(tmp_path: Path) -> None:
+    """Whatever their order, and within one folder too; of two of a kind, the last."""
+    first = write_predictions(tmp_path / "a", int4=0.1, int8=0.2, int2=None)
+    second = write_predictions(tmp_path / "b", int8=0.3)
+    points = [{"target": "int4", "way": "plain quantisation", "perplexity_ratio": 1.5, "kl": 0.4}]
+    both = write_frontier(second, "frontier.json", points)
+    for order in ([first, both], [both, first]):
+        found = read_measured(order)
+        assert (found["int4"].loss, found["int4"].is_predicted) == (0.5, False)
+        assert found["int4"].loss_at_most == 0.5
+        kl = 0.3 if order[-1] is both else 0.2
+        assert found["int8"].is_predicted
+        assert found["int8"].is_format
+        assert found["int8"].loss == pytest.approx(math.exp(kl) - 1)
+        assert found["int8"].loss_at_most == pytest.approx(
+            math.exp(2 * kl) - 1
+        )  # nine of ten are within a factor of 2
+        assert found["int2"].loss == found["int2"].loss_at_most == math.inf
+    for kl in (-0.1, "x", float("nan")):
+        write_frontier(first, "predicted.json", [{"target": "int4", "kl": kl}], is_predicted=True)
+        with pytest.raises(HeadwiseError, match="kl of int4 must be"):
+            read_measured([first])
+    write_frontier(first, "predicted.json", [{"target": "int4", "kl": 0.1}])  # it does not say that it is predicted
+    with pytest.raises(HeadwiseError, match="perplexity_ratio of int4 must be a number"):
+        read_measured([first])
+
+
+def test_a_predicted_loss_is_allowed_only_with_its_error(cli: Callable[..., Any], tmp_path: Path) -> None:
+    folder = write_predictions(tmp_path / "out", kivi4=math.log(1.024), kivi3=math.log(1.03))
+    words = ("advise", "llama-3-8b", "--hardware", "h100", "--goal", "memory")
+    document = json.loads(cli(*words, "--measured", folder, "--json").out)
+    options = {option["target"]: option for option in document["options"]}
+    assert document["best"] == "kivi4"
+    assert options["kivi4"]["is_predicted"]
+    assert options["kivi4"]["loss"] == pytest.approx(0.024)
+    assert options["kivi4"]["loss_at_most"] == pytest.approx(1.024**2 - 1)
+    assert options["kivi3"]["refused"] == "may lose too much"
+    assert not options["as it is"]["is_predicted"]
+    assert any(PREDICTED_ERROR in note for note in document["notes"])
+    assert document["measure_next"] == {"target": "kivi3", "loss": pytest.approx(0.03), "between": []}
+    said = " ".join(cli(*words, "--measured", folder).out.split())
+    assert f"store the cache as kivi4; predicted, not measured: perplexity rises by 2.4%; {PREDICTED_ERROR}" in said
+    assert "~×1.024" in said
+    assert "~×1.030, too much?" in said
+    assert "measure next: kivi3, predicted to lose ×1.030:" in said
+    assert "quality decides" in said
+    # With more allowed the other is within the limit at twice its KL.
+    assert (
+        json.loads(cli(*words, "--measured", folder, "--max-quality-loss", "0.07", "--json").out)["best"] == "kivi3"
+    )
+    for line in cli(*words, "--measured", folder).out.splitlines():
+        assert len(line) <= 100, line
+    # A measurement takes its place.
+    points = [{"target": "kivi4", "way": "plain quantisation", "perplexity_ratio": 1.06}]
+    write_frontier(folder, "frontier.json", points)
+    said = cli(*words, "--measured", folder).out
+    assert "change nothing" in said
+    assert "×1.060, too much" in said
+    assert "~×1.060" not in said
+
+
+def test_what_is_known_as_safe_stays_so(tmp_path: Path) -> None:
+    """Where nothing fits and no loss is forbidden, eight bits are used, predicted or not."""
+    model = read_spec("llama-3-8b")
+    question = Question(hardware=device("rtx-4090"), step=Pass(batch=3, total=32_768))
+    without = {option.target: option for option in advise_on(model, question, {}).options}
+    known = read_measured([write_predictions(tmp_path, **{"vllm:int8_per_token_head": 0.001, "llama.cpp:q8_0": 0.5})])
+    options = {option.target: option for option in advise_on(model, question, known).options}
+    assert options["vllm:int8_per_token_head"].is_safe  # it is not in the table of those that nothing is known of
+    assert "vllm:int8_per_token_head" not in without
+    for name, before in without.items():
+        assert options[name].is_safe == before.is_safe
+        assert options[name].refused == before.refused
+    strict = replace(question, max_quality_loss=0.05)
+    options = {option.target: option for option in advise_on(model, strict, known).options}
+    assert options["vllm:int8_per_token_head"].refused is None
+    assert options["llama.cpp:q8_0"].refused == "may lose too much"
+    assert options["mlx:8"].refused == "not measured"
+
+
+def test_what_goes_wrong_with_a_cache_that_is_predicted_is_said(tmp_path: Path) -> None:
+    known = read_measured([write_predictions(tmp_path, **{"llama.cpp:q5_1": 0.01, "llama.cpp:q8_0": 0.001})])
+    question = Question(hardware=device("h100"), step=Pass(total=64))
+    notes = advise_on(read_spec("llama-3-8b"), question, known).notes
+    assert "llama.cpp:q5_1: usual CUDA builds compute this type on the processor, without a word" in notes
+
+
+def test_predictions_say_nothing_of_other_sizes(tmp_path: Path) -> None:
+    """A line through what is predicted is not drawn: only measurements suggest what others lose."""
+    model = read_spec("smollm2-135m")
+    known = read_measured([write_predictions(tmp_path, **{"kivi3": 0.02, "kivi2": 0.04, "kivi2:32": 0.03})])
+    question = Question(hardware=device("laptop"), step=Pass(total=4096), goal="memory", max_quality_loss=0.05)
+    advice = advise_on(model, question, known)
+    assert advice.best is not None
+    assert advice.best.target == "kivi3"
+    assert advice.measure_next is not None
+    assert (advice.measure_next.target, advice.to_measure) == ("kivi2", "kivi2")
+
+
+def test_one_command_predicts_and_advises(cli: Callable[..., Any], refused: Callable[..., str], model: Path) -> None:
+    words = ("advise", model, "--hardware", "h100", "--context", "100", "--goal", "memory")
+    read = ("--calibrate", "text.txt")
+    document = json.loads(cli(*words, *read, "--json").out)
+    options = {option["target"]: option for option in document["options"]}
+    predicted = {name for name, option in options.items() if option["is_predicted"]}
+    assert predicted == set(predictable(read_spec(str(model))))
+    assert {"int8", "kivi2", "llama.cpp:q4_0"} <= predicted
+    assert options[document["best"]]["is_predicted"]
+    assert any("tokens of text.txt" in note for note in document["notes"])
+    of_one = json.loads(cli(*words, *read, "--engine", "llama.cpp", "--json").out)
+    own = engine_caches(read_spec(str(model)), "llama.cpp")
+    assert {option["target"] for option in of_one["options"] if option["is_predicted"]} == own.keys()
+    assert "predicted, not measured" in " ".join(cli(*words, *read, "--engine", "llama.cpp").out.split())
+    for arguments, rule in (
+        ((*words, "--calibrate", "none.txt"), "none.txt"),
+        ((*words, *read, "--engine", "tensorrt-llm"), "calibrate = 'text.txt': predicts nothing"),
+        ((*words, *read, "--context", "100000"), "must be at most"),
+        (("advise", "llama-3-8b", "--hardware", "h100", *read), "llama-3-8b"),
+        (("advise", "--parameters", "1000000000", "--hardware", "h100", *read), "goes with SOURCE"),
+        (("advise", "--guide", "--heads", "8", *read), "goes without --guide"),
+    ):
+        assert rule in refused(*arguments)
+
+
+@pytest.fixture
+def model(here: Path) -> Path:
+    """A model whose heads suit engines' caches, and a text beside it."""
+    save_tiny(here / "model", head_dim=64, vocab_size=128)
+    (here / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    return here / "model"
+
+
 def test_what_cannot_be_made_is_no_candidate() -> None:
     latents = {each.target for each in candidates(read_spec("deepseek-v3"))}
     assert latents == {"as it is", *engine_caches(read_spec("deepseek-v3"))}
@@ -395,6 +553,10 @@ def test_the_command(cli: Callable[..., Any], refused: Callable[..., str], tmp_p
         (
             ("llama-2-7b", "--hardware", "h100", "--max-quality-loss", "-1"),
             "--max-quality-loss = -1.0: must be at least 0",
+        ),
+        (
+            ("llama-2-7b", "--hardware", "h100", "--max-quality-loss", "25"),
+            "= 25.0: must be at least 0 and at most 10, a fraction such as 0.05; write 25 % as 0.25",
         ),
         (("llama-2-7b", "--hardware", "h100", "--measured", "nowhere"), "measured = 'nowhere': cannot be read"),
         (("gpt2", "--hardware", "l4", "--context", "2048"), "must be at most 1024, the model's positions"),

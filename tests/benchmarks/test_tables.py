@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from statistics import mean
@@ -28,7 +29,7 @@ from benchmarks.tables import (
     rivals,
 )
 
-from headwise.frontiers.quick import MEASURED_ERROR
+from headwise.advice import PREDICTED_ERROR, Measured
 from headwise.prediction import SAFE_LOSS
 from headwise.texts.overlap import SHARED
 
@@ -150,9 +151,27 @@ def test_the_stated_error_of_predictions_is_the_measured_one() -> None:
     models = json.loads((RESULTS / "quick.json").read_text())["rows"].values()
     pairs = [(one["predicted"], one["measured"]) for row in models for one in row["formats"].values()]
     within = {most: mean(max(a, b) <= most * min(a, b) for a, b in pairs) for most in (1.5, 2)}
-    assert f"{within[1.5]:.0%} were within a factor of 1.5" in MEASURED_ERROR
-    assert f"{within[2]:.0%} within 2" in MEASURED_ERROR
+    assert f"{within[1.5]:.0%} were within a factor of 1.5" in PREDICTED_ERROR
+    assert f"{within[2]:.0%} within 2" in PREDICTED_ERROR
     assert len(models) == 4
+
+
+def test_predicted_losses_bound_the_measured_rise_of_perplexity() -> None:
+    """Advice holds exp(factor × KL) − 1 to a limit of perplexity: SmolLM2's formats on three texts."""
+    predicted = json.loads((RESULTS / "quick.json").read_text())["rows"]["SmolLM2-135M"]["formats"]
+    measured = json.loads((RESULTS / "formats.json").read_text())["rows"]
+    pairs = [
+        (
+            Measured(target=name, cache_fraction=0.5, loss=math.expm1(kl), kl=kl, file="", is_predicted=True),
+            text["perplexity_ratio"] - 1,
+        )
+        for name, kl in ((name, row["predicted"]) for name, row in predicted.items())
+        if name in measured
+        for text in measured[name]["evaluate"]["texts"]
+    ]
+    assert len(pairs) >= 30
+    assert mean(loss <= point.loss_at_most for point, loss in pairs) >= 0.9
+    assert mean(loss <= point.loss for point, loss in pairs) < 0.9  # the factor is needed
 
 
 def test_eight_bits_are_as_safe_as_is_said() -> None:

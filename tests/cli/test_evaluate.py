@@ -115,7 +115,7 @@ def test_a_quantised_cache_in_every_task(cli: Callable[..., Result], tasks: Path
         (("--text", "text.txt", *SMALL, "--planted", "40"), "planted = 40: must be at least"),
         (("--text", "text.txt", *SMALL, "--planted", "0"), "planted = 0: must be at least 2 tokens"),
         (("--text", "text.txt", *SMALL, "--device", "nowhere"), "device = 'nowhere': must be a device"),
-        (("--text", "text.txt", *SMALL, "--cache", "int5"), "cache = 'int5': must be int8, int4, int3 or int2, with"),
+        (("--text", "text.txt", *SMALL, "--cache", "int5"), "cache = 'int5': must be int8, int4, int3 or int2, fp8"),
         (("--text", "text.txt", *SMALL, "--cache", "kivi8"), "cache = 'kivi8': must be int8, int4, int3 or int2"),
         (("--retrieval", "passages.jsonl", "--cache", "int4"), "cache = 'int4': needs --text or --choices"),
         (("--choices", "choices.jsonl", "--device", "cuda:77"), "device = 'cuda:77': must be a device"),

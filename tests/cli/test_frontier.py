@@ -75,13 +75,50 @@ def test_predictions(cli: Callable[..., Result], model: Path, here: Path) -> Non
     assert sorted(path.name for path in here.iterdir()) == ["exam.txt", "text.txt", "tiny"]  # nothing is written
 
 
+def test_predictions_that_are_kept_are_read_by_other_commands(
+    cli: Callable[..., Result], model: Path, here: Path
+) -> None:
+    result = cli(*QUICK, "--target", "int2", "--target", "int8", "--output", "new/out")
+    assert result.status == 0, result.err
+    assert "new/out: predicted.json\n" in result.out
+    kept = json.loads((here / "new/out/predicted.json").read_text())
+    assert [point["target"] for point in kept["points"]] == ["int8", "int2"]
+    assert kept["is_predicted"] is True
+    assert [path.name for path in (here / "new/out").iterdir()] == ["predicted.json"]
+    words = ("advise", "tiny", "--hardware", "h100", "--context", "100", "--measured", "new/out", "--json")
+    options = {option["target"]: option for option in json.loads(cli(*words).out)["options"]}
+    assert {name for name, option in options.items() if option["is_predicted"]} == {"int8", "int2"}
+    # Measurements go into the same folder, and predictions into a frontier's.
+    measured = cli("frontier", "tiny", *FRONTIER[2:4], "--output", "new/out", *SMALL, "--target", "int8")
+    assert measured.status == 0, measured.err
+    again = cli(*QUICK, "--target", "int2", "--output", "new/out", "--json")
+    assert json.loads(again.out) == json.loads((here / "new/out/predicted.json").read_text())
+    options = {option["target"]: option for option in json.loads(cli(*words).out)["options"]}
+    assert {name: options[name]["is_predicted"] for name in ("int8", "int2")} == {"int8": False, "int2": True}
+
+
+@pytest.mark.parametrize(
+    "target", ["foo", "int4:48", "vllm:foo", "llama.cpp:q9", "mla:7", "mla", "gqa:x", "mla@7", "same"]
+)
+def test_what_is_no_target_is_refused_in_a_short_line(refused: Callable[..., str], model: Path, target: str) -> None:
+    for words in (QUICK, FRONTIER):
+        line = refused(*words, "--target", target)
+        assert f"--target = '{target}': " in line
+        assert len(line) <= 200
+    assert "must be vllm: with fp8, int8_per_token_head" in refused(*QUICK, "--target", "vllm:foo")
+    assert "must be a conversion, such as mla:0.5, gqa:2" in refused(*QUICK, "--target", "foo")
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
         ((*QUICK, "--target", "mqa"), "target = 'mqa': is no format of a cache"),
         ((*QUICK, "--calibration-tokens", "100"), "must be at least 256 tokens"),
         ((*QUICK, "--evaluate", "exam.txt"), "--evaluate = ['exam.txt']: does not go with --quick"),
-        ((*QUICK, "--output", "out"), "--output = 'out': does not go with --quick"),
+        ((*QUICK, "--output", "tiny"), "output = 'tiny': holds something else"),
+        ((*QUICK, "--output", "text.txt"), "is a file or a link"),
+        ((*QUICK, "--output", "."), "output = '.': holds something else"),
+        ((*QUICK, "--html", "page.html"), "does not go with --quick"),
         ((*QUICK, "--methods"), "--methods = True: does not go with --quick"),
         (("frontier", "tiny", "--quick"), "Missing option '--calibrate'"),
         (("frontier", "tiny", "--output", "out", "--no-plot"), "Missing option '--calibrate'"),
@@ -90,7 +127,7 @@ def test_predictions(cli: Callable[..., Result], model: Path, here: Path) -> Non
             (*FRONTIER, "--target", "mqa", "--calibration-window", "129"),
             "--calibration-window = 129: must be at most 128",
         ),
-        ((*FRONTIER, "--target", "mla"), "target = 'mla': must be mla:F (a fraction of the source's cache)"),
+        ((*FRONTIER, "--target", "mla"), "target = 'mla': must be a conversion, such as mla:0.5"),
         ((*FRONTIER, "--target", "gqa:3"), "num_kv_heads = 3: must divide"),
         ((*FRONTIER, "--evaluate", "text.txt"), "evaluate = 'text.txt': is calibrated or trained on"),
         (("frontier", "nowhere", "--calibrate", "text.txt", "--output", "out", *SMALL), "nowhere"),

@@ -37,6 +37,16 @@ def test_the_best_and_what_is_not_dominated_is_named(cli: Any, here: Path) -> No
     assert any("NVIDIA H100" in text and "8,192" in text for text in found)
 
 
+def test_what_is_predicted_is_hollow(cli: Any, here: Path) -> None:
+    (here / "predicted.json").write_text(
+        '{"is_predicted": true, "points": [{"target": "int8", "cache_fraction": 0.53, "kl": 0.001}]}'
+    )
+    cli(*ADVISE, "--measured", "predicted.json", "--plot", "a.svg")
+    shown = texts(here / "a.svg")
+    assert {"known rise of perplexity, %", "named: what no other option dominates; hollow: predicted"} <= shown
+    assert "measured rise of perplexity, %" not in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -46,7 +46,9 @@ def test_a_target_is_always_written_alike(written: str, meant: str) -> None:
     ],
 )
 def test_what_is_no_target_is_refused(written: str) -> None:
-    with pytest.raises(headwise.ArgumentError, match=r"target = .*: must be mla:F"):
+    with pytest.raises(
+        headwise.ArgumentError, match=r"target = .*: (must be a conversion, such as mla:0\.5|kv_b|to needs)"
+    ):
         read_target(written)
 
 

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import headwise
-from headwise.checkpoints import load_tokenizer
+from headwise.advice import predictable, read_measured
+from headwise.checkpoints import load_tokenizer, open_checkpoint
 from headwise.errors import ArgumentError, HeadwiseError, SpecError
 from headwise.evaluation.scoring import score_window
-from headwise.frontiers.quick import LEAST, QuickFrontier
+from headwise.frontiers.quick import LEAST, QuickFrontier, list_formats
 from headwise.hf import default_cache, load
 from headwise.prediction import SERVING_ENGINES
 from headwise.quantization.formats import ENGINES
 from headwise.texts.windows import token_windows
 from tests.frontiers.test_run import OTHER, TEXT
 from tests.real_models import save_tiny
-from tests.tiny_families import save_family
+from tests.tiny_families import FAMILIES, save_family
 
 BITS = ("int8", "int4", "int2")
+DECODERS = [name for name in FAMILIES if name not in ("bert", "whisper")]
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +78,47 @@ def test_every_format_is_predicted_or_named_as_left_out(place: Path) -> None:
     for name in engines | {"int8", "int4", "int3", "int2", "int4+hadamard", "fp8", "kivi4", "kivi3", "kivi2"}:
         assert (name in names) != (name in left_out.replace(",", "").split()), name
     assert {"int8", "kivi2", "llama.cpp:q4_0", "llama.cpp:q8_0/q4_0", "vllm:fp8", "mlx:4"} <= names
-    fractions = {point.target: point.fraction for point in result.points}
+    fractions = {point.target: point.cache_fraction for point in result.points}
     assert fractions["llama.cpp:q8_0"] == 8.5 / 16
     assert {point.target: point.runs_in for point in result.points}["mlx:4"] == "MLX-LM"
+
+
+@pytest.mark.parametrize("name", [*DECODERS, "wide llama", "wide gemma3_text", "wide qwen3"])
+def test_what_advice_has_predicted_suits_the_model(name: str, tmp_path: Path) -> None:
+    """Formats that are chosen by the config alone are formats of the model's cache."""
+    if name.startswith("wide "):
+        save_tiny(tmp_path / "source", name.removeprefix("wide "), head_dim=64)
+    else:
+        save_family(tmp_path / "source", name)
+    checkpoint = open_checkpoint(tmp_path / "source")
+    targets = predictable(checkpoint.spec)
+    formats, _ = list_formats(checkpoint, targets)
+    assert set(formats) == set(targets)
+    assert bool(targets) == name.startswith("wide ") or targets
+
+
+def test_logits_that_are_not_finite_are_a_loss_without_bounds(tmp_path: Path) -> None:
+    """SGLang's float8 has no number beyond 448, and does not stop there."""
+    save_tiny(tmp_path / "source", head_dim=64)
+    file = tmp_path / "source" / "model.safetensors"
+    tensors = load_file(file)
+    for name in tensors:
+        if "v_proj" in name:
+            tensors[name] = tensors[name] * 1e3
+    save_file(tensors, file, metadata={"format": "pt"})
+    (tmp_path / "text.txt").write_text(TEXT)
+    result = headwise.quick_frontier(
+        tmp_path / "source",
+        calibrate=tmp_path / "text.txt",
+        calibration_tokens=512,
+        targets=["sglang:fp8", "int8"],
+        output=tmp_path / "out",
+    )
+    assert [point.target for point in result.points] == ["int8", "sglang:fp8"]
+    assert result.points[1].kl == math.inf
+    known = read_measured([tmp_path / "out"])
+    assert known["sglang:fp8"].loss_at_most == math.inf
+    assert known["int8"].loss < 1
 
 
 def test_a_model_without_keys_of_heads_is_refused(place: Path, tmp_path: Path) -> None:

@@ -434,7 +434,7 @@ def test_all_windows_of_a_text(place: Path, tmp_path: Path) -> None:
         ({"evaluate": []}, "evaluate = []: must be at least one file"),
         ({"evaluate": "copy.txt"}, "evaluate = 'copy.txt': is calibrated or trained on"),
         ({"evaluate": "short.txt"}, "must be at least one window of 48 tokens"),
-        ({"targets": ["mla:2"]}, "target = 'mla:2': must be mla:F"),
+        ({"targets": ["mla:2"]}, "target = 'mla:2': kv_budget must be a fraction above 0 and at most 1"),
         ({"targets": ["gqa:3"]}, "num_kv_heads = 3: must divide"),
         ({"targets": ["mqa", "mla:0.01"]}, "kv_budget = 0.01: leaves 0 of the 64 values"),
         ({"window": 1}, "window = 1: must be at least 2"),

@@ -46,7 +46,7 @@ def keywords(source: Path) -> dict[str, Any]:
 
 def test_the_smallest_size_within_the_loss_is_chosen(source: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
     keywords["targets"] = SIZES[::-1]  # in whatever order
-    every = headwise.migrate(source, tmp_path / "all", max_quality_loss=1e9, **keywords)
+    every = headwise.migrate(source, tmp_path / "all", max_quality_loss=10, **keywords)
     tried = every.steps
     assert every.chosen == tried[-1]
     numbers = 2 * 2 * 3 * 8  # two layers, keys and values of three heads
@@ -75,7 +75,7 @@ def test_where_no_size_is_allowed_what_was_made_is_kept(
     assert len(report.steps) == 2  # the exact one, and the one that lost too much
     assert [str(path) for path in tmp_path.iterdir()] == [report.kept]
     monkeypatch.delattr(module, "convert")  # nothing is made again
-    larger = headwise.migrate(source, tmp_path / "out", max_quality_loss=1e9, **keywords)
+    larger = headwise.migrate(source, tmp_path / "out", max_quality_loss=10, **keywords)
     assert larger.chosen is not None
     assert larger.kept is None
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -96,7 +96,7 @@ def test_a_conversion_that_should_be_exact_and_is_not(
 ) -> None:
     monkeypatch.setattr(module, "EXACT", -1.0)
     with pytest.raises(HeadwiseError, match="measures something else"):
-        headwise.migrate(source, tmp_path / "out", max_quality_loss=1e9, **keywords)
+        headwise.migrate(source, tmp_path / "out", max_quality_loss=10, **keywords)
     assert not any(tmp_path.iterdir())
 
 
@@ -130,11 +130,11 @@ def test_a_smaller_loss_is_asked_for_after_a_run_was_ended(
     source: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder of the size that is now the answer was removed for a smaller one."""
-    *_, larger, smaller = headwise.migrate(source, tmp_path / "whole", max_quality_loss=1e9, **keywords).steps
+    *_, larger, smaller = headwise.migrate(source, tmp_path / "whole", max_quality_loss=10, **keywords).steps
     with monkeypatch.context() as patch:
         stop_at(patch, module, "convert", 4, after=True)
         with pytest.raises(StoppedError):
-            headwise.migrate(source, tmp_path / "out", max_quality_loss=1e9, **keywords)
+            headwise.migrate(source, tmp_path / "out", max_quality_loss=10, **keywords)
     allowed = (larger.loss + smaller.loss) / 2
     report = headwise.migrate(source, tmp_path / "out", max_quality_loss=allowed, **keywords)
     assert report.chosen is not None
@@ -154,7 +154,7 @@ def test_what_was_put_at_the_output_meanwhile_stays(
 
     monkeypatch.setattr(module, "convert", meanwhile)
     with pytest.raises(HeadwiseError, match="is not empty"):
-        headwise.migrate(source, tmp_path / "out", max_quality_loss=1e9, **{**keywords, "targets": ["mqa"]})
+        headwise.migrate(source, tmp_path / "out", max_quality_loss=10, **{**keywords, "targets": ["mqa"]})
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
 
 
@@ -162,15 +162,15 @@ def test_what_was_put_at_the_output_meanwhile_stays(
 def test_a_killed_run_goes_on(
     call: int, source: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = headwise.migrate(source, tmp_path / "whole", max_quality_loss=1e9, **keywords)
+    whole = headwise.migrate(source, tmp_path / "whole", max_quality_loss=10, **keywords)
     with monkeypatch.context() as patch:
         stop_at(patch, module, "convert", call, after=True)
         with pytest.raises(StoppedError):
-            headwise.migrate(source, tmp_path / "out", max_quality_loss=1e9, **keywords)
+            headwise.migrate(source, tmp_path / "out", max_quality_loss=10, **keywords)
     made = []
     original = module.convert
     monkeypatch.setattr(module, "convert", lambda *args, **kwargs: (made.append(args), original(*args, **kwargs))[1])
-    resumed = headwise.migrate(source, tmp_path / "out", max_quality_loss=1e9, **keywords)
+    resumed = headwise.migrate(source, tmp_path / "out", max_quality_loss=10, **keywords)
     assert resumed.steps == whole.steps
     assert len(made) == 4 - call + 1
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
@@ -182,6 +182,7 @@ def test_a_killed_run_goes_on(
     ("changes", "field"),
     [
         ({"max_quality_loss": 0.0}, "max_quality_loss"),
+        ({"max_quality_loss": 25.0}, "max_quality_loss"),
         ({"targets": ["int8"]}, "target"),
         ({"targets": ["mla:2"]}, "target"),
         ({"targets": ["mla:0.5", "gqa:7"]}, "num_kv_heads"),

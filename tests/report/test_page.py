@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from plotly.offline import get_plotlyjs
 
-from headwise.advice import Measured, Question, candidates, ranked
+from headwise.advice import PREDICTED_ERROR, Measured, Question, candidates, ranked
 from headwise.prediction import Pass, device, devices, longest_context, operators, predict, seconds
 from headwise.report import measured_steps, page, page_data, sections
 from headwise.report.sections import Section
@@ -42,9 +42,10 @@ def some_measured(model: ModelSpec, chosen: random.Random) -> dict[str, Measured
         each.target: Measured(
             target=each.target,
             cache_fraction=0.5,
-            loss=chosen.choice([0.001, 0.03, 0.2, float("inf")]),
+            loss=chosen.choice([0.001, 0.024, 0.03, 0.2, float("inf")]),
             kl=0.1,
             file="",
+            is_predicted=chosen.random() < 0.5,
         )
         for each in candidates(model)[1:]
         if chosen.random() < 0.6
@@ -77,7 +78,7 @@ def question_of(asked: dict[str, Any], ranks: int) -> Question:
 
 @needs_browser
 def test_the_pages_arithmetic_is_pythons() -> None:
-    chosen, count = random.Random(3), 0
+    chosen, count, refusals = random.Random(3), 0, set[str | None]()
     with browser_page() as watched:
         watched.page.add_script_tag(path=str(Path("src/headwise/report/arithmetic.js").resolve()))
         for name in MODELS:
@@ -90,21 +91,23 @@ def test_the_pages_arithmetic_is_pythons() -> None:
                 question = asked(data, chosen)
                 found = watched.page.evaluate(
                     """([data, question]) => headwise.ranked(data, question).map((each) => [
-                        each.target, each.refused, each.isDominated, each.cacheBytesPerToken, each.decodeSeconds,
-                        each.memory.total, each.largestBatch, each.tokensPerSecond])""",
+                        each.target, each.refused, each.isDominated, each.isPredicted, each.cacheBytesPerToken,
+                        each.decodeSeconds, each.memory.total, each.largestBatch, each.tokensPerSecond])""",
                     [data, question],
                 )
                 expected = ranked(
                     candidates(model, measured), question_of(question, ranks), measured, with_capacity=True
                 )
                 for ours, its in zip(found, expected, strict=True):
-                    exact = [its.target, its.refused, its.is_dominated]
+                    exact = [its.target, its.refused, its.is_dominated, its.is_predicted]
                     numbers = [its.cache_bytes_per_token, its.decode_seconds, its.memory_bytes]
                     numbers += [its.largest_batch, its.tokens_per_second]
-                    assert ours[:3] == exact, (name, question)
-                    assert ours[3:] == pytest.approx(numbers, rel=1e-9), (name, question)
+                    assert ours[:4] == exact, (name, question)
+                    assert ours[4:] == pytest.approx(numbers, rel=1e-9), (name, question)
                     count += 1
+                    refusals.add(its.refused)
     assert count > 300
+    assert {"loses too much", "may lose too much", "not measured", None} <= refusals
 
 
 @needs_browser
@@ -392,6 +395,36 @@ def test_the_headline_says_what_the_terminal_says(tmp_path: Path) -> None:
             assert ("llama-server -m prepared.gguf -fa on -ctk q8_0 -ctv q8_0" in typed) == bool(typed)
             assert watched.page.text_content("#quality-note").startswith(data["converted"] or "Nothing of this model")
             assert watched.messages == []
+
+
+@needs_browser
+def test_what_is_predicted_is_never_called_measured(tmp_path: Path) -> None:
+    model, file = read_spec("llama-3-8b"), tmp_path / "page.html"
+
+    def predicted(target: str, loss: float) -> Measured:
+        return Measured(target=target, cache_fraction=0.3, loss=loss, kl=None, file="", is_predicted=True)
+
+    known = {each.target: each for each in (predicted("llama.cpp:q4_0", 0.02), predicted("kivi2", 0.04))}
+    question = Question(hardware=device("h100"), step=Pass(total=4096), goal="memory", max_quality_loss=0.05)
+    file.write_text(page(page_data(model, question, known)), encoding="utf-8")
+    with browser_page() as watched:
+        watched.open(file)
+        verdict = watched.page.text_content("#verdict")
+        assert verdict.startswith("Do this: keep the model, and store its cache as llama.cpp:q4_0.")
+        assert verdict.endswith(f"; perplexity ~×1.020, predicted, not measured: {PREDICTED_ERROR}.")
+        shown = rows(watched)
+        assert shown["llama.cpp:q4_0"][-2] == "~×1.020"
+        assert shown["kivi2"][-2] == "~×1.040, too much?"
+        assert PREDICTED_ERROR in watched.page.text_content("#limits")
+        (trace,) = watched.page.evaluate("document.getElementById('quality-plot').data")
+        assert trace["marker"]["symbol"].count("circle-open") == 2
+        assert sorted(text for _, text in trace["customdata"]) == ["~×1.020", "~×1.040", "×1.000"]
+        title = watched.page.text_content("#quality-plot .ytitle")
+        assert title == "loss, predicted where hollow (perplexity ratio − 1)"
+        watched.page.fill("#max_quality_loss", "9")
+        watched.page.wait_for_timeout(200)
+        assert rows(watched)["kivi2"][-2] == "~×1.040"
+        assert watched.messages == []
 
 
 @needs_browser

@@ -147,6 +147,26 @@ def test_a_frontiers_folder(tmp_path: Path) -> None:
     assert found.sections[0].rows[1][4] == "diverged"
 
 
+def test_a_folder_of_predictions(tmp_path: Path) -> None:
+    point = {"target": "int4", "runs_in": "headwise", "cache_bytes_per_token": 6480, "cache_fraction": 0.28}
+    points = [{**point, "kl": 0.1}, {**point, "target": "int8", "kl": 0.5}, {**point, "target": "int2", "kl": None}]
+    document = {**FRONTIER, "points": points, "is_predicted": True, "tokens": 2048, "error": "by half"}
+    del document["cache_bytes_per_token"]
+    (tmp_path / "predicted.json").write_text(json.dumps(document))
+    found = read_folder(tmp_path)
+    assert found.source == "smollm2-135m"
+    (section,) = found.sections
+    assert section.title == "What is predicted, and not measured"
+    assert section.rows[2] == ("int2", "headwise", "6,480", "28.0%", "diverged")
+    assert section.notes == ["From 2,048 tokens; KL in nats a token; by half."]
+    assert found.measured["int4"].is_predicted
+    (tmp_path / "frontier.json").write_text(json.dumps(FRONTIER))
+    found = read_folder(tmp_path)
+    assert not found.measured["int8"].is_predicted
+    assert found.measured["int4"].is_predicted
+    assert len(found.sections) == 2
+
+
 def test_a_frontier_of_a_model_that_is_gone_is_shown_without_it(tmp_path: Path) -> None:
     (tmp_path / "frontier.json").write_text(json.dumps({**FRONTIER, "source": "/no/such/model"}))
     found = read_folder(tmp_path)

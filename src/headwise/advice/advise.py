@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from headwise.advice.candidates import AS_IT_IS, Candidate, candidates
-from headwise.advice.measured import Measured, read_measured
+from headwise.advice.measured import PREDICTED_ERROR, PREDICTED_WITHIN, Measured, read_measured
 from headwise.advice.next_measurement import Expected, expected_losses
 from headwise.advice.serving import commands
 from headwise.cost.model import weights
 from headwise.documents import as_document
 from headwise.errors import ArgumentError
+from headwise.options import MOST_LOSS
 from headwise.prediction import (
     MOST,
     Device,
@@ -23,6 +24,7 @@ from headwise.prediction import (
     engine_caches,
     fastest_absorbed,
     largest_batch,
+    named_caches,
     operators,
     peak_memory,
     seconds,
@@ -37,7 +39,7 @@ from headwise.type_checks import typed
 Goal = Literal["latency", "throughput", "memory", "balanced"]
 
 USUAL_LOSS = 0.05
-"""The rise of perplexity that commands allow where something was measured and the user says nothing."""
+"""The rise of perplexity that commands allow where something is known and the user says nothing."""
 
 MOST_SEQUENCES = 1024
 """The most sequences at once that throughput is predicted for: schedulers of engines stop there or before."""
@@ -51,9 +53,10 @@ class Question:
         hardware: one of the devices that serve it.
         step: the decode step: context, batch, dtype and devices.
         goal: what is made as small, or as large, as it can be.
-        max_quality_loss: the largest rise of perplexity, as a fraction; only what was measured, or loses nothing, is
-            then recommended. None allows any loss that was measured, and, where the model as it is does not fit, an
-            engine's cache that is known to be safe.
+        max_quality_loss: the largest rise of perplexity, as a fraction; only what was measured within it, what is
+            predicted far enough below it (`Measured.loss_at_most`), or what loses nothing is then recommended. None
+            allows any loss that is known, and, where the model as it is does not fit, an engine's cache that is known
+            to be safe.
         usable: the share of a device's memory that may be used.
         engine: that is to run the model, one of `headwise.prediction.SERVING_ENGINES`; None where it may be any.
     """
@@ -68,8 +71,9 @@ class Question:
     def __post_init__(self) -> None:
         if self.goal not in get_args(Goal):
             raise ArgumentError("goal", self.goal, f"must be one of {', '.join(get_args(Goal))}")
-        if self.max_quality_loss is not None and not 0 <= self.max_quality_loss < 1e3:
-            raise ArgumentError("max_quality_loss", self.max_quality_loss, "must be at least 0, such as 0.05")
+        if self.max_quality_loss is not None and not 0 <= self.max_quality_loss <= MOST_LOSS:
+            rule = f"must be at least 0 and at most {MOST_LOSS}, a fraction such as 0.05"
+            raise ArgumentError("max_quality_loss", self.max_quality_loss, rule)
         check_usable(self.usable)
         if self.engine is not None:
             check_engine(self.engine)
@@ -95,8 +99,11 @@ class Option:
         largest_batch: sequences of the context that fit.
         tokens_per_second: of as many sequences as fit, at most `MOST_SEQUENCES`; 0 where none fits.
         parameters: of the model.
-        loss: the measured rise of perplexity, as a fraction; 0 where nothing is lost; None where it was not measured.
-        kl: the measured KL in nats a token, where there is one.
+        loss: the rise of perplexity, as a fraction, measured or predicted; 0 where nothing is lost; None where it is
+            not known.
+        loss_at_most: what is held to the limit: the loss, or more where it is predicted (`Measured.loss_at_most`).
+        kl: the KL in nats a token, where there is one.
+        is_predicted: whether the loss is predicted, and was not measured.
         is_first_size: whether its sizes, and so its time, memory and parameters, are those that a search on a text
             begins with.
         is_safe: whether models like this one lose next to nothing, so that it may be used unmeasured.
@@ -119,7 +126,9 @@ class Option:
     tokens_per_second: float
     parameters: int
     loss: float | None
+    loss_at_most: float | None
     kl: float | None
+    is_predicted: bool
     is_first_size: bool
     is_safe: bool
     served_by: str
@@ -152,9 +161,9 @@ class Advice:
             would be the best without the limits.
         trained_context: tokens that the model was made for, where its config says so.
         changes: what is best at other contexts and batches, where it is another option.
-        measure_next: the option that was not measured, and would come first if it lost what is expected of it; None
-            where there is none. It is never recommended itself.
-        to_measure: the option to measure next: ``measure_next``, or where no measurement suggests one, of those that
+        measure_next: the option that was not measured, and would come first if it lost what is expected of it, or
+            predicted; None where there is none. What is not even predicted is never recommended itself.
+        to_measure: the option to measure next: ``measure_next``, or where nothing known suggests one, of those that
             fit one that needs no conversion, and of these the one that keeps most; None where nothing is left.
         absorbed_tokens: of MLA that is recommended: the most new tokens of a sequence that take less time absorbed
             than expanded, as is predicted; None for other mechanisms.
@@ -197,12 +206,13 @@ def advise(
     For example ``advise("llama-3-8b", Question(hardware=device("h100"), step=Pass(total=32768, batch=16))).best``.
 
     Doing nothing and a format of fewer bits are options like every conversion. Times and memory are predictions
-    (`headwise.prediction`); quality is what a frontier of this model measured, and is never guessed.
+    (`headwise.prediction`); quality is what a frontier of this model measured, or `headwise.quick_frontier` predicted
+    by running it, and is never guessed.
 
     Args:
         source: a model folder, a ``.gguf``, a catalog name or ``hf://owner/name``.
         question: what is asked.
-        measured: folders that ``headwise frontier`` wrote of this model.
+        measured: folders that ``headwise frontier`` wrote of this model, with or without ``--quick``.
 
     Raises:
         HeadwiseError: the model or a measurement cannot be read, or a number is impossible.
@@ -214,7 +224,7 @@ def advise(
 def advise_on(
     model: ModelSpec, question: Question, measured: Mapping[str, Measured], *, source: str = "model"
 ) -> Advice:
-    """`advise` on a spec, with measurements by target.
+    """`advise` on a spec, with measurements and predictions by target.
 
     For example ``advise_on(read_spec("llama-3-8b"), question, {}).best``.
 
@@ -248,26 +258,31 @@ def advise_on(
         weights=counted_weights(model, question.step.dtype),
         notes=(
             *weight_notes(model, tried),
-            *engine_notes(model, question.engine),
+            *engine_notes(model, question.engine, measured),
             *_growth_note(options),
+            *predicted_note(option.is_predicted for option in options),
             *timed_note(model, question.hardware, question.step.dtype),
         ),
     )
 
 
-def engine_notes(model: ModelSpec, engine: str | None) -> tuple[str, ...]:
+def engine_notes(model: ModelSpec, engine: str | None, known: Mapping[str, Measured]) -> tuple[str, ...]:
     """What is known of an engine's small caches: what all of them need, and what goes wrong with some.
 
-    For example ``engine_notes(read_spec("llama-3-8b"), None)`` is empty.
+    For example ``engine_notes(read_spec("llama-3-8b"), None, {})`` is empty.
+
+    Args:
+        model: the model.
+        engine: that is to run it; when None, those caches of all engines are spoken of whose loss is known.
+        known: measurements and predictions by target.
     """
-    if engine is None:
-        return ()
+    caches = named_caches(model, known) if engine is None else engine_caches(model, engine)
     limits: dict[str, list[str]] = {}
-    for _, cache in engine_caches(model, engine).values():
+    for target, (_, cache) in caches.items():
         if cache.limit and not (cache.overflows and cache.is_safe_for(model)):
-            limits.setdefault(cache.limit, []).append(cache.name)
+            limits.setdefault(cache.limit, []).append(target if engine is None else cache.name)
     notes = [f"{', '.join(names)}: {limit}" for limit, names in limits.items()]
-    return (*check_engine(engine).notes, *notes)
+    return (*(() if engine is None else check_engine(engine).notes), *notes)
 
 
 def _growth_note(options: Sequence[Option]) -> list[str]:
@@ -299,6 +314,20 @@ def weight_notes(model: ModelSpec, tried: Sequence[Candidate]) -> tuple[str, ...
     return (*model.stored.warnings(), *([rule] if converted else []))
 
 
+def predicted_note(are_predicted: Iterable[bool]) -> tuple[str, ...]:
+    """What is to be said where the loss of an option is predicted.
+
+    For example ``predicted_note([False])`` is empty.
+
+    Args:
+        are_predicted: of each option.
+    """
+    if not any(are_predicted):
+        return ()
+    held = f"they are held to the limit at {PREDICTED_WITHIN} times the KL"
+    return (f"losses with ~× are predicted, not measured: {PREDICTED_ERROR}; {held}",)
+
+
 def _absorbed_tokens(tried: Sequence[Candidate], best: Option, question: Question) -> int | None:
     (chosen,) = (each for each in tried if each.target == best.target)
     step = replace(question.step, cache_bits=chosen.cache_bits)
@@ -312,7 +341,13 @@ def _measure_next(
     if question.max_quality_loss is None:  # the smallest cache would be named, whatever it loses
         return None
     bits = {each.target: each.cache_bits for each in tried if each.cache_bits is not None}
-    expected = expected_losses(measured, [each.target for each in tried if not each.is_exact], bits)
+    known = {target: point for target, point in measured.items() if not point.is_predicted}
+    expected = expected_losses(known, [each.target for each in tried if not each.is_exact], bits)
+    expected |= {
+        point.target: Expected(target=point.target, loss=point.loss, between=())
+        for point in measured.values()
+        if point.is_predicted
+    }
     supposed = {
         each.target: Measured(target=each.target, cache_fraction=1.0, loss=each.loss, kl=None, file="")
         for each in expected.values()
@@ -391,7 +426,7 @@ def _option(candidate: Candidate, question: Question, measured: Measured | None,
     fitting = largest_batch(model, step, available) if with_capacity else 0
     many = min(fitting, MOST_SEQUENCES)
     rate = 0.0 if not many else many / _decode_seconds(model, replace(step, batch=many), question.hardware)
-    loss = 0.0 if candidate.is_exact else None if measured is None else measured.loss
+    loss, at_most = known_loss(candidate, measured)
     return Option(
         target=candidate.target,
         label=model.label,
@@ -404,12 +439,28 @@ def _option(candidate: Candidate, question: Question, measured: Measured | None,
         tokens_per_second=rate,
         parameters=weights(model).total,
         loss=loss,
+        loss_at_most=at_most,
         kl=None if measured is None else measured.kl,
+        is_predicted=measured is not None and measured.is_predicted,
         is_first_size=candidate.is_first_size,
         is_safe=candidate.is_safe,
         served_by=candidate.served_by,
         words=candidate.words,
     )
+
+
+def known_loss(candidate: Candidate, measured: Measured | None) -> tuple[float | None, float | None]:
+    """The loss of a candidate, and the one that is held to a limit; None where they are not known.
+
+    For example ``known_loss(candidates(model)[0], None)`` is ``(0.0, 0.0)``, of the model as it is.
+
+    Args:
+        candidate: the candidate.
+        measured: of it, or predicted.
+    """
+    if candidate.is_exact:
+        return 0.0, 0.0
+    return (None, None) if measured is None else (measured.loss, measured.loss_at_most)
 
 
 def _decode_seconds(model: ModelSpec, step: Pass, hardware: Device) -> float:
@@ -425,12 +476,12 @@ def _refusal(option: Option, question: Question, *, source_fits: bool, is_bound:
         if option.is_first_size:  # the sizes that a search begins with say little of those that it finds
             return "unknown"
         return "may not fit" if is_bound else "does not fit"
-    if option.loss is None:
+    if option.loss_at_most is None:
         is_needed = question.max_quality_loss is None and not source_fits
         return None if option.is_safe and is_needed else "not measured"
-    if question.max_quality_loss is None:
+    if question.max_quality_loss is None or option.loss_at_most <= question.max_quality_loss:
         return None
-    return "loses too much" if option.loss > question.max_quality_loss else None
+    return "may lose too much" if option.is_predicted else "loses too much"
 
 
 def _dominates(one: Option, other: Option) -> bool:
@@ -464,7 +515,8 @@ def _binding(options: Sequence[Option], free: Option, question: Question) -> str
     reasons = []
     if limited.memory_bytes > question.memory_bytes:
         reasons.append("memory")
-    if question.max_quality_loss is not None and (limited.loss is None or limited.loss > question.max_quality_loss):
+    most, loss = question.max_quality_loss, limited.loss_at_most
+    if most is not None and (loss is None or loss > most):
         reasons.append("quality")
     # For throughput, memory also decides how many sequences there are.
     return " and ".join(reasons) or "memory"

@@ -14,7 +14,7 @@ from headwise.cost.default_targets import conversions, plain_formats
 from headwise.cost.layer import cache_values
 from headwise.cost.target import Target, convert_spec, parse_target, refuse_codes, target_options
 from headwise.errors import HeadwiseError
-from headwise.prediction import engine_caches
+from headwise.prediction import engine_caches, named_caches
 from headwise.specs import AttentionSpec, GroupedSpec, ModelSpec
 
 AS_IT_IS = "as it is"
@@ -64,7 +64,7 @@ def candidates(
 
     Args:
         source: the model.
-        measured: of it, by target.
+        measured: of it, or predicted, by target.
         engine: that is to run it, which leaves out what it does not run.
     """
     has_windows = any(layer.sliding_window is not None for layer in source.layers)
@@ -83,7 +83,7 @@ def candidates(
             is_measurable=cache.is_simulated and all(isinstance(layer, GroupedSpec) for layer in source.layers),
             words=cache.words,
         )
-        for name, (_, cache) in engine_caches(source, engine).items()
+        for name, (_, cache) in (engine_caches(source, engine) | named_caches(source, measured)).items()
     ]
     listed = {each.target for each in own} | formats.keys()
     formats |= {
@@ -100,6 +100,23 @@ def candidates(
         for each in found
         if engine is None or runs(each.target, source, engine)
     )
+
+
+def predictable(
+    source: ModelSpec, measured: Mapping[str, Measured] = _NOTHING, engine: str | None = None
+) -> tuple[str, ...]:
+    """The candidates whose loss `headwise.quick_frontier` predicts: formats of the model's own cache.
+
+    For example ``predictable(read_spec("llama-2-7b"), engine="mlx")`` is ``("mlx:8", "mlx:4")``.
+
+    Args:
+        source: the model.
+        measured: of it, by target; what is known is not predicted.
+        engine: that is to run it.
+    """
+    tried = candidates(source, engine=engine)
+    formats = (each for each in tried if each.is_measurable and not each.is_exact and each.convert_to is None)
+    return tuple(each.target for each in formats if each.target not in measured)
 
 
 def _can_merge(layer: AttentionSpec) -> bool:

@@ -30,12 +30,12 @@ class Expected:
     Attributes:
         target: that was not measured.
         loss: the rise of perplexity that is expected, as a fraction.
-        between: the two measured targets whose losses it is read from.
+        between: the two measured targets whose losses it is read from; none where it is predicted.
     """
 
     target: str
     loss: float
-    between: tuple[str, str]
+    between: tuple[str, ...]
 
 
 def expected_losses(

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
+from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from headwise.cli.captured_output import held_back
 from headwise.cli.printable import PrintableConsole, printable_json
@@ -62,7 +62,7 @@ LINE = 100
 """The most columns of a line of text; what is to be pasted, and names, may be longer."""
 
 
-def say(text: str, *, indent: str = "", markup: bool = False) -> None:
+def say(text: str, *, indent: str = "", bold: int = 0) -> None:
     """Print a paragraph in lines of at most `LINE` columns, those below the first one indented.
 
     Command lines, which begin with two spaces, stay in one piece.
@@ -70,20 +70,22 @@ def say(text: str, *, indent: str = "", markup: bool = False) -> None:
     Args:
         text: one paragraph.
         indent: before its first line, and before the others two spaces more.
-        markup: whether it holds rich's markup.
+        bold: how many characters at its beginning are bold.
     """
     if not text.startswith("  "):
-        width = LINE + (len(text) - len(Text.from_markup(text)) if markup else 0)
         wrapped = textwrap.wrap(
             text,
-            width,
+            LINE,
             initial_indent=indent,
             subsequent_indent=f"{indent}  ",
             break_long_words=False,
             break_on_hyphens=False,
         )
         text = "\n".join(wrapped)
-    out.print(text, markup=markup, soft_wrap=True)
+    if bold:
+        out.print(f"[bold]{escape(text[:bold])}[/bold]{escape(text[bold:])}", soft_wrap=True)
+    else:
+        out.print(text, markup=False, soft_wrap=True)
 
 
 def emit(value: dict[str, Any]) -> None:

@@ -18,17 +18,20 @@ _LEAST_LOSS = 1e-3
 
 
 def advice_figure(advice: Advice) -> Any:
-    """Every option's step time and measured loss over its cache."""
+    """Every option's step time and known loss over its cache; hollow where the loss is predicted."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.6), layout="constrained")
     times, losses = figure.subplots(1, 2)
     losses.set_yscale("log")
-    measured = [option for option in advice.options if option.loss is not None and math.isfinite(option.loss)]
-    for axes, options in ((times, advice.options), (losses, measured)):
+    known = [option for option in advice.options if option.loss is not None and math.isfinite(option.loss)]
+    for axes, options in ((times, advice.options), (losses, known)):
         for option in options:
             loss = max(option.loss or 0.0, _LEAST_LOSS)
-            _point(axes, option, advice, option.decode_seconds * 1e3 if axes is times else 100 * loss)
+            y, is_hollow = (
+                (option.decode_seconds * 1e3, False) if axes is times else (100 * loss, option.is_predicted)
+            )
+            _point(axes, option, advice, y, is_hollow=is_hollow)
         axes.set_xscale("log")
         axes.tick_params(which="both", labelsize=7)
         axes.set_xlabel("cache, KiB a token")
@@ -39,9 +42,11 @@ def advice_figure(advice: Advice) -> Any:
     step = advice.question.step
     times.set_ylim(bottom=0)
     times.set_ylabel("predicted decode step, ms")
-    losses.set_ylabel("measured rise of perplexity, %")
+    is_predicted = any(option.is_predicted for option in known)
+    losses.set_ylabel(f"{'known' if is_predicted else 'measured'} rise of perplexity, %")
+    hollow = "; hollow: predicted" * is_predicted
     times.set_title("orange: recommended; grey: refused", fontsize=9)
-    losses.set_title("named: what no other option dominates", fontsize=9)
+    losses.set_title(f"named: what no other option dominates{hollow}", fontsize=9)
     limit = advice.question.max_quality_loss
     if limit:
         losses.axhline(100 * limit, color=_REFUSED, linewidth=1)
@@ -55,14 +60,15 @@ def _of_five(number: float, _: int) -> str:
     return f"{number:g}" if f"{number:e}"[0] in "25" else ""
 
 
-def _point(axes: Any, option: Option, advice: Advice, y: float) -> None:
+def _point(axes: Any, option: Option, advice: Advice, y: float, *, is_hollow: bool) -> None:
     """One option in one plot, with its name."""
     from headwise.advice import AS_IT_IS
 
     is_best = advice.best is not None and option.target == advice.best.target
     colour = _BEST if is_best else _ALLOWED if option.refused is None else _REFUSED
     x = option.cache_bytes_per_token / 1024
-    axes.plot([x], [y], "o", color=colour, markersize=8 if is_best else 5)
+    fill = "none" if is_hollow else "full"
+    axes.plot([x], [y], "o", color=colour, fillstyle=fill, markersize=8 if is_best else 5)
     if is_best or (option.refused is None and not option.is_dominated) or option.target == AS_IT_IS:
         axes.annotate(option.target, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
 

@@ -13,8 +13,7 @@ from typing import Any, Literal, Protocol
 from headwise.conversion.methods import Method, all_methods, find_method
 from headwise.cost.target import Target, parse_target, target_options
 from headwise.errors import ArgumentError, HeadwiseError
-from headwise.options import SIZES
-from headwise.quantization.formats import SPELLINGS, parse_format
+from headwise.quantization.formats import ENGINES, parse_format
 
 Kind = Literal["quantised", "converted", "both", "published"]
 """What is done to the cache: the source's own in fewer bits, a conversion, or a conversion with a cache in codes.
@@ -22,8 +21,11 @@ Kind = Literal["quantised", "converted", "both", "published"]
 ``published`` is a method of others that is no candidate of `headwise.frontier`: its results are measured elsewhere.
 """
 
-TARGETS = f"{SIZES}; or a format of the source's own cache: {SPELLINGS}"
-"""Every spelling of a target, in words."""
+TARGETS = (
+    "a conversion, such as mla:0.5, gqa:2, mqa or mla@0.25, or a format of the cache, such as int8 or llama.cpp:q4_0;"
+    " docs/frontier.md has all"
+)
+"""The kinds of targets, in words."""
 
 
 class Tried(Protocol):
@@ -119,8 +121,8 @@ def read_target(text: str) -> str:
         ArgumentError: it is no target.
     """
     target = re.sub(r"\s", "", text).lower()
-    if _is_format(target):
-        return str(parse_format(target))
+    if _is_format(target) or target.partition(":")[0] in ENGINES:
+        return str(parse_format(target, name="target"))
     mechanism, at, fraction = target.partition("@")
     kind, _, size = mechanism.partition(":")
     try:
@@ -134,8 +136,10 @@ def read_target(text: str) -> str:
         target = f"{mechanism}@{float(fraction):.12g}" if at else mechanism
         parse_target(**target_options(target))
     except (ValueError, OverflowError) as error:
-        reason = f"; {error.field} {error.rule}" if isinstance(error, HeadwiseError) and error.field != "to" else ""
-        raise ArgumentError("target", text, f"must be {TARGETS}{reason}") from None
+        rule = f"must be {TARGETS}"
+        if isinstance(error, HeadwiseError) and error.field != "to":  # a size of a known kind
+            rule = f"{error.field} {error.rule}"
+        raise ArgumentError("target", text, rule) from None
     return target
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -11,13 +12,15 @@ from typing import Any
 
 import torch
 
+from headwise.advice.measured import PREDICTED_ERROR
 from headwise.advice.serving import served_by
 from headwise.checkpoints import Checkpoint, open_checkpoint
 from headwise.cost.default_targets import PLAIN_FORMATS, PlainFormat
-from headwise.documents import as_document
+from headwise.documents import PREDICTED, as_document, finite
 from headwise.errors import ArgumentError, HeadwiseError, SpecError
 from headwise.evaluation.plain_cache import bfloat16_bytes
 from headwise.frontiers.candidate import Candidate, read_target
+from headwise.frontiers.results import refuse_output, write_file
 from headwise.frontiers.streams import stream_losses
 from headwise.hf import LayerwiseModel, as_device
 from headwise.options import QuickFrontierOptions, takes_options
@@ -25,6 +28,7 @@ from headwise.prediction import SERVING_ENGINES
 from headwise.progress import Progress, silent
 from headwise.quantization.formats import ENGINES, EngineFormat, parse_format
 from headwise.specs import GroupedSpec, ModelSpec
+from headwise.texts import refuse_texts_within
 from headwise.texts.calibration_texts import check_texts, open_windows
 from headwise.type_checks import typed
 
@@ -36,11 +40,6 @@ LEAST = 256
 
 EVERY = 16
 """One token in so many is run in every format, at positions drawn at random."""
-
-MEASURED_ERROR = (
-    "of four models' formats 80% were within a factor of 1.5 of what was measured, 90% within 2 (docs/frontier.md)"
-)
-"""What predictions were off by, where they were measured."""
 
 _OWN = (
     "int4",
@@ -61,15 +60,15 @@ class QuickPoint:
     Attributes:
         target: the format, as ``headwise evaluate --cache`` takes it.
         runs_in: the program that has such a cache.
-        bytes_per_token: what the cache takes, with what is in no codes in bfloat16.
-        fraction: the same, of the model's cache in bfloat16.
-        kl: KL(full cache ‖ format), in nats a token.
+        cache_bytes_per_token: what the cache takes, with what is in no codes in bfloat16.
+        cache_fraction: the same, of the model's cache in bfloat16.
+        kl: KL(full cache ‖ format), in nats a token; infinite where logits are not finite.
     """
 
     target: str
     runs_in: str
-    bytes_per_token: float
-    fraction: float
+    cache_bytes_per_token: float
+    cache_fraction: float
     kl: float
 
 
@@ -79,6 +78,7 @@ class QuickFrontier:
 
     Attributes:
         source: the model, as the user named it.
+        label: the mechanism and sizes of its layers.
         calibrate: the texts that were read.
         tokens: how many of their tokens.
         points: the formats, from what loses least on.
@@ -88,6 +88,7 @@ class QuickFrontier:
     """
 
     source: str
+    label: str
     calibrate: tuple[str, ...]
     tokens: int
     points: tuple[QuickPoint, ...]
@@ -96,14 +97,19 @@ class QuickFrontier:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON-able values."""
-        return as_document(self)
+        """The fields as JSON-able values, and ``is_predicted``, by which `headwise.advice.read_points` tells them."""
+        document: dict[str, Any] = finite(as_document(self))
+        return document | {"is_predicted": True}
 
 
 @takes_options(QuickFrontierOptions)
 @typed
 def quick_frontier(
-    source: str | Path, options: QuickFrontierOptions, *, progress: Progress = silent
+    source: str | Path,
+    options: QuickFrontierOptions,
+    *,
+    output: str | Path | None = None,
+    progress: Progress = silent,
 ) -> QuickFrontier:
     """Predict what every format of a model's cache loses, headwise's own and those of engines, in minutes.
 
@@ -118,15 +124,19 @@ def quick_frontier(
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``; a decoder.
         options: the keywords below as one object, in place of them. Without ``calibration_tokens``, 2,048 are read;
             targets may be formats alone.
+        output: the folder to write ``predicted.json`` into, if any: new, empty, or an earlier frontier's.
         progress: told of each layer.
 
     Raises:
         ArgumentError: an argument is outside its rule, a text is too short, or a target is no format.
         SpecError: the model is no decoder, or has a layer without keys and values of heads.
-        CheckpointError: the source cannot be read.
+        CheckpointError: the source cannot be read, or the output cannot be written.
     """
     start = time.perf_counter()
     texts = check_texts(options.calibrate, options.calibration_tokens or TOKENS, options.calibration_window)
+    if output is not None:
+        refuse_output(Path(output))
+        refuse_texts_within(Path(output), texts.sources, name="calibrate")
     device = as_device(options.device)
     checkpoint = open_checkpoint(source)
     check_heads(checkpoint)
@@ -140,21 +150,26 @@ def quick_frontier(
         QuickPoint(
             target=name,
             runs_in=served_by(name, checkpoint.spec),
-            bytes_per_token=taken,
-            fraction=taken / whole,
-            kl=losses[name],
+            cache_bytes_per_token=taken,
+            cache_fraction=taken / whole,
+            kl=math.inf if math.isnan(losses[name]) else losses[name],
         )
         for name, taken in formats.items()
     ]
-    return QuickFrontier(
+    result = QuickFrontier(
         source=str(source),
+        label=checkpoint.spec.layers[0].label,
         calibrate=tuple(map(str, texts.sources)),
         tokens=ids.numel(),
-        points=tuple(sorted(points, key=lambda point: (point.kl, point.fraction))),
-        error=MEASURED_ERROR,
+        points=tuple(sorted(points, key=lambda point: (point.kl, point.cache_fraction))),
+        error=PREDICTED_ERROR,
         notes=(*checkpoint.notes, *notes),
         seconds=time.perf_counter() - start,
     )
+    if output is not None:
+        document = json.dumps(result.to_dict(), indent=2, ensure_ascii=False)
+        write_file(Path(output) / PREDICTED, f"{document}\n")
+    return result
 
 
 def check_heads(checkpoint: Checkpoint) -> None:

@@ -14,8 +14,9 @@ import torch
 from headwise.checkpoints import Checkpoint, dtype_name, run_identity
 from headwise.conversion import convert
 from headwise.conversion.closing_evaluation import Exam
-from headwise.disk import clearly, write_whole
-from headwise.documents import read_document
+from headwise.disk import clearly, refuse_file, refuse_no_folder, write_whole
+from headwise.documents import PREDICTED, read_document
+from headwise.errors import ArgumentError
 from headwise.evaluation import Pair, evaluate_windows, open_pair, score_window
 from headwise.evaluation.plain_cache import bfloat16_bytes, served_bytes
 from headwise.frontiers.candidate import Candidate
@@ -26,6 +27,9 @@ from headwise.texts import NO_TEXTS, CalibrationTexts, open_windows
 
 RESULTS = "results"
 """The name of the folder of results within a frontier's output."""
+
+WORK = ".headwise-work"
+"""The name of the folder there that a run works in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,10 +197,26 @@ def _stamp(model: Path) -> Path:
     return model.with_name(f"{model.name}.json")
 
 
+def refuse_output(folder: Path) -> None:
+    """Refuse an output that is no folder, cannot be made, or holds anything but a frontier, measured or predicted.
+
+    Raises:
+        ArgumentError: it is one of those.
+    """
+    refuse_file(folder)
+    try:
+        is_ours = any((folder / name).is_dir() for name in (RESULTS, WORK)) or (folder / PREDICTED).is_file()
+        if folder.is_dir() and not is_ours and any(folder.iterdir()):
+            raise ArgumentError("output", str(folder), "holds something else; give a new folder, or a frontier's own")
+    except OSError as error:
+        raise ArgumentError("output", str(folder), f"cannot be used: {error.strerror}") from None
+    refuse_no_folder("output", folder / RESULTS)
+
+
 def write_file(file: Path, content: str) -> None:
     """Write a file of the frontier's output, whole or not at all; of several processes, only the first does."""
     if process_index() > 0:
         return
     with clearly("output", file):
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, content.encode(errors="backslashreplace"))

@@ -10,13 +10,14 @@ from typing import Any
 
 from headwise.checkpoints import open_checkpoint, versions
 from headwise.conversion.closing_evaluation import choose_exam, overlap_notes, refuse_unexamined, window_notes
-from headwise.disk import refuse_file, working_folder
-from headwise.errors import ArgumentError, HeadwiseError, StorageError
+from headwise.disk import working_folder
+from headwise.documents import FRONTIER
+from headwise.errors import HeadwiseError, StorageError
 from headwise.frontiers.candidate import Candidate
 from headwise.frontiers.ladder import list_candidates
 from headwise.frontiers.page import markdown, page
 from headwise.frontiers.points import Frontier, collect
-from headwise.frontiers.results import RESULTS, Setting, result_of, write_file
+from headwise.frontiers.results import WORK, Setting, refuse_output, result_of, write_file
 from headwise.hf import as_device, as_dtype
 from headwise.options import FrontierOptions, takes_options
 from headwise.processes import barrier, process_count, process_index
@@ -25,7 +26,7 @@ from headwise.report import refuse_no_plotly
 from headwise.texts import check_texts, named_texts, read_source, refuse_texts_within
 from headwise.type_checks import typed
 
-_MODELS, _WORK = "models", ".headwise-work"
+_MODELS = "models"
 
 
 @takes_options(FrontierOptions)
@@ -61,7 +62,7 @@ def frontier(
         refuse_no_plotly("plot", True)
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     folder = Path(output)
-    _refuse_output(folder)
+    refuse_output(folder)
     named = named_texts(options.evaluate)
     refuse_texts_within(folder, texts.sources, name="calibrate")
     refuse_texts_within(folder, named, name="evaluate")
@@ -96,8 +97,8 @@ def frontier(
             versions=versions(),
             notes=notes,
         )
-        name = folder / ("methods" if options.methods else "frontier")
-        write_file(name.with_suffix(".json"), json.dumps(result.to_dict(), indent=2, ensure_ascii=False) + "\n")
+        name = folder / ("methods.json" if options.methods else FRONTIER)
+        write_file(name, json.dumps(result.to_dict(), indent=2, ensure_ascii=False) + "\n")
         write_file(name.with_suffix(".md"), markdown(result))
         if options.plot:
             write_file(name.with_suffix(".html"), page(result))
@@ -131,25 +132,10 @@ def _results(
     return results
 
 
-def _refuse_output(folder: Path) -> None:
-    """Refuse an output that is no folder, or a folder that holds anything but a frontier.
-
-    Raises:
-        ArgumentError: it is one of those.
-    """
-    refuse_file(folder)
-    try:
-        is_ours = any((folder / name).is_dir() for name in (RESULTS, _WORK))
-        if folder.is_dir() and not is_ours and any(folder.iterdir()):
-            raise ArgumentError("output", str(folder), "holds something else; give a new folder, or a frontier's own")
-    except OSError as error:
-        raise ArgumentError("output", str(folder), f"cannot be used: {error.strerror}") from None
-
-
 @contextmanager
 def _shared_work_folder(folder: Path) -> Iterator[Path]:
     """The working folder, which the first of several processes locks, and all use."""
-    work = folder / _WORK
+    work = folder / WORK
     with working_folder(work, folder) if process_index() == 0 else nullcontext(work):
         barrier()
         yield work

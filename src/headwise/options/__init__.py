@@ -28,7 +28,7 @@ from headwise.options.evaluate import (
 from headwise.options.frontier import FrontierOptions, QuickFrontierOptions
 from headwise.options.heal import HealOptions
 from headwise.options.keywords import takes_options
-from headwise.options.migrate import MigrateOptions
+from headwise.options.migrate import MOST_LOSS, MigrateOptions
 from headwise.options.prepare import PrepareOptions
 from headwise.options.sample import SampleOptions
 
@@ -37,6 +37,7 @@ __all__ = [
     "ENGINE",
     "EVALUATION_WINDOWS",
     "KV_BUDGET",
+    "MOST_LOSS",
     "SIZES",
     "STAGES",
     "TARGET",

@@ -8,7 +8,12 @@ from pathlib import Path
 from headwise.options.convert import EVALUATION_WINDOWS, SIZES, RequiredTextOptions
 from headwise.options.declare import Rule, at_least, not_empty, option
 
-_LOSS = Rule("must be above 0", lambda loss: bool(loss > 0))
+MOST_LOSS = 10
+"""The largest rise of perplexity that can be allowed, as a fraction: what is larger is a percentage."""
+
+_LOSS = Rule(
+    f"must be above 0 and at most {MOST_LOSS}, a fraction such as 0.05", lambda loss: bool(0 < loss <= MOST_LOSS)
+)
 
 
 class MigrateOptions(RequiredTextOptions):

@@ -12,6 +12,7 @@ from headwise.prediction.engine_caches import (
     caches_of_bits,
     check_engine,
     engine_caches,
+    named_caches,
 )
 from headwise.prediction.hardware import Device, device, devices
 from headwise.prediction.memory import Memory, largest_batch, longest_context, peak_memory
@@ -59,6 +60,7 @@ __all__ = [
     "merged",
     "model_work",
     "most_absorbed",
+    "named_caches",
     "operators",
     "pairs",
     "peak_memory",

@@ -6,7 +6,7 @@ This is the one place that holds these facts. Options and layouts were read in t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -382,6 +382,19 @@ def engine_caches(model: ModelSpec, engine: str | None = None) -> dict[str, tupl
             suiting = [by_size[size] for size in (8, 4) if size in by_size]
         found |= {f"{each.name}:{cache.name}": (each, cache) for cache in suiting}
     return found
+
+
+def named_caches(model: ModelSpec, names: Container[str]) -> dict[str, tuple[ServingEngine, EngineCache]]:
+    """Those of all engines' small caches that suit a model and are named, by their target.
+
+    For example ``list(named_caches(read_spec("llama-3-8b"), ["mlx:4", "int8"]))`` is ``["mlx:4"]``.
+
+    Args:
+        model: the model.
+        names: targets, of which others than engines' caches are left out.
+    """
+    every = (found for engine in SERVING_ENGINES for found in engine_caches(model, engine).items())
+    return {name: found for name, found in every if name in names}
 
 
 def caches_of_bits(engine: str, model: ModelSpec, bits: float) -> list[EngineCache]:

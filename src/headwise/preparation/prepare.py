@@ -25,7 +25,7 @@ from headwise.preparation.one_layer import best_change
 from headwise.preparation.samples import POSITIONS, projected
 from headwise.preparation.shift import why_no_shift
 from headwise.progress import Progress, silent
-from headwise.quantization.formats import GGUF_READERS, SPELLINGS, EngineFormat, parse_format
+from headwise.quantization.formats import GGUF_READERS, EngineFormat, parse_format
 from headwise.specs import AttentionSpec, GroupedSpec
 from headwise.specs.gguf.parts import renamed_parts
 from headwise.texts.calibration_texts import check_texts
@@ -173,7 +173,9 @@ def read_formats(caches: str | Sequence[str]) -> list[EngineFormat]:
     for spelling in dict.fromkeys([caches] if isinstance(caches, str) else caches):
         code = parse_format(spelling, name="for")
         if not isinstance(code, EngineFormat):
-            raise ArgumentError("for", spelling, f"is no engine's own cache; formats are {SPELLINGS}")
+            raise ArgumentError(
+                "for", spelling, "must be an engine's own cache, such as llama.cpp:q4_0; docs/prepare.md has all"
+            )
         if not code.keys.rounds:
             raise ArgumentError("for", spelling, "keeps keys as they are, so that there is nothing to prepare")
         formats.append(code)

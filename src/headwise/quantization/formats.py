@@ -120,15 +120,11 @@ def _any_of(names: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}"
 
 
-_SIZES = f"{', '.join(f':{size}' for size in GROUPS[:-1])} or :{GROUPS[-1]}"
 SPELLINGS = (
-    f"int8, int4, int3 or int2, with {_SIZES} for the channels of a group and +hadamard for a rotation"
-    " (int4:32+hadamard); fp8; two of these for keys and values (int8/int4); or kivi4, kivi3 or kivi2, with the"
-    " tokens of a block and the latest tokens that stay as they are (kivi2:32:128); or an engine's own:"
-    f" {'; '.join(f'{engine}: with {_any_of(caches)}' for engine, caches in ENGINES.items())}; two of llama.cpp's for"
-    " keys and values (llama.cpp:q8_0/q4_0)"
+    "int8, int4, int3 or int2, fp8, int8/int4 (keys/values), kivi4, kivi3 or kivi2, or an engine's own, such as"
+    " llama.cpp:q4_0; docs/speed.md has all"
 )
-"""Every spelling of a format, in words."""
+"""The families of formats, in words."""
 
 
 def parse_format(spelling: object, *, name: str = "quantize") -> CacheFormat:
@@ -137,7 +133,7 @@ def parse_format(spelling: object, *, name: str = "quantize") -> CacheFormat:
     For example ``str(parse_format("int8/int8"))`` is ``"int8"``, and ``parse_format("kivi4").block`` is 64.
 
     Args:
-        spelling: one of `SPELLINGS`.
+        spelling: of one of `SPELLINGS`.
         name: what an error calls the argument.
 
     Raises:
@@ -151,6 +147,9 @@ def parse_format(spelling: object, *, name: str = "quantize") -> CacheFormat:
         caches, sides = ENGINES.get(engine, {}), names.split("/")
         if len(sides) <= (2 if engine == LLAMA_CPP else 1) and all(side in caches for side in sides):
             return replace(caches[sides[0]], values=caches[sides[-1]].values)
+        if caches:
+            two = ", or two of them (q8_0/q4_0)" if engine == LLAMA_CPP else ""
+            raise ArgumentError(name, spelling, f"must be {engine}: with {_any_of(caches)}{two}")
         codes = [_token_code(part) for part in spelling.split("/")]
         match codes:
             case [GroupCode() | Float8Code() as both]:

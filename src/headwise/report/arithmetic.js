@@ -315,23 +315,27 @@ const headwise = (() => {
   }
 
   // Cost alone never recommends a loss that nobody knows: see headwise.advice.advise._refusal.
-  function refusal(option, memory, loss, question, available, sourceFits) {
-    if (memory > available) {
+  function refusal({ option, memory, available, lossAtMost, isPredicted }, question, sourceFits) {
+    if (memory.total > available) {
       if (option.is_first_size) return "unknown";
       return option.weights.is_bound ? "may not fit" : "does not fit";
     }
-    if (loss === null) {
+    if (lossAtMost === null) {
       return option.is_safe && question.max_quality_loss === null && !sourceFits ? null : "not measured";
     }
-    if (question.max_quality_loss === null) return null;
-    return loss > question.max_quality_loss ? "loses too much" : null;
+    if (question.max_quality_loss === null || lossAtMost <= question.max_quality_loss) return null;
+    return isPredicted ? "may lose too much" : "loses too much";
   }
 
-  // A measured loss, null where nothing was measured, Infinity where the model diverged.
+  // A loss, the one that is held to the limit (both null where it is not known, Infinity where the model diverged), and
+  // whether it is predicted.
   function lossOf(data, option, question) {
     // Bits that the reader asks for are another cache than the one that was measured, or than the original.
-    if (option.cache_bits === null && question.bits !== null && question.bits < 8 * data.dtypes[question.dtype]) return null;
-    return option.diverged ? Infinity : option.loss;
+    if (option.cache_bits === null && question.bits !== null && question.bits < 8 * data.dtypes[question.dtype]) {
+      return { loss: null, lossAtMost: null, isPredicted: false };
+    }
+    const [loss, lossAtMost] = option.diverged ? [Infinity, Infinity] : [option.loss, option.loss_at_most];
+    return { loss, lossAtMost, isPredicted: option.is_predicted };
   }
 
   function evaluated(data, option, question) {
@@ -341,11 +345,10 @@ const headwise = (() => {
     const fitting = largestBatch(data, option, question, available);
     const many = Math.min(fitting, data.most_sequences);
     const seconds = decodeSeconds(data, option, question, device, question.batch, question.context);
-    const loss = lossOf(data, option, question);
     return {
       option,
       memory,
-      loss,
+      ...lossOf(data, option, question),
       target: option.target,
       cacheBytesPerToken: memory.cache / (question.batch * question.context),
       decodeSeconds: seconds,
@@ -377,7 +380,7 @@ const headwise = (() => {
     const found = data.options.map((option) => evaluated(data, option, question));
     const sourceFits = found[0].memory.total <= found[0].available;
     for (const each of found) {
-      each.refused = refusal(each.option, each.memory.total, each.loss, question, each.available, sourceFits);
+      each.refused = refusal(each, question, sourceFits);
     }
     const allowed = found.filter((each) => each.refused === null);
     const first = found[0];

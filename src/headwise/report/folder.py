@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwise.advice import Measured, read_points
-from headwise.documents import MEASURED
+from headwise.advice import Measured, by_target, read_points
+from headwise.documents import FRONTIER, MEASURED, PREDICTED
 from headwise.errors import ArgumentError, HeadwiseError, StorageError, naming
 from headwise.report.measured_steps import measured_steps
 from headwise.report.sections import Section, sections
 from headwise.specs import ModelSpec, read_spec
 
-_FRONTIER = "frontier.json"
 _LARGEST = 64 * 2**20
 """The largest file that is read, in bytes."""
 
@@ -29,7 +28,7 @@ class FolderResults:
     Attributes:
         source: the model's name.
         model: its spec; None where it cannot be read.
-        measured: quality, by target.
+        measured: quality, measured or predicted, by target.
         sections: of every result.
         notes: what was left out, and why.
         steps: decode steps of the model that were timed.
@@ -67,7 +66,8 @@ def read_folder(folder: str | Path, *, source: str | None = None) -> FolderResul
     has_model = (place / "config.json").is_file()
     if not has_model and not any(found.values()) and source is None:
         raise ArgumentError("folder", str(folder), "must have a config.json, a frontier.json or results of --json")
-    named = documents.get(_FRONTIER, {}).get("source")
+    frontiers = {name: documents[name] for name in (FRONTIER, PREDICTED) if name in documents}
+    named = next((document.get("source") for document in frontiers.values()), None)
     name = source or (str(folder) if has_model else named if isinstance(named, str) else "")
     model, notes = None, []
     try:
@@ -78,17 +78,15 @@ def read_folder(folder: str | Path, *, source: str | None = None) -> FolderResul
         notes.append(f"the model is not shown: {error}")
     if model is not None and model.body is None:
         model, notes = None, [*notes, "the model is not shown: its body is not understood"]
-    measured = {}
-    if _FRONTIER in documents:
-        measured = read_points(documents[_FRONTIER], model, name=str(place / _FRONTIER))
+    known = (read_points(document, model, name=str(place / name)) for name, document in frontiers.items())
     return FolderResults(
         source=name or str(folder),
         model=model,
-        measured=measured,
+        measured=by_target(point for points in known for point in points.values()),
         sections=tuple(section for made in found.values() for section in made),
         notes=tuple(notes),
         steps=tuple(measured_steps(documents.values(), name)),
-        converted="" if _FRONTIER in documents else _converted(documents.get(MEASURED, {})),
+        converted="" if FRONTIER in documents else _converted(documents.get(MEASURED, {})),
     )
 
 

@@ -24,9 +24,10 @@
   const secondsText = (value) => (value < 1 ? `${format(value * 1e3, 2)} ms` : `${format(value, 2)} s`);
   const countOrAny = (value) => (value >= 2 ** 30 ? "any number" : whole(value));
 
-  function lossText(loss) {
+  // The loss of an option, with a ~ where it is predicted.
+  function lossText({ loss, isPredicted }) {
     if (loss === null) return "not measured";
-    return Number.isFinite(loss) ? `×${format(1 + loss, 3)}` : "diverged";
+    return (isPredicted ? "~" : "") + (Number.isFinite(loss) ? `×${format(1 + loss, 3)}` : "diverged");
   }
 
   // ---- elements: text is always set as text ----
@@ -177,7 +178,8 @@
     const how = best.option.convert_to === null
       ? `keep the model, and store its cache as ${best.target}`
       : `headwise convert ${best.option.convert_to}`;
-    return `Do this: ${how}. ${bytes}; perplexity ${lossText(best.loss)}, measured.`;
+    const known = best.isPredicted ? `predicted, not measured: ${data.predicted_error}` : "measured";
+    return `Do this: ${how}. ${bytes}; perplexity ${lossText(best)}, ${known}.`;
   }
 
   const original = (found) => found.find((each) => each.target === data.options[0].target);
@@ -205,11 +207,13 @@
 
   const HEADING = ["", "KiB / token", "step", "tok/s", "fit", "memory", "weights", "perplexity", "runs in"];
 
-  // The measured loss, and why an option is not recommended.
+  // The loss, and why an option is not recommended.
+  const IN_SHORT = { "loses too much": "too much", "may lose too much": "too much?" };
+
   function qualityText(each) {
-    if (each.refused === null || each.refused === "not measured") return lossText(each.loss);
+    if (each.refused === null || each.refused === "not measured") return lossText(each);
     if (each.loss === null) return each.refused;
-    return `${lossText(each.loss)}, ${each.refused === "loses too much" ? "too much" : each.refused}`;
+    return `${lossText(each)}, ${IN_SHORT[each.refused] ?? each.refused}`;
   }
 
   function cellsOf(each) {
@@ -323,28 +327,33 @@
   }
 
   function plotQuality(found, best) {
-    const measured = found.filter((each) => each.loss !== null && Number.isFinite(each.loss));
-    byId("quality-note").hidden = measured.length > 1;
+    const known = found.filter((each) => each.loss !== null && Number.isFinite(each.loss));
+    byId("quality-note").hidden = known.length > 1;
     if (data.converted) byId("quality-note").textContent = `${data.converted}. What more is done to it is not.`;
-    byId("quality-plot").hidden = measured.length < 2;
-    if (measured.length < 2) return;
+    byId("quality-plot").hidden = known.length < 2;
+    if (known.length < 2) return;
     const least = 5e-4; // what loses less is drawn as if it lost this, because the axis is logarithmic
     draw("quality-plot", [{
       type: "scatter",
       mode: "markers+text",
-      x: measured.map((each) => each.cacheBytesPerToken / 1024),
-      y: measured.map((each) => Math.max(each.loss, least)),
-      text: measured.map((each) => (each.isDominated ? "" : plain(each.target))),
+      x: known.map((each) => each.cacheBytesPerToken / 1024),
+      y: known.map((each) => Math.max(each.loss, least)),
+      text: known.map((each) => (each.isDominated ? "" : plain(each.target))),
       textposition: "top center",
       textfont: { size: 10 },
-      marker: { size: 9, color: measured.map((each) => (each === best ? COLOURS[1] : COLOURS[0])),
-        opacity: measured.map((each) => (each.isDominated ? 0.4 : 1)) },
-      customdata: measured.map((each) => [plain(each.target), lossText(each.loss)]),
+      marker: { size: 9, color: known.map((each) => (each === best ? COLOURS[1] : COLOURS[0])),
+        symbol: known.map((each) => (each.isPredicted ? "circle-open" : "circle")),
+        opacity: known.map((each) => (each.isDominated ? 0.4 : 1)) },
+      customdata: known.map((each) => [plain(each.target), lossText(each)]),
       hovertemplate: "%{customdata[0]}: %{x:.1f} KiB a token, perplexity %{customdata[1]}<extra></extra>",
     }], {
       xaxis: { title: { text: "cache, KiB a token" }, rangemode: "tozero" },
-      yaxis: { title: { text: "measured loss (perplexity ratio − 1)" }, type: "log", exponentformat: "none" },
+      yaxis: { title: { text: `${lossTitle(known)} (perplexity ratio − 1)` }, type: "log", exponentformat: "none" },
     });
+  }
+
+  function lossTitle(known) {
+    return known.some((each) => each.isPredicted) ? "loss, predicted where hollow" : "measured loss";
   }
 
   function plotLatency(found, best, listed) {
@@ -475,6 +484,7 @@
       weight_bytes: each.memory.weights,
       parameters: each.option.parameters,
       loss: each.loss !== null && Number.isFinite(each.loss) ? each.loss : null,
+      is_predicted: each.isPredicted,
       refused: each.refused,
       is_dominated: each.isDominated,
     };

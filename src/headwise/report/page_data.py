@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from headwise.advice import MOST_SEQUENCES, Candidate, Measured, Question, candidates
-from headwise.advice.advise import engine_notes, weight_notes
+from headwise.advice import MOST_SEQUENCES, PREDICTED_ERROR, Candidate, Measured, Question, candidates
+from headwise.advice.advise import engine_notes, known_loss, predicted_note, weight_notes
 from headwise.advice.serving import commands
 from headwise.cost.layer import DTYPE_BYTES
 from headwise.cost.model import weights
@@ -55,7 +55,7 @@ def page_data(
     Args:
         model: with its body.
         question: that the page begins with.
-        measured: quality, by target.
+        measured: quality, measured or predicted, by target.
         source: the name of the model.
         hardware: devices that a reader may choose, besides the question's; the catalog's when None.
         steps: decode steps that were timed; see `measured_steps`.
@@ -99,7 +99,12 @@ def page_data(
         "most_context": positions or None,
         "trained_context": model.max_position_embeddings,
         "stored": None if model.stored is None else counted_weights(model, "in the dtype"),
-        "notes": (*timed_notes, *weight_notes(model, tried), *engine_notes(model, question.engine)),
+        "notes": (
+            *timed_notes,
+            *weight_notes(model, tried),
+            *engine_notes(model, question.engine, measured),
+            *predicted_note(option["is_predicted"] for option in options),
+        ),
         "choices": list(dict.fromkeys((step.dtype.removeprefix("torch."), *_DTYPES))),
         "dtypes": {**DTYPE_BYTES, "float8": 1},
         "peak_names": DTYPE_NAMES,
@@ -109,6 +114,7 @@ def page_data(
         "most_parts": MOST_PARTS,
         "most_sequences": MOST_SEQUENCES,
         "safe_loss": SAFE_LOSS,
+        "predicted_error": PREDICTED_ERROR,
         "converted": converted,
         "options": options,
         "steps": [dict(step) for step in steps],
@@ -124,7 +130,8 @@ def _device(device: Device) -> dict[str, Any]:
 def _option(candidate: Candidate, measured: Measured | None, step: Pass) -> dict[str, Any]:
     model = candidate.model
     held = held_weights(model, step.ranks)
-    loss = 0.0 if candidate.is_exact else None if measured is None else measured.loss
+    loss, at_most = known_loss(candidate, measured)
+    diverged = loss is not None and math.isinf(loss)
     return {
         "target": candidate.target,
         "label": model.label,
@@ -140,8 +147,10 @@ def _option(candidate: Candidate, measured: Measured | None, step: Pass) -> dict
             "packed": held.packed,
             "is_bound": model.stored is not None and model.stored.is_bound,
         },
-        "loss": None if loss is None or math.isinf(loss) else loss,
-        "diverged": loss is not None and math.isinf(loss),
+        "loss": None if diverged else loss,
+        "loss_at_most": None if diverged else at_most,
+        "diverged": diverged,
+        "is_predicted": measured is not None and measured.is_predicted,
         "kl": None if measured is None else measured.kl,
         "work": {
             "hidden_size": model.hidden_size,

@@ -59,7 +59,7 @@ def sections(document: Mapping[str, Any], *, name: str = "result") -> list[Secti
     For example ``sections(headwise.compare("llama-3-8b").to_dict())[0].title``.
 
     Args:
-        document: of ``compare``, ``evaluate``, ``bench``, ``convert`` or ``frontier``.
+        document: of ``compare``, ``evaluate``, ``bench``, ``convert`` or ``frontier``, with or without ``--quick``.
         name: the file that it was read from.
 
     Returns:
@@ -326,10 +326,34 @@ def _frontier(document: Mapping[str, Any]) -> Iterable[Section]:
     )
 
 
+def _is_prediction(document: Mapping[str, Any]) -> bool:
+    return document.get("is_predicted") is True and "points" in document
+
+
+def _prediction(document: Mapping[str, Any]) -> Iterable[Section]:
+    rows = [
+        (
+            point["target"],
+            point["runs_in"],
+            _number(point["cache_bytes_per_token"], ",.0f"),
+            _number(point["cache_fraction"], ".1%"),
+            _number(math.inf if point["kl"] is None else point["kl"], ".2g"),
+        )
+        for point in document["points"]
+    ]
+    yield Section(
+        title="What is predicted, and not measured",
+        heading=("", "runs in", "cache B/token", "share", "KL"),
+        rows=rows,
+        notes=[f"From {document['tokens']:,} tokens; KL in nats a token; {document['error']}."],
+    )
+
+
 _Made = Callable[[Mapping[str, Any]], Iterable[Section]]
 
 _KINDS: tuple[tuple[Callable[[Mapping[str, Any]], bool], _Made], ...] = (
     (_is_frontier, _frontier),
+    (_is_prediction, _prediction),
     (_is_conversion, _conversion),
     (_is_evaluation, _evaluation),
     (lambda document: any(name in document for name in ("choices", "planted", "retrieval")), _tasks),

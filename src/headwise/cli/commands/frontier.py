@@ -28,7 +28,10 @@ def frontier(
     options: FrontierOptions,
     output: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="For the table, the JSON and the plot; required without --quick."),
+        typer.Option(
+            metavar="DIR",
+            help="For the table, the JSON and the plot, required; with --quick for predicted.json, if anything.",
+        ),
     ] = None,
     quick: Annotated[
         bool,
@@ -43,8 +46,8 @@ def frontier(
 ) -> None:
     """Quantise the cache, convert, or both, at several sizes: quality against cache, as a table, JSON and a plot."""
     if quick:
-        _refuse_what_measures(options, {"output": output, "html": html})
-        _quick(source, options, as_json=as_json)
+        _refuse_what_measures(options, {"html": html})
+        _quick(source, output, options, as_json=as_json)
         return
     if output is None:
         raise ArgumentError("output", None, "is required, unless --quick asks for predictions alone")
@@ -102,13 +105,13 @@ def _refuse_what_measures(options: FrontierOptions, others: Mapping[str, str | P
             raise ArgumentError(name, value, "does not go with --quick, which predicts and measures nothing")
 
 
-def _quick(source: str, options: FrontierOptions, *, as_json: bool) -> None:
-    """Print predictions."""
+def _quick(source: str, output: str | None, options: FrontierOptions, *, as_json: bool) -> None:
+    """Print predictions, and write them where an output is named."""
     with progress_bar() as progress:
         from headwise.frontiers import quick_frontier
 
         own = {name: getattr(options, name) for name in declarations(QuickFrontierOptions)}
-        result = quick_frontier(source, QuickFrontierOptions(**own), progress=progress)
+        result = quick_frontier(source, QuickFrontierOptions(**own), output=output, progress=progress)
     if as_json:
         emit(result.to_dict())
         return
@@ -117,14 +120,16 @@ def _quick(source: str, options: FrontierOptions, *, as_json: bool) -> None:
         table.add_row(
             escape(point.target),
             f"{point.kl:.2g}" if point.kl < 0.1 else f"{point.kl:.2f}",
-            f"{100 * point.fraction:.1f}%",
-            f"{point.bytes_per_token:,.0f}",
+            f"{100 * point.cache_fraction:.1f}%",
+            f"{point.cache_bytes_per_token:,.0f}",
             escape(point.runs_in),
         )
     out.print(table)
     out.print(f"predicted from {result.tokens:,} tokens in {duration(result.seconds)}; {result.error}", markup=False)
     for note in result.notes:
         out.print(f"note: {note}", markup=False)
+    if output is not None:
+        out.print(f"{escape(output)}: predicted.json")
 
 
 def _write_page(html: Path, source: str, result: Frontier, *, is_silent: bool) -> None:

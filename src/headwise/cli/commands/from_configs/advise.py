@@ -24,6 +24,7 @@ from headwise.cli.app import (
     emit,
     numbers_table,
     out,
+    progress_bar,
     say,
 )
 from headwise.cli.commands.from_configs.predict import DTYPE, beyond
@@ -33,7 +34,7 @@ from headwise.cli.plots import Plot, refuse_no_plot, write_plot
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from headwise.advice import Advice, Guidance, Option, Thresholds
+    from headwise.advice import Advice, Guidance, Measured, Option, Question, Thresholds
     from headwise.specs import ModelSpec
 
 _COST, _GUIDE, _DESIGN = "Costs and measurements", "The guide", "A model that does not exist yet, without SOURCE"
@@ -72,13 +73,21 @@ def advise(
     max_quality_loss: Annotated[
         float | None,
         typer.Option(
-            help="The largest measured rise of perplexity, such as 0.05, which it is with --measured.",
+            help="The largest known rise of perplexity, such as 0.05, which it is with --measured or --calibrate.",
             rich_help_panel=_COST,
         ),
     ] = None,
     measured: Annotated[
         list[Path] | None,
         typer.Option(help="A folder that headwise frontier or convert wrote of this model.", rich_help_panel=_COST),
+    ] = None,
+    calibrate: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="A text to predict on what formats of the cache lose, by running the model: minutes.",
+            rich_help_panel=_COST,
+        ),
     ] = None,
     by_guide: Annotated[
         bool, typer.Option("--guide", help="Follow the selection guide instead.", rich_help_panel=_GUIDE)
@@ -142,7 +151,8 @@ def advise(
         "application": application,
     }
     if by_guide:
-        cost = {"hardware": hardware, "measured": measured, "max_quality_loss": max_quality_loss}
+        known = {"measured": measured, "calibrate": calibrate, "max_quality_loss": max_quality_loss}
+        cost = {"hardware": hardware, **known}
         others = {"batch": batch, "ranks": ranks}
         _refuse(
             cost | {name: None if value == 1 else value for name, value in others.items()}, "goes without --guide"
@@ -152,11 +162,13 @@ def advise(
         words |= {"context": context, "goal": goal or "balanced", "thresholds": _thresholds(threshold or ())}
         _follow_guide(source, heads, parameters, words, as_json=as_json)
         return
-    from headwise.advice import USUAL_LOSS, Question, advise_on, read_measured
+    from headwise.advice import USUAL_LOSS, Question, advise_on
     from headwise.prediction import MOST, Pass, counted_in, device, devices
 
     unasked: dict[str, object] = {name: value or None for name, value in words.items()}
     _refuse(unasked | {"heads": heads, "threshold": threshold}, "goes with --guide")
+    if source is None:
+        _refuse({"calibrate": calibrate}, "goes with SOURCE, a model to run")
     name, model = _model(source, sizes | {"parameters": parameters})
     model, dtype, notes = counted_in(model, dtype)
     if hardware is None:
@@ -167,21 +179,43 @@ def advise(
         hardware=device(hardware, hardware_file),
         step=Pass(batch=batch, total=context, dtype=dtype, ranks=ranks),
         goal=goal or "balanced",  # type: ignore[arg-type]  # Question checks it
-        max_quality_loss=USUAL_LOSS if measured and max_quality_loss is None else max_quality_loss,
+        max_quality_loss=USUAL_LOSS if (measured or calibrate) and max_quality_loss is None else max_quality_loss,
         usable=usable,
         engine=engine,
     )
     refuse_no_page(html)
     refuse_no_plot(plot)
-    points = read_measured(measured or (), model)
+    points, more = _known(name, model, question, measured or (), calibrate or ())
     result = advise_on(model, question, points, source=name)
-    result = replace(result, notes=tuple(dict.fromkeys((*notes, *result.notes))))
+    result = replace(result, notes=tuple(dict.fromkeys((*notes, *more, *result.notes))))
     if html is not None:
         page = model_page(name, model, question, measured=points, hardware=devices(hardware_file))
         write_page(html, page, is_silent=as_json)
     if plot is not None:
         write_plot(plot, partial(advice_figure, result), is_silent=as_json)
     emit(result.to_dict()) if as_json else _print_advice(result, is_design=source is None)
+
+
+def _known(
+    source: str, model: ModelSpec, question: Question, measured: Sequence[Path], texts: Sequence[str]
+) -> tuple[dict[str, Measured], tuple[str, ...]]:
+    """What was measured, and with texts what formats of which nothing is known are predicted to lose; and notes."""
+    from headwise.advice import advise_on, predictable, read_measured, read_points
+
+    points = read_measured(measured, model)
+    if not texts:
+        return points, ()
+    targets = predictable(model, points, question.engine)
+    if not targets:
+        rule = "predicts nothing: all that is tried is known already, or headwise does not round as its engine does"
+        raise ArgumentError("calibrate", texts[0], rule)
+    advise_on(model, question, points)  # refuses impossible questions before the work
+    with progress_bar() as progress:
+        from headwise.frontiers import quick_frontier
+
+        result = quick_frontier(source, calibrate=texts, targets=targets, progress=progress)
+    read = f"{result.tokens:,} tokens of {', '.join(result.calibrate)}"
+    return points | read_points(result.to_dict(), model), (f"predicted from {read}", *result.notes)
 
 
 def _model(source: str | None, sizes: Mapping[str, int | None]) -> tuple[str, ModelSpec]:
@@ -258,7 +292,7 @@ def _thresholds(given: list[str] | tuple[str, ...]) -> Thresholds:
 def _print_advice(result: Advice, *, is_design: bool) -> None:
     question, step, best = result.question, result.question.step, result.best
     many = f"{step.ranks} × " if step.ranks > 1 else ""
-    say(f"[bold]{escape(result.source)}[/bold]: {escape(_verdict(result, is_design=is_design))}", markup=True)
+    say(f"{result.source}: {_verdict(result, is_design=is_design)}", bold=len(result.source))
     limits = f"{step.batch:,} × {step.total:,} tokens, {bytes_text(question.memory_bytes)} of memory"
     say(f"on {many}{question.hardware.label}, {limits}; goal: {question.goal}")
     out.print()
@@ -293,7 +327,7 @@ def _print_advice(result: Advice, *, is_design: bool) -> None:
 
 def _verdict(result: Advice, *, is_design: bool) -> str:
     """The recommendation in a sentence."""
-    from headwise.advice import AS_IT_IS
+    from headwise.advice import AS_IT_IS, PREDICTED_ERROR
     from headwise.prediction import SAFE_LOSS
 
     best = result.best
@@ -308,17 +342,18 @@ def _verdict(result: Advice, *, is_design: bool) -> str:
         safe = f"other models lost at most {SAFE_LOSS:.0%} in 8 bits, and what this one loses is not measured"
         return f"{f'{build}, but' if build else 'it does not fit as it is:'} store the cache as {best.target}; {safe}"
     does = f"headwise convert {best.convert_to}" if best.convert_to else f"store the cache as {best.target}"
+    if best.is_predicted:
+        return f"{does}; predicted, not measured: perplexity rises by {100 * best.loss:.2g}%; {PREDICTED_ERROR}"
     return f"{does}; measured, perplexity {'rises' if best.loss >= 0 else 'falls'} by {abs(best.loss):.1%}"
 
 
 def _quality(option: Option) -> str:
-    """The measured loss, and why an option is not recommended."""
+    """The loss, with a ~ where it is predicted, and why an option is not recommended."""
     if option.loss is None or (option.loss == 0 and option.refused is not None):
         return "not measured" if option.refused is None else option.refused
     found = f"×{1 + option.loss:.3f}" if math.isfinite(option.loss) else "diverged"
-    if option.refused is None:
-        return found
-    return f"{found}, {'too much' if option.refused == 'loses too much' else option.refused}"
+    words = {None: "", "loses too much": ", too much", "may lose too much": ", too much?"}
+    return f"{'~' * option.is_predicted}{found}{words.get(option.refused, f', {option.refused}')}"
 
 
 def _to_do(result: Advice, *, is_design: bool) -> list[str]:
@@ -343,7 +378,9 @@ def _measuring(result: Advice) -> list[str]:
     if target is None:
         return []
     reason = "its loss is not known for this model"
-    if next_one is not None:
+    if next_one is not None and not next_one.between:
+        reason = f"predicted to lose ×{1 + next_one.loss:.3f}"
+    elif next_one is not None:
         read = f"about ×{1 + next_one.loss:.3f} from {' and '.join(next_one.between)}"
         reason = f"first if it loses what is expected, {read}"
     question, step, source = result.question, result.question.step, shlex.quote(result.source)
@@ -356,13 +393,17 @@ def _measuring(result: Advice) -> list[str]:
     }
     asked |= {name: value for name, (value, usual) in others.items() if value != usual}
     words = " ".join(f"{name} {value}" for name, value in asked.items())
-    return _pasted(
+    lines = _pasted(
         f"measure next: {target}, {reason}",
         [
             f"headwise frontier {source} --target {target} --calibrate TEXT --evaluate OTHER --output OUT",
             f"headwise advise {source} {words} --measured OUT",
         ],
     )
+    (option,) = (option for option in result.options if option.target == target)
+    if option.convert_to is None and not option.is_predicted:
+        lines.append("or have it predicted, with all formats of the cache, in minutes: --calibrate TEXT")
+    return lines
 
 
 def _notes(result: Advice) -> list[str]:
