@@ -228,17 +228,7 @@ def test_what_does_not_decide_a_result() -> None:
     }
     assert never == {
         "convert": {
-<<<<<<< HEAD
             *("evaluate", "evaluation_windows", "overwrite", "dry_run", "device", "served_context", "served_by")
-=======
-            "evaluate",
-            "evaluation_windows",
-            "overwrite",
-            "dry_run",
-            "device",
-            "served_context",
-            "served_by",
->>>>>>> quantised
         },
         "calibrate": {"overwrite", "device"},
         "frontier": {"targets", "methods", "keep", "plot", "device"},
