@@ -377,7 +377,7 @@ def test_one_command_predicts_and_advises(cli: Callable[..., Any], refused: Call
     for arguments, rule in (
         ((*words, "--calibrate", "none.txt"), "none.txt"),
         ((*words, *read, "--engine", "tensorrt-llm"), "calibrate = 'text.txt': predicts nothing"),
-        ((*words, *read, "--context", "100000"), "must be at most"),
+        ((*words, *read, "--ranks", "7"), "ranks = 7"),
         (("advise", "llama-3-8b", "--hardware", "h100", *read), "llama-3-8b"),
         (("advise", "--parameters", "1000000000", "--hardware", "h100", *read), "goes with SOURCE"),
         (("advise", "--guide", "--heads", "8", *read), "goes without --guide"),

@@ -420,7 +420,7 @@ def test_what_is_predicted_is_never_called_measured(tmp_path: Path) -> None:
         assert trace["marker"]["symbol"].count("circle-open") == 2
         assert sorted(text for _, text in trace["customdata"]) == ["~×1.020", "~×1.040", "×1.000"]
         title = watched.page.text_content("#quality-plot .ytitle")
-        assert title == "loss, predicted where hollow (perplexity ratio − 1)"
+        assert title == "perplexity ratio − 1; hollow: predicted"
         watched.page.fill("#max_quality_loss", "9")
         watched.page.wait_for_timeout(200)
         assert rows(watched)["kivi2"][-2] == "~×1.040"

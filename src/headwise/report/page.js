@@ -338,7 +338,7 @@
       mode: "markers+text",
       x: known.map((each) => each.cacheBytesPerToken / 1024),
       y: known.map((each) => Math.max(each.loss, least)),
-      text: known.map((each) => (each.isDominated ? "" : plain(each.target))),
+      text: known.map((each) => (isNamed(each) ? plain(each.target) : "")),
       textposition: "top center",
       textfont: { size: 10 },
       marker: { size: 9, color: known.map((each) => (each === best ? COLOURS[1] : COLOURS[0])),
@@ -348,12 +348,16 @@
       hovertemplate: "%{customdata[0]}: %{x:.1f} KiB a token, perplexity %{customdata[1]}<extra></extra>",
     }], {
       xaxis: { title: { text: "cache, KiB a token" }, rangemode: "tozero" },
-      yaxis: { title: { text: `${lossTitle(known)} (perplexity ratio − 1)` }, type: "log", exponentformat: "none" },
+      yaxis: { title: { text: lossTitle(known) }, type: "log", exponentformat: "none" },
     });
   }
 
+  // Predictions are many, and the names of those that lose too much would be printed over each other.
+  const isNamed = (each) => !each.isDominated && !(each.isPredicted && each.refused !== null);
+
   function lossTitle(known) {
-    return known.some((each) => each.isPredicted) ? "loss, predicted where hollow" : "measured loss";
+    const isMixed = known.some((each) => each.isPredicted);
+    return isMixed ? "perplexity ratio − 1; hollow: predicted" : "measured loss (perplexity ratio − 1)";
   }
 
   function plotLatency(found, best, listed) {
