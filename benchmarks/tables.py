@@ -357,21 +357,32 @@ def formats(document: Document) -> str:
 
 def prepared(document: Document) -> str:
     """The table of models as they are and prepared, with an engine's caches: perplexity ratio, KL and its 99.9 %."""
-    ways = {"as it is": "as it is", "weights": "by weights", "text": "on a text", "refitted": "refitted on it"}
+    return _prepared(list(document["rows"].values()), with_quantile=True)
+
+
+def prepared_short(document: Document) -> str:
+    """The first model's, without the quantiles, and without full caches."""
     rows = list(document["rows"].values())
+    return _prepared([row for row in rows if row["name"] == rows[0]["name"] and row["cache"] != "f16"])
+
+
+def _prepared(rows: Sequence[dict[str, Any]], *, with_quantile: bool = False) -> str:
+    ways = {"as it is": "as it is", "weights": "by weights", "text": "on a text", "refitted": "refitted on it"}
+    order = sorted(rows, key=lambda row: 0 if row["name"] == rows[0]["name"] else 1)
     lines = []
-    for name, text, cache in dict.fromkeys((row["name"], row["text"], row["cache"]) for row in rows):
+    for name, cache, text in dict.fromkeys((row["name"], row["cache"], row["text"]) for row in order):
         cells = {row["way"]: row for row in rows if (row["name"], row["text"], row["cache"]) == (name, text, cache)}
         one = next(iter(cells.values()))
-        part = f"{100 * one['bytes'] / one['full']['bytes']:.0f} %"
+        part = f"{cache}, {100 * one['bytes'] / one['full']['bytes']:.0f} %"
         said = [
-            f"×{row['perplexity'] / row['full']['perplexity']:.4f}, {row['kl']:.4f} ({row['kl_999']:.2f})"
+            f"×{row['perplexity'] / row['full']['perplexity']:.3f}, {row['kl']:.4f}"
+            + f" ({row['kl_999']:.2f})" * with_quantile
             if (row := cells.get(way))
             else "—"
             for way in ways
         ]
-        lines.append([f"{name}, {_text_name(text)}", cache, part, *said])
-    return table(["model, text", "cache", "bytes", *ways.values()], lines)
+        lines.append([f"{name}, {_text_name(text)}", part, *said])
+    return table(["model, text", "cache, bytes", *ways.values()], lines)
 
 
 def beginnings(document: Document) -> str:
@@ -573,6 +584,7 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "formats": ("formats.json", formats),
     "beginnings": ("beginnings.json", beginnings),
     "prepared": ("prepared-llama.cpp.json", prepared),
+    "prepared-short": ("prepared-llama.cpp.json", prepared_short),
     "prepared-mlx": ("prepared-mlx-lm.json", prepared),
     "prepared-vllm": ("prepared-vllm.json", prepared),
     "samples": ("samples.json", samples),

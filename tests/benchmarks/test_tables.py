@@ -175,7 +175,7 @@ def test_predicted_losses_bound_the_measured_rise_of_perplexity() -> None:
 
 
 def test_eight_bits_are_as_safe_as_is_said() -> None:
-    rows = json.loads((RESULTS / "prepared.json").read_text())["rows"].values()
+    rows = json.loads((RESULTS / "prepared-llama.cpp.json").read_text())["rows"].values()
     found = [
         row for row in rows if (row["cache"], row["way"], row["name"]) == ("q8_0", "as it is", "Qwen2.5-Coder-0.5B")
     ]
