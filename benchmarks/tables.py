@@ -375,7 +375,7 @@ def _prepared(rows: Sequence[dict[str, Any]], *, with_quantile: bool = False) ->
         one = next(iter(cells.values()))
         part = f"{cache}, {100 * one['bytes'] / one['full']['bytes']:.0f} %"
         said = [
-            f"×{row['perplexity'] / row['full']['perplexity']:.3f}, {row['kl']:.4f}"
+            f"×{row['perplexity'] / row['full']['perplexity']:.{3 + with_quantile}f}, {row['kl']:.4f}"
             + f" ({row['kl_999']:.2f})" * with_quantile
             if (row := cells.get(way))
             else "—"
