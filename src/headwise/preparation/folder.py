@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -39,7 +39,13 @@ def folder_spans(state: Mapping[str, Tensor], layer: GroupedSpec, side: str) -> 
 
 
 def write_folder(
-    checkpoint: Checkpoint, output: Path, changes: Sequence[Change], *, overwrite: bool, progress: Progress
+    checkpoint: Checkpoint,
+    output: Path,
+    changes: Sequence[Change],
+    check: Callable[[Path], None],
+    *,
+    overwrite: bool,
+    progress: Progress,
 ) -> None:
     """Write the folder: changed layers, every other tensor as it is, and what belongs to the model.
 
@@ -47,6 +53,7 @@ def write_folder(
         checkpoint: the source.
         output: the folder to write.
         changes: of each layer.
+        check: given the whole folder before it is moved into place; where it raises an error, nothing is left.
         overwrite: replace a model folder there.
         progress: told of each tensor.
 
@@ -74,3 +81,4 @@ def write_folder(
                 made |= family.write_attention(changed(state, changes[index], layer), index, layer)
             writer.add(name, made.pop(name) if name in made else checkpoint.read(name))
         progress("writing", len(tensors), len(tensors))
+        check(writer.folder)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import shlex
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import SOURCES, Json, app, emit, out, progress_bar
+from headwise.cli.app import SOURCES, Json, app, emit, numbers_table, out, progress_bar, say
 from headwise.cli.options import takes_options
 from headwise.options.prepare import PrepareOptions
+
+if TYPE_CHECKING:
+    from headwise.preparation import Preparation
+    from headwise.preparation.proof import Loss
 
 
 @app.command(epilog="Example: headwise prepare model.gguf prepared.gguf --for llama.cpp:q4_0")
@@ -17,7 +22,8 @@ from headwise.options.prepare import PrepareOptions
 def prepare(
     source: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],
     output: Annotated[
-        str, typer.Argument(metavar="OUT", help="The .gguf, or the folder, to write.", show_default=False)
+        str,
+        typer.Argument(metavar="OUT", help="The .gguf to write, or of a folder also the folder.", show_default=False),
     ],
     options: PrepareOptions,
     as_json: Json = False,
@@ -39,5 +45,40 @@ def prepare(
             f" layer {most}",
             markup=False,
         )
+    _show_proof(made)
     for note in made.notes:
-        out.print(f"note: {note}", markup=False)
+        say(f"note: {note}")
+
+
+def _show_proof(made: Preparation) -> None:
+    """Print what was found out of the prepared model."""
+    proof = made.proof
+    shifted = " with shifted biases" if any(layer.off for layer in made.layers) else ""
+    say(
+        f"read again, products of queries and keys are the source's{shifted} up to {proof.products:.1g} of their size"
+    )
+    for one in proof.differences:
+        say(
+            f"in {one.dtype}, on {one.tokens} tokens, log-probabilities are the source's up to {one.largest:.2g}"
+            f" (KL {one.kl:.1g} nats)"
+        )
+    if proof.text is None:
+        say("what it loses is not measured yet; --evaluate TEXT does that, and so does")
+        words = ["headwise", "evaluate", made.output, "--against", made.source, "--cache", made.cache[0]]
+        out.print(f"  {shlex.join(words)} --text TEXT", markup=False, soft_wrap=True)
+        return
+    if not proof.caches:
+        return
+    out.print(
+        f"{proof.tokens:,} tokens of {escape(proof.text)}, windows of {proof.window}, beside the source's full cache:",
+        soft_wrap=True,
+    )
+    table = numbers_table("perplexity (KL in nats a token)", "as it is", "prepared")
+    for one in proof.caches:
+        where = "simulated" if one.engine is None else f"in {one.engine}"
+        table.add_row(f"{one.cache} {where}", _loss(one.before), _loss(one.after))
+    out.print(table)
+
+
+def _loss(loss: Loss) -> str:
+    return f"×{loss.perplexity_ratio:.4f} ({loss.kl:.4f})"
