@@ -40,10 +40,9 @@ def prepare(
     for cache in made.cache:
         ratios = {layer.layer: layer.loss[cache] for layer in made.layers if cache in layer.loss}
         least, most = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
-        out.print(
+        say(
             f"{cache}: scores lose ×{ratios[least]:.3f} of what they lost in layer {least}, ×{ratios[most]:.3f} in"
-            f" layer {most}",
-            markup=False,
+            f" layer {most}"
         )
     _show_proof(made)
     for note in made.notes:
@@ -54,29 +53,25 @@ def _show_proof(made: Preparation) -> None:
     """Print what was found out of the prepared model."""
     proof = made.proof
     shifted = " with shifted biases" if any(layer.off for layer in made.layers) else ""
-    say(
-        f"read again, products of queries and keys are the source's{shifted} up to {proof.products:.1g} of their size"
-    )
-    for one in proof.differences:
+    how = f"up to {proof.products:.1g} of their size" if proof.products else "exactly"
+    say(f"read again from the disk, products of queries and keys are the source's{shifted} {how}")
+    for difference in proof.differences:
         say(
-            f"in {one.dtype}, on {one.tokens} tokens, log-probabilities are the source's up to {one.largest:.2g}"
-            f" (KL {one.kl:.1g} nats)"
+            f"on {difference.tokens} tokens, log-probabilities in {difference.dtype} are the source's up to"
+            f" {difference.largest:.1g} (mean KL {difference.kl:.1g})"
         )
     if proof.text is None:
-        say("what it loses is not measured yet; --evaluate TEXT does that, and so does")
+        say("what it loses is measured with --evaluate TEXT, or by")
         words = ["headwise", "evaluate", made.output, "--against", made.source, "--cache", made.cache[0]]
         out.print(f"  {shlex.join(words)} --text TEXT", markup=False, soft_wrap=True)
-        return
     if not proof.caches:
         return
-    out.print(
-        f"{proof.tokens:,} tokens of {escape(proof.text)}, windows of {proof.window}, beside the source's full cache:",
-        soft_wrap=True,
-    )
+    place = f"{proof.tokens:,} tokens of {escape(proof.text or '')}, windows of {proof.window}"
+    out.print(f"{place}, beside the source with a full cache:", soft_wrap=True)
     table = numbers_table("perplexity (KL in nats a token)", "as it is", "prepared")
-    for one in proof.caches:
-        where = "simulated" if one.engine is None else f"in {one.engine}"
-        table.add_row(f"{one.cache} {where}", _loss(one.before), _loss(one.after))
+    for loss in proof.caches:
+        where = "simulated" if loss.engine is None else f"in {loss.engine}"
+        table.add_row(f"{loss.cache} {where}", *(_loss(side) for side in (loss.before, loss.after)))
     out.print(table)
 
 
