@@ -127,7 +127,7 @@ def check_engines(formats: Sequence[EngineFormat], python: str | Path | None, *,
     if python is None:
         return
     if not is_measured:
-        raise ArgumentError("engine_python", str(python), "needs evaluate: engines are measured on a text")
+        raise ArgumentError("engine_python", str(python), "needs --evaluate TEXT: engines are measured on a text")
     engines = {code.engine: RUNNABLE[code.engine] for code in formats if code.engine in RUNNABLE}
     if not engines:
         names = " or ".join(dict.fromkeys(code.engine for code in formats))
