@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headwise
-from headwise.checkpoints import FolderWriter, open_checkpoint
+from headwise.checkpoints import Checkpoint, open_checkpoint
 from headwise.checkpoints.gguf.scaling import Rows
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.preparation import folder as folder_module
@@ -105,12 +106,16 @@ def test_another_tensor_that_came_out_wrong_is_found_on_a_text(
 ) -> None:
     source, text = uneven(tmp_path / "source"), tmp_path / "text.txt"
     text.write_text(TEXT)
-    right = FolderWriter.add
+    module = importlib.import_module("headwise.preparation.prepare")
 
-    def wrong(writer: FolderWriter, name: str, tensor: torch.Tensor) -> None:
-        right(writer, name, tensor * 3 if "down_proj" in name else tensor)
+    def spoiling(source: Checkpoint, written: Checkpoint, *others: Any) -> float:
+        products = check_written(source, written, *others)
+        tensors = load_file(written.path / "model.safetensors")
+        tensors["model.layers.0.mlp.down_proj.weight"] *= 3
+        save_file(tensors, written.path / "model.safetensors", {"format": "pt"})
+        return products
 
-    monkeypatch.setattr(FolderWriter, "add", wrong)
+    monkeypatch.setattr(module, "check_written", spoiling)
     with pytest.raises(CheckpointError, match=r"computes something else than its source: KL .* on .*text\.txt"):
         headwise.prepare(source, tmp_path / "out", cache=CACHE, evaluate=text)
     assert {path.name for path in tmp_path.iterdir()} == {"source", "text.txt"}
