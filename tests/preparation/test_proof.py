@@ -244,6 +244,15 @@ def test_in_llama_cpp_itself(source: str, models: Path, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"out.gguf", "text.txt"}
 
 
+def test_in_mlx_lm_itself(models: Path, tmp_path: Path) -> None:
+    python, text = engine_python("mlx_lm", "HEADWISE_MLX_LM_PYTHON"), tmp_path / "text.txt"
+    text.write_text((models / "text.txt").read_text()[:600])
+    made = headwise.prepare(models / "folder", tmp_path / "out", cache="mlx:4", evaluate=text, engine_python=python)
+    simulated, real = made.proof.caches
+    assert str(real.engine).startswith("mlx-lm ")
+    assert real.after.kl == pytest.approx(simulated.after.kl, rel=0.3)
+
+
 def test_an_engine_that_opens_no_folder_is_noted(models: Path, tmp_path: Path) -> None:
     python, text = engine_python("llama_cpp", "HEADWISE_LLAMA_CPP_PYTHON"), tmp_path / "text.txt"
     text.write_text((models / "text.txt").read_text()[:300])

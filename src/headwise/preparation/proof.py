@@ -259,8 +259,8 @@ def _in_its_engine(
     if (engine := RUNNABLE.get(code.engine)) is None:
         return []
     if not is_installed(engine.module, str(python or sys.executable)):
-        name = "" if python is None else f" in {python}"
-        notes.append(f"{NOT_MEASURED} in {engine.name} itself, which is not installed{name}: {engine.install}")
+        where = "here: --engine-python names an interpreter that has it" if python is None else f"in {python}"
+        notes.append(f"{NOT_MEASURED} in {engine.name} itself, which is not installed {where}")
         return []
     with ExitStack() as stack:
         original: str | Path = source
