@@ -60,9 +60,9 @@ def check_written(
         progress("checking", index, len(changes))
         layer = source.spec.layers[index]
         assert isinstance(layer, GroupedSpec)
-        before, after = ({name: tensor.double() for name, tensor in _read(each, index, layer).items()}
-                         for each in (source, written))  # fmt: skip
-        if change.shift is not None:
+        before, after = (each.family.read_attention(each.read, index, layer) for each in (source, written))
+        if change.shift is not None:  # in float64: what was written may have more digits than the source's biases
+            before["k_proj.bias"] = before["k_proj.bias"].double()
             before = changed(before, replace(Change.none(layer), shift=change.shift), layer)
         inputs = torch.randn(1, TOKENS, layer.hidden_size, generator=generator, dtype=torch.float64)
         for old, new in zip(_parts(before, layer, inputs), _parts(after, layer, inputs), strict=True):
@@ -73,10 +73,6 @@ def check_written(
             raise CheckpointError("output", str(output), f"{rule} their size; nothing is left of it")
     progress("checking", len(changes), len(changes))
     return largest
-
-
-def _read(checkpoint: Checkpoint, index: int, layer: GroupedSpec) -> Mapping[str, Tensor]:
-    return checkpoint.family.read_attention(checkpoint.read, index, layer)
 
 
 def _parts(state: Mapping[str, Tensor], layer: GroupedSpec, inputs: Tensor) -> tuple[Tensor, Tensor]:
