@@ -33,7 +33,6 @@ ROOMS = (
     ("counting",),
     ("texts",),
     ("evaluation",),
-    ("preparation",),
     ("bench",),
     ("profiling",),
     ("conversion",),
@@ -42,6 +41,7 @@ ROOMS = (
     ("migration",),
     ("audit",),
     ("engines",),
+    ("preparation",),
     ("cli", "__main__"),
 )
 """Each room imports only from those above it; those on one line do not import each other in a circle."""

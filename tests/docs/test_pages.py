@@ -123,6 +123,9 @@ NOT_RUN = {
     "headwise doctor": "measures speed: a minute",
     "headwise evaluate model.gguf --engine llama.cpp --cache q4_0 --text wiki.txt --windows 2": "asks for llama.cpp",
     "headwise evaluate prepared.gguf --against model.gguf --engine llama.cpp --cache q4_0 --text wiki.txt": "too",
+    "headwise prepare model.gguf out.gguf --for llama.cpp:q4_0 --evaluate wiki.txt --engine-python ENV/bin/python": (
+        "asks for llama.cpp"
+    ),
     "headwise evaluate my-model --engine mlx-lm --cache 4 --text wiki.txt --engine-python ENV/bin/python": "MLX-LM",
     "llama-server -m gguf/model.gguf": "another program, and a server",
     "llama-server -m mqa.gguf": "another program, and a server",

@@ -7,7 +7,6 @@ name.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -25,43 +24,12 @@ import headwise
 from headwise.conversion import export_gguf
 from headwise.engines import worker
 from headwise.evaluation import score_window
-from headwise.texts import language_reference
 from tests.byte_level import save_byte_level
 from tests.cli.conftest import Result
+from tests.engines.conftest import HEAD, engine_python
 from tests.real_models import tiny_model
 
-HEAD = 64
-"""Channels of a head, which groups and blocks of every engine divide."""
-
 HANGS = "#!/bin/sh\necho $$ > {file}\nexec sleep 600\n"
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random llama as ``folder`` and as ``model.gguf``, both in float32, and a ``text.txt``."""
-    place = tmp_path_factory.mktemp("models")
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 4 * HEAD, "num_hidden_layers": 4}
-    model = tiny_model("llama", vocab_size=324, max_position_embeddings=2048, **sizes).float()
-    model.save_pretrained(place / "folder")
-    save_byte_level(place / "folder", 320, "smollm")
-    file = place / "folder/tokenizer.json"
-    file.write_text(file.read_text().replace("</s>", "<|endoftext|>"))  # as SmolLM2 calls it
-    export_gguf(place / "folder", place / "model.gguf", outtype="f32")
-    (place / "text.txt").write_text(language_reference()[:6000])
-    return place
-
-
-@pytest.fixture
-def interpreter(tmp_path: Path) -> Callable[[str], Path]:
-    """Write a script that stands where the interpreter of an engine's environment is named."""
-
-    def write(script: str) -> Path:
-        file = tmp_path.parent / f"{tmp_path.name} interpreter"
-        file.write_text(script)
-        file.chmod(0o755)
-        return file
-
-    return write
 
 
 def arguments(models: Path, engine: str, *others: object) -> tuple[object, ...]:
@@ -187,15 +155,6 @@ def test_windows_are_scored_as_those_of_transformers(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(torch.tensor(values).double(), expected[key], rtol=1e-4, atol=1e-5)
     assert found["another"] == found["model"]
     assert found["against"] == {"nll": found["model"]["reference_nll"]}
-
-
-def engine_python(module: str, variable: str) -> str:
-    """The interpreter of an engine; skips the test where there is none."""
-    if python := os.environ.get(variable):
-        return python
-    if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed here, and {variable} names no interpreter")
-    return sys.executable
 
 
 def test_llama_cpp(cli: Callable[..., Result], models: Path) -> None:

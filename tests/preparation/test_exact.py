@@ -94,8 +94,6 @@ def test_what_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
     for cache, words in cases.items():
         with pytest.raises(HeadwiseError, match=words):
             headwise.prepare(source, tmp_path / "out", cache=list(cache))
-    with pytest.raises(HeadwiseError, match="must be a folder"):
-        headwise.prepare(source, tmp_path / "out.gguf", cache="llama.cpp:q4_0")
     with pytest.raises(HeadwiseError, match="must not be the source"):
         headwise.prepare(source, source, cache="llama.cpp:q4_0", overwrite=True)
     with pytest.raises(HeadwiseError, match="blocks of 32"):

@@ -183,6 +183,22 @@ def test_a_split_model(tmp_path: Path) -> None:
     assert all(torch.equal(whole.read(name), joined.read(name)) for name in whole.tensors)
 
 
+def test_parts_that_are_links_to_several_folders(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", "Q8_0")
+    parts = split(tmp_path / "model.gguf", tmp_path / "parts", 9)
+    for number, part in enumerate(parts, 1):
+        name, folder = f"out-{number:05}-of-{len(parts):05}.gguf", tmp_path / str(number % 2)
+        folder.mkdir(exist_ok=True)
+        (folder / part.name).write_text("old")
+        (tmp_path / name).symlink_to(folder / part.name)
+    made = headwise.prepare(parts[0], tmp_path / "out.gguf", cache="llama.cpp:q4_0", overwrite=True)
+    headwise.prepare(tmp_path / "model.gguf", tmp_path / "whole.gguf", cache="llama.cpp:q4_0")
+    whole, joined = open_checkpoint(tmp_path / "whole.gguf"), open_checkpoint(made.output)
+    assert all(torch.equal(whole.read(name), joined.read(name)) for name in whole.tensors)
+    assert all(Path(made.output).with_name(f"out-{n:05}-of-{len(parts):05}.gguf").is_symlink() for n in (1, 2))
+    assert {path.name for folder in "01" for path in (tmp_path / folder).iterdir()} == {part.name for part in parts}
+
+
 def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "model.gguf"
     write_model(source, "Q8_0")

@@ -13,7 +13,7 @@ from torch import Tensor
 from headwise.attention.rope import change_note
 from headwise.checkpoints import Checkpoint, load_tokenizer
 from headwise.errors import ArgumentError, SpecError
-from headwise.evaluation import WINDOW, Evaluation, evaluate_windows, open_pair
+from headwise.evaluation import WINDOW, Evaluation, Pair, evaluate_windows, open_pair
 from headwise.measurement import available_bytes
 from headwise.options import EVALUATION_WINDOWS
 from headwise.progress import Progress, silent
@@ -190,6 +190,21 @@ def _free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0]
 
 
+def short_of_memory(pair: Pair) -> str | None:
+    """Why a pair's models cannot be loaded, where too little memory is free for them; None where there is enough.
+
+    Converting holds one layer: memory that suffices for it may not suffice for two whole models.
+
+    Args:
+        pair: whose weights are not loaded yet.
+    """
+    memory, free = pair.nbytes, _free_bytes(pair.device)
+    if free is None or free >= memory:
+        return None
+    taken = f"{'the model takes' if pair.is_itself else 'both models take'} {memory / 1e9:.1f} GB of memory"
+    return f"{taken} and {free / 1e9:.1f} GB are free"
+
+
 def prove(
     output: str | Path,
     source: str | Path,
@@ -217,11 +232,8 @@ def prove(
     undone = NOT_EVALUATED if cache is None else f"not compared with {cache}"
     try:
         pair = open_pair(output, against=source, dtype=dtype, device=device, progress=progress)
-        memory = pair.nbytes
-        if (free := _free_bytes(pair.device)) is not None and free < memory:
-            # Converting holds one layer: memory that suffices for it may not suffice for two whole models.
-            taken = f"{'the model takes' if pair.is_itself else 'both models take'} {memory / 1e9:.1f} GB of memory"
-            return f"{undone}: {taken} and {free / 1e9:.1f} GB are free"
+        if (short := short_of_memory(pair)) is not None:
+            return f"{undone}: {short}"
         return evaluate_windows(pair, exam, cache=cache, progress=progress)
     except KeyboardInterrupt as stopped:
         stopped.add_note("interrupted during the evaluation, which --no-evaluate leaves out")

@@ -2,7 +2,17 @@
 
 from headwise.engines.check import EngineReport, Verdict, engines
 from headwise.engines.facts import ModelFacts
-from headwise.engines.in_engine import evaluate_in_engine
+from headwise.engines.in_engine import RUNNABLE, evaluate_in_engine, evaluate_windows_in_engine
 from headwise.engines.rules import ENGINES, Engine
 
-__all__ = ["ENGINES", "Engine", "EngineReport", "ModelFacts", "Verdict", "engines", "evaluate_in_engine"]
+__all__ = [
+    "ENGINES",
+    "RUNNABLE",
+    "Engine",
+    "EngineReport",
+    "ModelFacts",
+    "Verdict",
+    "engines",
+    "evaluate_in_engine",
+    "evaluate_windows_in_engine",
+]

@@ -14,7 +14,7 @@ from headwise.engines.facts import ModelFacts
 from headwise.engines.process import ask
 from headwise.engines.rules import ENGINES
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.evaluation.evaluate import Windows, begin_of, prompt_of, read_texts, windows_of
+from headwise.evaluation.evaluate import Windows, begin_of, prompt_of, read_texts, usual_context, windows_of
 from headwise.evaluation.model_pair import Pair, open_pair
 from headwise.evaluation.results import Evaluation, Scores, evaluation_of
 from headwise.evaluation.speed import Speed
@@ -32,12 +32,14 @@ class Runnable:
     Attributes:
         name: of `headwise.engines.ENGINES`.
         install: what pip installs it by.
+        module: that it is imported by.
         caches: the formats of its cache, in its own words; empty where it alone knows them.
         in_pairs: whether keys and values may have a format each, as in ``q8_0/q4_0``.
     """
 
     name: str
     install: str
+    module: str
     caches: tuple[str, ...] = ()
     in_pairs: bool = False
 
@@ -53,12 +55,12 @@ class Runnable:
             raise ArgumentError("cache", cache, f"must be {' or '.join(self.caches)} in {self.name}{pairs}")
 
 
-_MLX = Runnable("MLX-LM", "mlx-lm", ("8", "4"))
+_MLX = Runnable("MLX-LM", "mlx-lm", "mlx_lm", ("8", "4"))
 RUNNABLE = {
-    "llama.cpp": Runnable("llama.cpp", "llama-cpp-python==0.3.36", TYPES, in_pairs=True),
+    "llama.cpp": Runnable("llama.cpp", "llama-cpp-python==0.3.36", "llama_cpp", TYPES, in_pairs=True),
     "mlx-lm": _MLX,
     "mlx": _MLX,
-    "vllm": Runnable("vLLM", "vllm"),
+    "vllm": Runnable("vLLM", "vllm", "vllm"),
 }
 """The engines by the words of ``--engine``."""
 
@@ -83,8 +85,7 @@ def evaluate_in_engine(model: str | Path, options: EngineOptions, *, progress: P
         CheckpointError: a model cannot be read, or computes NaN or infinite logits.
         MissingExtraError: the engine is not installed.
     """
-    if (engine := RUNNABLE.get(options.engine)) is None:
-        raise ArgumentError("engine", options.engine, f"must be {' or '.join(RUNNABLE)}")
+    engine = _engine(options.engine)
     if process_count() > 1:
         raise ArgumentError("engine", options.engine, "runs in one process, and not under torchrun")
     if options.cache is not None:
@@ -92,20 +93,74 @@ def evaluate_in_engine(model: str | Path, options: EngineOptions, *, progress: P
     contents = read_texts(options.text)
     against = options.against if options.against is not None or options.cache is None else model
     pair = open_pair(model, against=against)
-    files = {name: _file(engine, pair, name) for name in pair.sources}
+    for name in pair.sources:
+        _file(engine, pair, name)  # refused before a text is cut into windows
     texts, context = windows_of(contents, pair, options)
+    return evaluate_windows_in_engine(
+        pair,
+        texts,
+        engine=options.engine,
+        cache=options.cache,
+        python=options.engine_python,
+        context=context,
+        progress=progress,
+    )
+
+
+def evaluate_windows_in_engine(
+    pair: Pair,
+    texts: Windows,
+    *,
+    engine: str,
+    cache: str | None = None,
+    python: str | Path | None = None,
+    context: int | None = None,
+    progress: Progress = silent,
+) -> Evaluation:
+    """Evaluate a model in an engine on windows of tokens, beside its reference; see `evaluate_in_engine`.
+
+    For example ``evaluate_windows_in_engine(pair, [("text.txt", windows)], engine="llama.cpp", cache="q4_0").kl``.
+
+    Args:
+        pair: the model and its reference.
+        texts: the name of each text, and its windows ``[n, W]``; W is the same for all.
+        engine: one of `RUNNABLE`.
+        cache: of the model, in the engine's words; the engine's full cache when None.
+        python: the interpreter of the engine's environment; this process's own when None.
+        context: tokens in the cache while decoding is timed; see `headwise.evaluation.evaluate_windows`.
+        progress: told of each window.
+
+    Raises:
+        ArgumentError: the engine does not take such a model or cache, or fails.
+        CheckpointError: a model computes NaN or infinite logits.
+        MissingExtraError: the engine is not installed.
+    """
+    runnable = _engine(engine)
+    if cache is not None:
+        runnable.check(cache)
+    context = usual_context(pair) if context is None else context
+    files = {name: _file(runnable, pair, name) for name in pair.sources}
     request = {
         "models": {
-            name: {"file": str(file), "cache": options.cache if name == "model" else None}
-            for name, file in files.items()
+            name: {"file": str(file), "cache": cache if name == "model" else None} for name, file in files.items()
         },
         "windows": torch.cat([batch for _, batch in texts]).tolist(),
         "prompt": prompt_of(texts, context)[0].tolist(),
         "threads": torch.get_num_threads(),
     }
-    python = str(options.engine_python or sys.executable)
-    answer = ask(engine.name, python, engine.install, request, progress)
-    return _evaluation(pair, texts, answer, context, options.cache)
+    answer = ask(runnable.name, str(python or sys.executable), runnable.install, request, progress)
+    return _evaluation(pair, texts, answer, context, cache)
+
+
+def _engine(name: str) -> Runnable:
+    """The engine of a word.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    if (engine := RUNNABLE.get(name)) is None:
+        raise ArgumentError("engine", name, f"must be {' or '.join(RUNNABLE)}")
+    return engine
 
 
 def _file(engine: Runnable, pair: Pair, name: str) -> Path:

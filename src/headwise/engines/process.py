@@ -24,6 +24,27 @@ _SURROUNDINGS = {
 """What an engine's process is told besides."""
 
 
+def is_installed(module: str, python: str) -> bool:
+    """Whether an interpreter finds an engine's module, which is not imported.
+
+    For example ``is_installed("llama_cpp", sys.executable)``.
+
+    Args:
+        module: that the engine is imported by.
+        python: the interpreter of its environment.
+
+    Raises:
+        ArgumentError: there is no such interpreter.
+    """
+    search = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    try:
+        words = [python, "-c", search]
+        ended = subprocess.run(words, env=os.environ | _SURROUNDINGS, capture_output=True, check=False)
+    except OSError as error:
+        raise ArgumentError("engine_python", python, f"cannot be started: {error.strerror}") from None
+    return ended.returncode == 0
+
+
 def ask(engine: str, python: str, install: str, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """What an engine's process answers; the process ends with this call, however that ends.
 

@@ -102,6 +102,14 @@ def windows_of(contents: dict[str, str], pair: Pair, options: PassageOptions) ->
     return batches, context
 
 
+def usual_context(pair: Pair) -> int:
+    """The context at which decoding is timed where the user says nothing: 512, or one less than the positions.
+
+    For example ``usual_context(open_pair("smollm2-135m"))`` is 512.
+    """
+    return CONTEXT if pair.positions is None else min(CONTEXT, pair.positions - 1)
+
+
 def prompt_of(texts: Windows, context: int) -> Tensor:
     """The tokens ``[1, context]`` behind which decoding is timed: a text from its beginning, repeated if need be.
 
@@ -133,8 +141,7 @@ def evaluate_windows(
         progress: told of each window.
         shared: each of several processes scores its share of the windows; all of them have to call this.
     """
-    if context is None:
-        context = CONTEXT if pair.positions is None else min(CONTEXT, pair.positions - 1)
+    context = usual_context(pair) if context is None else context
     prompt = prompt_of(texts, context)
     with pair.caching(cache):
         check_vocabulary(pair.models, max(int(batch.max()) for _, batch in texts))

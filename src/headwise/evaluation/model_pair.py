@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,18 @@ class Pair:
         """The longest sequence that both models support; None where no config states one."""
         counts = (checkpoint.spec.max_position_embeddings for checkpoint in self.checkpoints.values())
         return min((count for count in counts if count is not None), default=None)
+
+    def of_the_reference(self) -> Pair:
+        """The reference beside itself, with its weights in memory once: to run it with another cache."""
+        names = ("model", "against")
+        pair = replace(
+            self,
+            sources=dict.fromkeys(names, self.sources["against"]),
+            checkpoints=dict.fromkeys(names, self.checkpoints["against"]),
+        )
+        reference = self.models["against"]
+        vars(pair)["models"] = {"model": _with_the_same_weights(reference), "against": reference}
+        return pair
 
     @contextmanager
     def caching(self, cache: str | None) -> Iterator[None]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from headwise.options.declare import Options, at_least, not_empty, option
+from headwise.options.convert import ProofOptions
+from headwise.options.declare import at_least, not_empty, option
+from headwise.options.evaluate import PythonOptions
 
 
-class PrepareOptions(Options):
-    """The caches that a model is prepared for, and the text that it is fitted on.
+class PrepareOptions(ProofOptions, PythonOptions):
+    """The caches that a model is prepared for, the text that it is fitted on, and how the result is measured.
 
-    For example ``PrepareOptions(cache=["llama.cpp:q4_0"])``.
+    For example ``PrepareOptions(cache=["llama.cpp:q4_0"], evaluate="text.txt")``.
     """
 
     cache: str | Sequence[str] = option(
@@ -30,5 +32,13 @@ class PrepareOptions(Options):
     calibration_tokens: int = option("tokens of the text to read", default=4096, rule=at_least(256))
     refit: bool = option(
         "shift the biases of keys as well, where they have some: this is not exact, and is measured", default=False
+    )
+    evaluate: str | Path | Sequence[str | Path] = option(
+        "a text to measure the result on beside its source: that both compute the same, and what each loses in every"
+        " cache, simulated here and in the engine itself where that is installed; when left out, products of queries"
+        " and keys are compared alone",
+        default=(),
+        metavar="TEXT",
+        identity=False,
     )
     overwrite: bool = option("replace what is at the output", default=False, identity=False)

@@ -6,7 +6,7 @@ Shapes: H query heads, K key–value heads, D head dim, R rows of a stored matri
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -92,12 +92,21 @@ class FolderLayers:
         names = [name for side in "qk" for name in self._held(index, layer, side)]
         return all(rows.can_turn for name in names if (rows := self._rows(name)) is not None)
 
-    def write(self, output: Path, changes: Sequence[Change], *, overwrite: bool, progress: Progress) -> None:
+    def write(
+        self,
+        output: Path,
+        changes: Sequence[Change],
+        check: Callable[[Path], None],
+        *,
+        overwrite: bool,
+        progress: Progress,
+    ) -> None:
         """Copy the folder, and change the copy.
 
         Args:
             output: the folder to write.
             changes: of each layer.
+            check: given the whole folder before it is moved into place; where it raises an error, nothing is left.
             overwrite: replace a model folder there.
             progress: told of each layer.
 
@@ -118,6 +127,7 @@ class FolderLayers:
                     file, stored = source.place(name)
                     writer.write_file(file.name, partial(overwrite_tensors, {stored: tensor}))
             progress("writing", len(changes), len(changes))
+            check(writer.folder)
 
     def _changed(self, index: int, change: Change) -> dict[str, Tensor]:
         """The stored tensors of a layer's queries and keys after a change."""

@@ -6,29 +6,34 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headwise.checkpoints import Checkpoint, FolderCheckpoint, GgufCheckpoint, open_checkpoint
+from headwise.conversion.closing_evaluation import choose_exam, overlap_notes, window_notes
+from headwise.conversion.output.gguf import export_gguf
 from headwise.disk import clearly, refuse_file, refuse_input_within, refuse_no_file, replace
 from headwise.documents import as_document
-from headwise.errors import ArgumentError, SpecError
+from headwise.errors import ArgumentError, HeadwiseError, SpecError, StorageError
 from headwise.options import PrepareOptions, takes_options
 from headwise.preparation.change import Change
+from headwise.preparation.check import check_written
 from headwise.preparation.folder import FolderLayers
 from headwise.preparation.gguf_file import GgufLayers
 from headwise.preparation.inputs import layer_inputs
 from headwise.preparation.one_layer import best_change
+from headwise.preparation.proof import Proof, check_engines, prove
 from headwise.preparation.samples import POSITIONS, projected
 from headwise.preparation.shift import why_no_shift
 from headwise.progress import Progress, silent
-from headwise.quantization.formats import GGUF_READERS, EngineFormat, parse_format
-from headwise.specs import AttentionSpec, GroupedSpec
+from headwise.quantization.formats import GGUF_READERS, SPELLINGS, EngineFormat, parse_format
+from headwise.specs import AttentionSpec, GroupedSpec, read_gguf_header
 from headwise.specs.gguf.parts import renamed_parts
-from headwise.texts.calibration_texts import check_texts
+from headwise.texts import named_texts
+from headwise.texts.calibration_texts import CalibrationTexts, check_texts
 from headwise.type_checks import typed
 
 
@@ -62,8 +67,9 @@ class Preparation:
         cache: the formats that it was prepared for.
         calibrate: the texts that it was fitted on; none where the weights alone were.
         layers: what was done to each layer.
+        proof: what was found out of the prepared model after it was written.
         notes: what a user should know.
-        seconds: that it took.
+        seconds: that it took, without the measurement on a text.
     """
 
     source: str
@@ -71,6 +77,7 @@ class Preparation:
     cache: tuple[str, ...]
     calibrate: tuple[str, ...]
     layers: tuple[PreparedLayer, ...]
+    proof: Proof
     notes: tuple[str, ...] = ()
     seconds: float
 
@@ -93,9 +100,12 @@ def prepare(
     are, and powers of two round no weight, so the model is the same. Of a ``.gguf`` only the scales of blocks of
     attn_q and attn_k are written anew, and all other bytes are copied.
 
+    What was written is read again, and its products are compared with the source's. With ``evaluate`` a text tells
+    the rest: how far log-probabilities are off, and what the cache loses of the source and of the prepared model.
+
     Args:
         source: a model folder, or a ``.gguf`` of any type for an engine that loads one.
-        output: a ``.gguf`` for a ``.gguf``, and a folder for a folder.
+        output: a ``.gguf`` for a ``.gguf``; for a folder either a folder or the ``.gguf`` that `export_gguf` makes.
         options: the keywords below as one object, in place of them.
         progress: told of each layer.
 
@@ -113,13 +123,99 @@ def prepare(
     checkpoint = open_checkpoint(source, quantised=True)
     path = Path(output)
     check_output(checkpoint, path, overwrite=options.overwrite)
-    check_layers(checkpoint, formats)
+    check_layers(checkpoint, formats, path)
     if options.refit:
         check_biases(checkpoint)
     texts = check_texts(options.calibrate, options.calibration_tokens if options.calibrate else None, None)
+    named = named_texts(options.evaluate)
+    check_engines(formats, options.engine_python, is_measured=bool(named))
+    windows = options.evaluation_windows
+    exam = choose_exam(checkpoint, named, calibrate=texts, windows=windows) if named else []
     if checkpoint.family.gguf_interleaved:
         formats = [code.interleaved() for code in formats]
-    stored = _stored_layers(checkpoint)
+    with _as_written(checkpoint, path, progress) as model:
+        stored = _stored_layers(model)
+        changes, layers = _fitted(checkpoint, stored, formats, texts, options, progress)
+        products: list[float] = []
+
+        def check(written: Path) -> None:
+            again = open_checkpoint(written, quantised=True)
+            products.append(check_written(checkpoint, again, changes, path, progress))
+
+        if isinstance(stored, GgufLayers):
+            written = write_files(stored, path, changes, model.files, check, moved=model is not checkpoint)
+        else:
+            stored.write(path, changes, check, overwrite=options.overwrite, progress=progress)
+            written = path
+    seconds = time.perf_counter() - start
+    try:
+        proof = prove(
+            source,
+            written,
+            products[0],
+            exam,
+            formats,
+            python=options.engine_python,
+            is_exact=not options.refit,
+            progress=progress,
+        )
+    except HeadwiseError:
+        _remove(written)
+        raise
+    return Preparation(
+        source=str(source),
+        output=str(written),
+        cache=tuple(map(str, formats)),
+        calibrate=tuple(map(str, texts.sources)),
+        layers=tuple(layers),
+        proof=proof,
+        notes=(
+            *checkpoint.notes,
+            *_notes(layers),
+            *overlap_notes(checkpoint, exam, texts),
+            *(window_notes(checkpoint, exam) if exam else ()),
+            *proof.notes,
+        ),
+        seconds=seconds,
+    )
+
+
+@contextmanager
+def _as_written(checkpoint: Checkpoint, output: Path, progress: Progress) -> Iterator[Checkpoint]:
+    """The model in the form that it is written in: a folder as a GGUF file, beside the output, where that is one."""
+    if isinstance(checkpoint, GgufCheckpoint) or output.suffix != ".gguf":
+        yield checkpoint
+        return
+    place = Path(os.path.realpath(output)).parent
+    with tempfile.TemporaryDirectory(prefix=".headwise-partial-", dir=place) as folder:
+        file = Path(folder) / output.name
+        try:
+            export_gguf(checkpoint.path, file, progress=progress)
+        except StorageError as error:
+            if error.field != "output":
+                raise
+            raise StorageError("output", str(output), error.rule) from None
+        yield open_checkpoint(file)
+
+
+def _fitted(
+    checkpoint: Checkpoint,
+    stored: GgufLayers | FolderLayers,
+    formats: Sequence[EngineFormat],
+    texts: CalibrationTexts,
+    options: PrepareOptions,
+    progress: Progress,
+) -> tuple[list[Change], list[PreparedLayer]]:
+    """The change of each layer, and what it does.
+
+    Args:
+        checkpoint: the source.
+        stored: its layers in the form that they are written in, whose types say how far weights can be scaled.
+        formats: that the model is prepared for.
+        texts: to fit on; none where the weights alone say what inputs are like.
+        options: of `prepare`.
+        progress: told of each layer.
+    """
     longest = checkpoint.spec.max_position_embeddings or POSITIONS
     changes: list[Change] = []
     layers = []
@@ -138,20 +234,7 @@ def prepare(
         changes.append(change)
         layers.append(PreparedLayer(layer=index, loss=loss, cut=change.cut, off=off))
     progress("fitting", len(layers), len(layers))
-    if isinstance(stored, GgufLayers):
-        written = write_files(stored, path, changes, checkpoint.files)
-    else:
-        stored.write(path, changes, overwrite=options.overwrite, progress=progress)
-        written = path
-    return Preparation(
-        source=str(source),
-        output=str(written),
-        cache=tuple(map(str, formats)),
-        calibrate=tuple(map(str, texts.sources)),
-        layers=tuple(layers),
-        notes=(*checkpoint.notes, *_notes(layers)),
-        seconds=time.perf_counter() - start,
-    )
+    return changes, layers
 
 
 def _stored_layers(checkpoint: Checkpoint) -> GgufLayers | FolderLayers:
@@ -173,17 +256,20 @@ def read_formats(caches: str | Sequence[str]) -> list[EngineFormat]:
     for spelling in dict.fromkeys([caches] if isinstance(caches, str) else caches):
         code = parse_format(spelling, name="for")
         if not isinstance(code, EngineFormat):
-            raise ArgumentError(
-                "for", spelling, "must be an engine's own cache, such as llama.cpp:q4_0; docs/prepare.md has all"
-            )
+            raise ArgumentError("for", spelling, f"is no engine's own cache; formats are {SPELLINGS}")
         if not code.keys.rounds:
             raise ArgumentError("for", spelling, "keeps keys as they are, so that there is nothing to prepare")
         formats.append(code)
     return formats
 
 
-def check_layers(checkpoint: Checkpoint, formats: Sequence[EngineFormat]) -> None:
+def check_layers(checkpoint: Checkpoint, formats: Sequence[EngineFormat], output: Path) -> None:
     """Refuse a model whose keys cannot be changed in this way.
+
+    Args:
+        checkpoint: the model.
+        formats: that it is to be prepared for.
+        output: what is to be written.
 
     Raises:
         SpecError: a layer has no keys of heads, or shares them with another layer.
@@ -192,8 +278,10 @@ def check_layers(checkpoint: Checkpoint, formats: Sequence[EngineFormat]) -> Non
     """
     count = checkpoint.spec.num_layers
     for code in formats:
-        if isinstance(checkpoint, GgufCheckpoint) and code.engine not in GGUF_READERS:
-            rule = f"is a cache of {code.engine}, which loads no .gguf: prepare the folder that it was made of"
+        if output.suffix == ".gguf" and code.engine not in GGUF_READERS:
+            is_file = isinstance(checkpoint, GgufCheckpoint)
+            instead = "prepare the folder that it was made of" if is_file else "write a folder"
+            rule = f"is a cache of {code.engine}, which loads no .gguf: {instead}"
             raise ArgumentError("for", str(code), rule)
         if all(code.is_wide(index, count) for index in range(count)):
             rule = f"keeps the caches of all {count} layers as they are, so that there is nothing to prepare"
@@ -238,14 +326,13 @@ def check_output(checkpoint: Checkpoint, output: Path, *, overwrite: bool) -> No
         ArgumentError: it is of the wrong kind, exists, or is the source.
     """
     is_file = isinstance(checkpoint, GgufCheckpoint)
-    if is_file != (output.suffix == ".gguf"):
-        rule = "must end in .gguf, as the source does" if is_file else "must be a folder, as the source is"
-        raise ArgumentError("output", str(output), rule)
-    if not is_file:
+    if output.suffix != ".gguf":
+        if is_file:
+            raise ArgumentError("output", str(output), "must end in .gguf, as the source does")
         refuse_file(output)
         refuse_input_within(output, checkpoint.path, "the source")
         return
-    for part in renamed_parts(output, len(checkpoint.files)):
+    for part in renamed_parts(output, len(checkpoint.files)) if is_file else [output]:
         refuse_no_file("output", part)
         if part.exists() and any(part.samefile(file) for file in checkpoint.files):
             raise ArgumentError("output", str(part), "must not be the source")
@@ -253,14 +340,24 @@ def check_output(checkpoint: Checkpoint, output: Path, *, overwrite: bool) -> No
             raise ArgumentError("output", str(part), "exists; say --overwrite to replace it")
 
 
-def write_files(layers: GgufLayers, output: Path, changes: Sequence[Change], files: Sequence[Path]) -> Path:
-    """Copy the files of a GGUF model, change the copies, and move them into place.
+def write_files(
+    layers: GgufLayers,
+    output: Path,
+    changes: Sequence[Change],
+    files: Sequence[Path],
+    check: Callable[[Path], None],
+    *,
+    moved: bool,
+) -> Path:
+    """Copy the files of a GGUF model, change and check the copies, and move them into place.
 
     Args:
         layers: of the model.
         output: the file to write; of a split model the name that its parts get their numbers in.
         changes: of each layer.
         files: the model's.
+        check: given the first of the copies before any is in place; where it raises an error, nothing is left.
+        moved: whether the model's files are moved in the place of a copy.
 
     Returns:
         The first file.
@@ -270,16 +367,33 @@ def write_files(layers: GgufLayers, output: Path, changes: Sequence[Change], fil
     """
     targets = renamed_parts(output, len(files))
     with ExitStack() as partials, clearly("output", output):
-        copies = {}
+        places: dict[Path, Path] = {}
+        copies: dict[Path, Path] = {}
         for file, target in zip(files, targets, strict=True):
             folder = Path(os.path.realpath(target)).parent
-            place = partials.enter_context(tempfile.TemporaryDirectory(prefix=".headwise-partial-", dir=folder))
-            copies[file] = Path(place) / target.name
-            shutil.copyfile(file, copies[file])
+            if folder not in places:
+                place = tempfile.TemporaryDirectory(prefix=".headwise-partial-", dir=folder)
+                places[folder] = Path(partials.enter_context(place))
+            copies[file] = places[folder] / target.name
+            (os.replace if moved else shutil.copyfile)(file, copies[file])
         layers.write(changes, copies)
+        first = copies[files[0]]
+        for copy in copies.values():  # parts are looked for beside each other
+            if copy.parent != first.parent:
+                (first.parent / copy.name).symlink_to(copy)
+        check(first)
         for file, target in zip(files, targets, strict=True):
             replace(copies[file], Path(os.path.realpath(target)))
     return targets[0]
+
+
+def _remove(output: Path) -> None:
+    """Remove what was written."""
+    if output.is_dir():
+        shutil.rmtree(output)
+        return
+    for part in read_gguf_header(output).files:
+        part.unlink()
 
 
 def _notes(layers: Sequence[PreparedLayer]) -> list[str]:

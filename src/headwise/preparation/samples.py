@@ -103,14 +103,14 @@ class Projected:
         """
         if (rope := self.layer.rope) is None:
             return lambda states: states
-        cos, sin = RotaryEmbedding(rope)(positions[None], torch.float32, int(positions.max()) + 1)
+        cos, sin = RotaryEmbedding(rope)(positions[None], self.queries.dtype, int(positions.max()) + 1)
         return lambda states: rotate(states, cos, -sin if backwards else sin, interleaved=rope.interleaved)
 
 
 def projected(
     state: Mapping[str, Tensor], layer: GroupedSpec, inputs: Tensor, positions: Tensor, *, eps: float = _EPS
 ) -> Projected:
-    """Queries, keys and values of inputs.
+    """Queries, keys and values of inputs, in the dtype of these.
 
     Args:
         state: the layer's attention under headwise's names.
@@ -119,18 +119,18 @@ def projected(
         positions: of a window's tokens, ``[W]``.
         eps: of the norms of queries and keys.
     """
+
+    def taken(name: str) -> Tensor | None:
+        return None if (tensor := state.get(name)) is None else tensor.to(inputs.dtype)
+
     sides = []
     for side, heads in (("q", layer.num_heads), ("k", layer.num_kv_heads), ("v", layer.num_kv_heads)):
-        states = linear(inputs, state[f"{side}_proj.weight"].float(), _float(state.get(f"{side}_proj.bias")))
-        norm = _float(state.get(f"{side}_norm.weight"))
+        states = linear(inputs, state[f"{side}_proj.weight"].to(inputs.dtype), taken(f"{side}_proj.bias"))
+        norm = taken(f"{side}_norm.weight")
         if norm is not None and layer.qk_norm == "full":
             states = rms_norm(states, norm.shape, norm, eps)
         states = torch.unflatten(states, -1, (heads, -1)).movedim(-2, 0)  # [heads, B, W, D]
         if norm is not None and layer.qk_norm == "head":
             states = rms_norm(states, norm.shape, norm, eps)
         sides.append(states)
-    return Projected(layer, sides[0], sides[1], sides[2], positions, _float(state.get("k_proj.bias")))
-
-
-def _float(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float()
+    return Projected(layer, sides[0], sides[1], sides[2], positions, taken("k_proj.bias"))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import shlex
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import SOURCES, Json, app, emit, out, progress_bar
+from headwise.cli.app import SOURCES, Json, app, emit, numbers_table, out, progress_bar, say
 from headwise.cli.options import takes_options
 from headwise.options.prepare import PrepareOptions
+
+if TYPE_CHECKING:
+    from headwise.preparation import Preparation
+    from headwise.preparation.proof import Loss
 
 
 @app.command(epilog="Example: headwise prepare model.gguf prepared.gguf --for llama.cpp:q4_0")
@@ -17,7 +22,8 @@ from headwise.options.prepare import PrepareOptions
 def prepare(
     source: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],
     output: Annotated[
-        str, typer.Argument(metavar="OUT", help="The .gguf, or the folder, to write.", show_default=False)
+        str,
+        typer.Argument(metavar="OUT", help="The .gguf to write, or of a folder also the folder.", show_default=False),
     ],
     options: PrepareOptions,
     as_json: Json = False,
@@ -34,10 +40,40 @@ def prepare(
     for cache in made.cache:
         ratios = {layer.layer: layer.loss[cache] for layer in made.layers if cache in layer.loss}
         least, most = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
-        out.print(
+        say(
             f"{cache}: scores lose ×{ratios[least]:.3f} of what they lost in layer {least}, ×{ratios[most]:.3f} in"
-            f" layer {most}",
-            markup=False,
+            f" layer {most}"
         )
+    _show_proof(made)
     for note in made.notes:
-        out.print(f"note: {note}", markup=False)
+        say(f"note: {note}")
+
+
+def _show_proof(made: Preparation) -> None:
+    """Print what was found out of the prepared model."""
+    proof = made.proof
+    shifted = " with shifted biases" if any(layer.off for layer in made.layers) else ""
+    how = f"up to {proof.products:.1g} of their size" if proof.products else "exactly"
+    say(f"read again from the disk, products of queries and keys are the source's{shifted} {how}")
+    for difference in proof.differences:
+        say(
+            f"on {difference.tokens} tokens, log-probabilities in {difference.dtype} are the source's up to"
+            f" {difference.largest:.1g} (mean KL {difference.kl:.1g})"
+        )
+    if proof.text is None:
+        say("what it loses is measured with --evaluate TEXT, or by")
+        words = ["headwise", "evaluate", made.output, "--against", made.source, "--cache", made.cache[0]]
+        out.print(f"  {shlex.join(words)} --text TEXT", markup=False, soft_wrap=True)
+    if not proof.caches:
+        return
+    place = f"{proof.tokens:,} tokens of {escape(proof.text or '')}, windows of {proof.window}"
+    out.print(f"{place}, beside the source with a full cache:", soft_wrap=True)
+    table = numbers_table("perplexity (KL in nats a token)", "as it is", "prepared")
+    for loss in proof.caches:
+        where = "simulated" if loss.engine is None else f"in {loss.engine}"
+        table.add_row(f"{loss.cache} {where}", *(_loss(side) for side in (loss.before, loss.after)))
+    out.print(table)
+
+
+def _loss(loss: Loss) -> str:
+    return f"×{loss.perplexity_ratio:.4f} ({loss.kl:.4f})"
