@@ -214,9 +214,9 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import BertConfig, BertModel
 
     import headwise
+    from headwise.conversion import export_gguf
     from headwise.texts import language_reference
     from tests.byte_level import save_byte_level
-    from tests.preparation.test_gguf import write_model
     from tests.real_models import save_character_tokenizer, tiny_model
 
     folder = tmp_path_factory.mktemp("given")
@@ -228,7 +228,10 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = folder / "model" / name
         file.write_text(file.read_text().replace("</s>", "<|endoftext|>"))  # as SmolLM2 calls it
     headwise.convert(folder / "model", folder / "gguf", to="gqa:3", format="gguf", evaluate=False)
-    write_model(folder / "heads.gguf", "Q8_0")
+    heads = tiny_model("llama", head_dim=32, num_attention_heads=2, num_key_value_heads=1, vocab_size=324)
+    heads.float().save_pretrained(folder / "heads")
+    save_byte_level(folder / "heads", 320, "smollm")
+    export_gguf(folder / "heads", folder / "heads.gguf", outtype="q8_0")
     torch.manual_seed(0)
     bert = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     BertModel(BertConfig(vocab_size=98, max_position_embeddings=40, **bert)).save_pretrained(folder / "encoder")
