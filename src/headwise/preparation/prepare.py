@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headwise.checkpoints import Checkpoint, GgufCheckpoint, open_checkpoint
-from headwise.disk import clearly, refuse_file, refuse_input_within, refuse_no_file, replace
+from headwise.disk import refuse_file, refuse_input_within
 from headwise.documents import as_document
 from headwise.errors import ArgumentError, SpecError
 from headwise.options import PrepareOptions, takes_options
 from headwise.preparation.change import Change
 from headwise.preparation.folder import folder_spans, write_folder
-from headwise.preparation.gguf_file import GgufLayers
+from headwise.preparation.gguf_file import GgufLayers, check_file, copied_files
 from headwise.preparation.inputs import layer_inputs
 from headwise.preparation.one_layer import best_change
 from headwise.preparation.samples import POSITIONS, projected
@@ -138,7 +134,9 @@ def prepare(
         layers.append(PreparedLayer(layer=index, loss=loss, cut=change.cut, off=off))
     progress("fitting", len(layers), len(layers))
     if stored is not None:
-        written = write_files(stored, path, changes, checkpoint.files)
+        with copied_files(checkpoint.files, path) as copies:
+            stored.write(changes, copies)
+        written = renamed_parts(path, len(checkpoint.files))[0]
     else:
         write_folder(checkpoint, path, changes, overwrite=options.overwrite, progress=progress)
         written = path
@@ -233,41 +231,7 @@ def check_output(checkpoint: Checkpoint, output: Path, *, overwrite: bool) -> No
         refuse_file(output)
         refuse_input_within(output, checkpoint.path, "the source")
         return
-    for part in renamed_parts(output, len(checkpoint.files)):
-        refuse_no_file("output", part)
-        if part.exists() and any(part.samefile(file) for file in checkpoint.files):
-            raise ArgumentError("output", str(part), "must not be the source")
-        if part.exists() and not overwrite:
-            raise ArgumentError("output", str(part), "exists; say --overwrite to replace it")
-
-
-def write_files(layers: GgufLayers, output: Path, changes: Sequence[Change], files: Sequence[Path]) -> Path:
-    """Copy the files of a GGUF model, change the copies, and move them into place.
-
-    Args:
-        layers: of the model.
-        output: the file to write; of a split model the name that its parts get their numbers in.
-        changes: of each layer.
-        files: the model's.
-
-    Returns:
-        The first file.
-
-    Raises:
-        StorageError: they cannot be written; nothing is left then.
-    """
-    targets = renamed_parts(output, len(files))
-    with ExitStack() as partials, clearly("output", output):
-        copies = {}
-        for file, target in zip(files, targets, strict=True):
-            folder = Path(os.path.realpath(target)).parent
-            place = partials.enter_context(tempfile.TemporaryDirectory(prefix=".headwise-partial-", dir=folder))
-            copies[file] = Path(place) / target.name
-            shutil.copyfile(file, copies[file])
-        layers.write(changes, copies)
-        for file, target in zip(files, targets, strict=True):
-            replace(copies[file], Path(os.path.realpath(target)))
-    return targets[0]
+    check_file(checkpoint, output, overwrite=overwrite)
 
 
 def _notes(layers: Sequence[PreparedLayer]) -> list[str]:
