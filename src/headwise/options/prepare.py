@@ -31,4 +31,10 @@ class PrepareOptions(Options):
     refit: bool = option(
         "shift the biases of keys as well, where they have some: this is not exact, and is measured", default=False
     )
+    context: int | None = option(
+        "refit: the most tokens of a text that the model will be served with (llama-server -c); all of the model's"
+        " positions when left out. The shorter they are, the more of a key is the same for all of them",
+        default=None,
+        rule=at_least(2),
+    )
     overwrite: bool = option("replace what is at the output", default=False, identity=False)

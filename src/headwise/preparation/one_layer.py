@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headwise.preparation.change import Change
 from headwise.preparation.chosen import Output, best_of
+from headwise.preparation.drawn import drawn
 from headwise.preparation.fit import fit, score_loss, where_it_helps
 from headwise.preparation.room import within
 from headwise.preparation.samples import Projected
@@ -55,10 +56,10 @@ def best_change(
         moved = None
         if shifts and why_no_shift(layer) is None:
             moved = shift(projected, formats, longest=longest)
-        samples = _samples(projected, moved)
-        for wanted in fit(*samples, layer, formats):
-            fitted = where_it_helps(within(wanted, layer, *spans), *samples, layer, formats)
-            tried.append(replace(fitted, shift=moved))
+        for samples in (_samples(projected, moved), drawn(projected, state, moved)):
+            for wanted in fit(*samples, layer, formats):
+                fitted = where_it_helps(within(wanted, layer, *spans), *samples, layer, formats)
+                tried.append(replace(fitted, shift=moved))
         output = Output(projected, state)
         change = best_of(tried, output, layer, formats)
         before, after = _samples(projected), _samples(projected, change.shift)

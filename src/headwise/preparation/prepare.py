@@ -112,11 +112,13 @@ def prepare(
     check_layers(checkpoint, formats)
     if options.refit:
         check_biases(checkpoint)
+    elif options.context is not None:
+        raise ArgumentError("context", options.context, "goes with refit: what is exact is so at any length")
     texts = check_texts(options.calibrate, options.calibration_tokens if options.calibrate else None, None)
     if checkpoint.family.gguf_interleaved:
         formats = [code.interleaved() for code in formats]
     stored = GgufLayers(checkpoint) if isinstance(checkpoint, GgufCheckpoint) else None
-    longest = checkpoint.spec.max_position_embeddings or POSITIONS
+    longest = options.context or checkpoint.spec.max_position_embeddings or POSITIONS
     changes: list[Change] = []
     layers = []
     inputs = layer_inputs(checkpoint, texts)
@@ -146,7 +148,7 @@ def prepare(
         cache=tuple(map(str, formats)),
         calibrate=tuple(map(str, texts.sources)),
         layers=tuple(layers),
-        notes=(*checkpoint.notes, *_notes(layers)),
+        notes=(*checkpoint.notes, *_notes(layers, options.context)),
         seconds=time.perf_counter() - start,
     )
 
@@ -234,7 +236,7 @@ def check_output(checkpoint: Checkpoint, output: Path, *, overwrite: bool) -> No
     check_file(checkpoint, output, overwrite=overwrite)
 
 
-def _notes(layers: Sequence[PreparedLayer]) -> list[str]:
+def _notes(layers: Sequence[PreparedLayer], context: int | None) -> list[str]:
     notes = []
     if shifted := [layer for layer in layers if layer.off]:
         most = max(shifted, key=lambda layer: layer.off)
@@ -242,6 +244,8 @@ def _notes(layers: Sequence[PreparedLayer]) -> list[str]:
             f"the biases of keys are shifted in {len(shifted)} layers, which is not exact: with a full cache the"
             f" output of attention is off by {most.off:.2%} of its size in layer {most.layer}, and by less in others"
         )
+        if context is not None:
+            notes.append(f"for texts of up to {context:,} tokens: longer ones lose more, with a full cache as well")
     return notes + _cut_notes(layers)
 
 
