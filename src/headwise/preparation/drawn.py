@@ -37,7 +37,7 @@ def drawn(projected: Projected, state: Mapping[str, Tensor], shift: Tensor | Non
     queries = torch.unflatten(projected.rotated("q", positions)[:, :, asked], 0, (layer.num_kv_heads, -1))
     keys = projected.rotated("k", positions, shift)
     by_head = torch.unflatten(output_weight(state, layer), -1, (layer.num_heads, -1))
-    metric = torch.einsum("ehv,ehw->hvw", by_head, by_head).unflatten(0, queries.shape[:2])
+    metric = torch.unflatten(torch.einsum("ehv,ehw->hvw", by_head, by_head), 0, queries.shape[:2])
     apart = asked[:, None] - torch.arange(W)
     hidden = apart < 0
     if layer.sliding_window is not None:
