@@ -33,6 +33,7 @@ def best_change(
     *,
     shifts: bool,
     longest: int,
+    on_text: bool,
 ) -> tuple[Change, dict[str, float], float]:
     """Find the change under which the layer's attention loses least.
 
@@ -43,6 +44,7 @@ def best_change(
         spans: the least and the largest exponent that rows of keys, and of queries, have room for.
         shifts: whether the bias of keys may be shifted, which is not exact.
         longest: the most tokens of a text.
+        on_text: whether the projected inputs are those of a text, so that attention's weights mean something.
 
     Returns:
         The change; what scores lose by each format after it, over what they lost before, by its spelling; and how far
@@ -56,7 +58,7 @@ def best_change(
         moved = None
         if shifts and why_no_shift(layer) is None:
             moved = shift(projected, formats, longest=longest)
-        for samples in (_samples(projected, moved), drawn(projected, state, moved)):
+        for samples in [_samples(projected, moved), *([drawn(projected, state, moved)] if on_text else [])]:
             for wanted in fit(*samples, layer, formats):
                 fitted = where_it_helps(within(wanted, layer, *spans), *samples, layer, formats)
                 tried.append(replace(fitted, shift=moved))

@@ -131,7 +131,9 @@ def prepare(
             folder_spans(state, layer, side) if stored is None else stored.spans(index, layer, side) for side in "kq"
         ]
         rounded = [code for code in formats if not code.is_wide(index, checkpoint.spec.num_layers)]
-        change, loss, off = best_change(states, state, rounded, spans, shifts=options.refit, longest=longest)
+        change, loss, off = best_change(
+            states, state, rounded, spans, shifts=options.refit, longest=longest, on_text=bool(texts)
+        )
         changes.append(change)
         layers.append(PreparedLayer(layer=index, loss=loss, cut=change.cut, off=off))
     progress("fitting", len(layers), len(layers))
