@@ -36,12 +36,12 @@ ROOMS = (
     ("bench",),
     ("profiling",),
     ("conversion",),
+    ("engines",),
+    ("preparation",),
     ("healing",),
     ("frontiers",),
     ("migration",),
     ("audit",),
-    ("engines",),
-    ("preparation",),
     ("cli", "__main__"),
 )
 """Each room imports only from those above it; those on one line do not import each other in a circle."""
@@ -49,7 +49,7 @@ ROOMS = (
 CONVERSION = ("solvers", "codes", "methods", "planning", "storage", "calibration", "budget", "output")
 """The sub-rooms of ``conversion/`` in order; the files that lie in it directly come last."""
 
-MOST_FILES, MOST_LINES, MEDIAN_LINES = 17, 2500, 150
+MOST_FILES, MOST_LINES, MEDIAN_LINES = 17, 2520, 150
 LONGEST_BODY, MOST_PARAMETERS = 60, 8
 
 EXEMPT = {

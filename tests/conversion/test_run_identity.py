@@ -86,6 +86,7 @@ HEAL: dict[str, tuple[dict[str, Any], Any]] = {
     "teacher": (HEALED, "other"),
     "text": (HEALED, "other.txt"),
     "train": (HEALED, "attention"),
+    "cache": ({**HEALED, "cache": "vllm:fp8"}, "vllm:int8_per_token_head"),
     "rank_curriculum": (HEALED, 0.5),
     "lora_rank": ({**HEALED, "train": "lora"}, 2),
     "dtype": ({**HEALED, "dtype": "float32"}, "bfloat16"),
@@ -191,8 +192,9 @@ def identity_of(monkeypatch: pytest.MonkeyPatch, place: Path, name: str, options
 
     monkeypatch.setattr(module, "run_identity", ending)
     monkeypatch.chdir(place)
+    is_converted = name == "heal" and "cache" not in options  # no engine has a cache of MLA in headwise's format
     with pytest.raises(IdentityError) as caught:
-        function("half" if name == "heal" else "source", place / "out", **options)
+        function("half" if is_converted else "source", place / "out", **options)
     return str(caught.value)
 
 

@@ -221,16 +221,14 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("given")
     sizes = {"vocab_size": 324, "max_position_embeddings": 256, "num_attention_heads": 9, "hidden_size": 72}
-    model = tiny_model("llama", num_key_value_heads=3, **sizes).float()
-    model.save_pretrained(folder / "model")
-    save_byte_level(folder / "model", 320, "smollm")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        file = folder / "model" / name
-        file.write_text(file.read_text().replace("</s>", "<|endoftext|>"))  # as SmolLM2 calls it
+    wide = {**sizes, "num_attention_heads": 4, "hidden_size": 128}
+    for name, kv_heads, its in (("model", 3, sizes), ("heads", 2, wide)):
+        tiny_model("llama", num_key_value_heads=kv_heads, **its).float().save_pretrained(folder / name)
+        save_byte_level(folder / name, 320, "smollm")
+        for part in ("tokenizer.json", "tokenizer_config.json"):
+            file = folder / name / part
+            file.write_text(file.read_text().replace("</s>", "<|endoftext|>"))  # as SmolLM2 calls it
     headwise.convert(folder / "model", folder / "gguf", to="gqa:3", format="gguf", evaluate=False)
-    heads = tiny_model("llama", head_dim=32, num_attention_heads=2, num_key_value_heads=1, vocab_size=324)
-    heads.float().save_pretrained(folder / "heads")
-    save_byte_level(folder / "heads", 320, "smollm")
     export_gguf(folder / "heads", folder / "heads.gguf", outtype="q8_0")
     torch.manual_seed(0)
     bert = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

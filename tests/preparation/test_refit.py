@@ -115,3 +115,18 @@ def test_models_without_such_biases_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     sinks = replace(random_layer(None).layer, sinks=True)
     assert headwise.preparation.shift.why_no_shift(sinks) is not None
+
+
+def test_shorter_texts_let_more_be_shifted(tmp_path: Path) -> None:
+    source = uneven(tmp_path / "source", seen=1)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    keywords = {"cache": "llama.cpp:q4_0", "refit": True, "calibrate": text, "calibration_tokens": 1024}
+    longer, shorter = (headwise.prepare(source, tmp_path / f"{n}", context=n, **keywords) for n in (100_000, 64))
+    assert all(
+        short.loss["llama.cpp:q4_0"] < long.loss["llama.cpp:q4_0"]
+        for short, long in zip(shorter.layers, longer.layers, strict=True)
+    )
+    assert any("texts of up to 64 tokens" in note for note in shorter.notes)
+    with pytest.raises(ArgumentError, match="context = 64: goes with refit"):
+        headwise.prepare(source, tmp_path / "out", cache="llama.cpp:q4_0", context=64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,11 @@ class Checkpoint(ABC):
         family = family_of(str(self.config.get("model_type")))
         is_whole = not self.tensors or any(name.startswith(family.base) for name in self.tensors)
         return family if is_whole else family.bare()
+
+    @property
+    def writable(self) -> Collection[str]:
+        """The names of the tensors that the files can have other numbers in; those in blocks of codes cannot."""
+        return self.tensors.keys()
 
     @property
     def dtype(self) -> torch.dtype:

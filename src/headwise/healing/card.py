@@ -97,6 +97,8 @@ def _making(folder: Path, report: Healing) -> Iterator[str]:
             f"- latents fell to {report.rank_curriculum:g} of their channels in the first half of the steps: what "
             "was measured before healing is of the larger cache"
         )
+    if report.cache is not None:
+        yield f"- with keys and values rounded as {as_code(report.cache)} rounds them, and measured so"
     curve = ", ".join(f"{step}: {loss:.4f}" for step, loss in report.held_out)
     yield f"- loss on held-out windows, by step: {curve}"
     if report.slope is not None:

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headwise.checkpoints import (
     Checkpoint,
     FolderWriter,
+    GgufCheckpoint,
     TensorInfo,
     check_output,
     dtype_name,
@@ -25,12 +26,13 @@ from headwise.checkpoints import (
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.closing_evaluation import Exam, choose_exam, prove
 from headwise.conversion.solvers.device import is_quick, own_device
-from headwise.disk import refuse_input_within
+from headwise.disk import empty_folder, refuse_input_within, working_folder, write_whole
 from headwise.documents import HEALING, finite
 from headwise.errors import ArgumentError
 from headwise.evaluation import Evaluation
 from headwise.healing.card import CONVERSION, healed_card
 from headwise.healing.curriculum import WINDOWS, FadingChannels, RankCurriculum, order_channels
+from headwise.healing.engine_format import round_in_training, trained_format
 from headwise.healing.loop import Loop, learning_rate, run_model
 from headwise.healing.optimizer import optimizer_of
 from headwise.healing.report import Healing
@@ -44,9 +46,11 @@ from headwise.kernels.native import built
 from headwise.measurement import peak_rss_bytes
 from headwise.options import takes_options
 from headwise.options.heal import HealOptions
+from headwise.preparation.gguf_file import check_file, copied_files
 from headwise.processes import barrier, first_enters, process_count, process_index
 from headwise.progress import Progress, silent
 from headwise.quantization.files import FILE as CODES
+from headwise.quantization.formats import EngineFormat
 from headwise.texts import CalibrationTexts, named_texts, refuse_texts_within, text_identity
 from headwise.type_checks import typed
 
@@ -70,17 +74,20 @@ NOTHING_GAINED_LATER = (
 @typed
 @torch.inference_mode(False)
 def heal(model: str | Path, output: str | Path, options: HealOptions, *, progress: Progress = silent) -> Healing:
-    """Train a converted model on text until it behaves like its source, and write the result as a model folder.
+    """Train a converted or prepared model on text until it behaves like its source, and write the result.
 
     For example ``heal("./half", "./healed", teacher="smollm2-135m", text="text.txt", tokens=200_000)``.
 
-    The result has the converted folder's format, sizes and codes; only values of its tensors differ, unless
-    ``rank_curriculum`` makes its latents narrower. A cache in codes is rounded while the model is trained. A killed
-    run is continued by the same call, and computes what an uninterrupted one would have.
+    The result has the given model's format, sizes and codes; only values of its tensors differ, unless
+    ``rank_curriculum`` makes its latents narrower. A cache in codes is rounded while the model is trained, and with
+    ``cache`` one as an engine has it. A killed run is continued by the same call, and computes what an uninterrupted
+    one would have.
 
     Args:
-        model: a converted folder, or any model folder with the teacher's vocabulary.
-        output: the folder to write; must not exist, or be empty, unless ``overwrite``.
+        model: a converted folder, or any model folder or ``.gguf`` with the teacher's vocabulary. Of a ``.gguf`` what
+            is in blocks of codes stays as it is, byte for byte.
+        output: the folder to write, which must not exist, or be empty, unless ``overwrite``; a ``.gguf`` for a
+            ``.gguf``.
         options: the keywords below as one object, in place of them.
         progress: told of each step.
 
@@ -91,6 +98,8 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
     """
     prepared = _prepare(model, Path(output), options)
     checkpoint = prepared.checkpoint
+    if isinstance(checkpoint, GgufCheckpoint):
+        return _heal_file(checkpoint, prepared, progress)
     writer = FolderWriter(
         prepared.output,
         prepared.tensors,
@@ -111,6 +120,27 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
     return replace(report, notes=(*report.notes, *writer.notes))
 
 
+def _heal_file(checkpoint: GgufCheckpoint, prepared: _Prepared, progress: Progress) -> Healing:
+    """`heal` a ``.gguf``."""
+    out = prepared.output
+    work = out.with_name(f".{out.name}.headwise-partial")
+    with first_enters(working_folder(work, out)):
+        if process_index() == 0:
+            _take_up(work, prepared.run)
+        barrier()
+        before = _evaluate(checkpoint.path, prepared, progress)
+        trained, done, count = _train(prepared, work, progress)
+        tensors = {name: whole(made()).cpu() for name, made in trained_tensors(trained, checkpoint).items()}
+        del trained  # the evaluation loads it again, as users will
+        after = None
+        if process_index() == 0:
+            check_file(checkpoint.files, out, overwrite=prepared.options.overwrite)  # it took a while
+            with copied_files(checkpoint.files, out) as copies:
+                checkpoint.write(tensors, copies)
+                after = _evaluate(copies[checkpoint.path], prepared, progress)
+    return _report(prepared, done, count, before, after)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Prepared:
     """A healing whose inputs have been checked.
@@ -126,6 +156,7 @@ class _Prepared:
         device: of this process.
         dtype: of matrix products.
         curriculum: where channels fade out.
+        code: the engine's format that keys and values are rounded to.
     """
 
     model: str
@@ -138,6 +169,7 @@ class _Prepared:
     device: torch.device
     dtype: torch.dtype
     curriculum: RankCurriculum | None
+    code: EngineFormat | None
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -167,10 +199,17 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
     device = own_device(options.device)
     if options.batch % process_count():
         raise ArgumentError("batch", options.batch, f"must be a multiple of {process_count()}, the processes")
-    check_output(output, overwrite=options.overwrite)
     checkpoint, teacher = open_decoder(model), open_decoder(options.teacher)
-    if not checkpoint.path.is_dir():
-        raise ArgumentError("model", str(model), "must be a model folder: the result is written in its format")
+    if isinstance(checkpoint, GgufCheckpoint):
+        check_file(checkpoint.files, output, overwrite=options.overwrite)
+        if options.train == "lora":
+            rule = "must be another for a .gguf: its matrices are in blocks of codes, to which no change can be added"
+            raise ArgumentError("train", options.train, rule)
+    elif checkpoint.path.is_dir():
+        check_output(output, overwrite=options.overwrite)
+    else:
+        rule = "must be a model folder or a .gguf: the result is written in its format"
+        raise ArgumentError("model", str(model), rule)
     sizes = [one.config.get("vocab_size") for one in (checkpoint, teacher)]
     if sizes[0] != sizes[1]:
         raise ArgumentError(
@@ -187,6 +226,7 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
         raise ArgumentError("teacher_top", options.teacher_top, f"must be at most {sizes[0]}, the vocabulary")
     if options.train == "new" and not trained_numbers(checkpoint, teacher, options):
         raise ArgumentError("train", options.train, NOTHING_TO_TRAIN)
+    code = None if options.cache is None else trained_format(checkpoint, options.cache)
     part = options.rank_curriculum
     curriculum = None if part is None else RankCurriculum(checkpoint, part)
     windows = open_windows(checkpoint, options, teacher.spec)
@@ -209,6 +249,7 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
         device=device,
         dtype=dtype,
         curriculum=curriculum,
+        code=code,
     )
 
 
@@ -234,10 +275,11 @@ def _refuse_other_shape(checkpoint: Checkpoint, teacher: Checkpoint) -> None:
 
 
 def _evaluate(folder: Path, prepared: _Prepared, progress: Progress) -> Evaluation | str | None:
-    """A folder beside the teacher; a note where that cannot be done, and None in all processes but the first."""
+    """A model beside the teacher; a note where that cannot be done, and None in all processes but the first."""
     if not prepared.exam or process_index() > 0:
         return None
-    return prove(folder, prepared.options.teacher, prepared.exam, progress, device=str(prepared.device))
+    options, device = prepared.options, str(prepared.device)
+    return prove(folder, options.teacher, prepared.exam, progress, cache=options.cache, device=device)
 
 
 def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, Progressed, int]:
@@ -246,13 +288,15 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
     needs_teacher = options.objective == "distill" or options.hidden > 0
     teacher = _teacher(prepared, folder, progress) if needs_teacher else None  # first: one that is stored leaves
     model = load(prepared.checkpoint.path, dtype=torch.float32, device=str(prepared.device))
+    if prepared.code is not None:
+        round_in_training(model, prepared.checkpoint, prepared.code)
     if options.checkpointing:
         _compute_layers_twice(model)
     fading = None
     if prepared.curriculum is not None:
         _order_channels(model, prepared, folder, progress)
         fading = FadingChannels(model, prepared.curriculum)
-    select(model, options.train, prepared.teacher, rank=options.lora_rank)
+    select(model, prepared.checkpoint, options.train, prepared.teacher, rank=options.lora_rank)
     refuse_unwritten(model, prepared.checkpoint)
     shard(model)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -328,6 +372,15 @@ def _write(prepared: _Prepared, model: Any, writer: FolderWriter) -> None:
             writer.add(name, tensor.cpu().to(checkpoint.tensors[name].dtype))
 
 
+def _take_up(folder: Path, run: str) -> None:
+    """Keep what an earlier run of the same identity left in a working folder, and remove anything else."""
+    known = folder / "run"
+    if not known.is_file() or known.read_text(encoding="utf-8") != run:
+        known.unlink(missing_ok=True)  # first, so that no run takes over a folder that is half removed
+        empty_folder(folder)
+        write_whole(known, run.encode())
+
+
 def _report(
     prepared: _Prepared, done: Progressed, count: int, before: Evaluation | str | None, after: Evaluation | str | None
 ) -> Healing:
@@ -349,6 +402,7 @@ def _report(
         optimizer=options.optimizer,
         learning_rate=learning_rate(options, done.held_out[0][1]),
         rank_curriculum=options.rank_curriculum,
+        cache=options.cache,
         steps=done.step,
         planned_steps=windows.steps,
         tokens=done.step * windows.batch * windows.width,

@@ -15,8 +15,8 @@ class Healing:
     """The report of a healing.
 
     Attributes:
-        model: the converted model, as the user named it.
-        output: the folder of the result.
+        model: the given model, as the user named it.
+        output: the folder or file of the result.
         teacher: the model it learnt from, as the user named it.
         objective: ``distill`` or ``cross-entropy``.
         objective_settings: ``temperature``, ``hidden`` and ``text_weight``, as far as they are not the defaults.
@@ -26,6 +26,7 @@ class Healing:
         optimizer: ``muon`` or ``adamw``.
         learning_rate: after warm-up.
         rank_curriculum: the part of the latents' channels that the result has; None where none faded out.
+        cache: the engine's format that keys and values were rounded to; None where they were not.
         steps: the number of steps that were done.
         planned_steps: the number of steps that were asked for.
         tokens: the number of tokens that were trained on, passages that a text was read again for included.
@@ -40,7 +41,8 @@ class Healing:
         rollbacks: how often a loss that was not finite made it return to what was saved.
         seconds: the seconds of training, without measurements.
         peak_rss_bytes: the peak resident memory of the process.
-        before: the model that was given, with its own cache, beside the teacher; None if nothing was evaluated.
+        before: the model that was given, with its own cache or ``cache``, beside the teacher; None if nothing was
+            evaluated.
         after: the result beside the teacher, on the same text; likewise.
         notes: notes for the user.
     """
@@ -71,6 +73,7 @@ class Healing:
     notes: tuple[str, ...] = ()
     objective_settings: Mapping[str, float] = field(default_factory=dict)
     rank_curriculum: float | None = None
+    cache: str | None = None
     counted_from: int = 0
 
     @property

@@ -50,16 +50,17 @@ class LowRank(nn.Module):
         return weight + self.up @ self.down
 
 
-def select(model: Any, trained: str, teacher: Checkpoint, *, rank: int = 32) -> None:
+def select(model: Any, checkpoint: Checkpoint, trained: str, teacher: Checkpoint, *, rank: int = 32) -> None:
     """Choose the parameters to train, and freeze all others.
 
     Where a cache is in codes, the projections and norms that compute its values stay as they are: offsets, scales and
-    bits of each channel were fitted to them.
+    bits of each channel were fitted to them. So do a GGUF file's tensors that are in blocks of codes.
 
-    For example ``select(model, "attention", open_checkpoint("./source"))``.
+    For example ``select(model, open_checkpoint("./half"), "attention", open_checkpoint("./source"))``.
 
     Args:
         model: a transformers model.
+        checkpoint: that it was loaded from.
         trained: ``all``, ``attention``, ``new`` or ``lora``; see `headwise.options.HealOptions`.
         teacher: what ``new`` tensors are told from.
         rank: of ``lora``.
@@ -71,6 +72,10 @@ def select(model: Any, trained: str, teacher: Checkpoint, *, rank: int = 32) -> 
     if trained == "lora":
         _add_low_rank(model, rank, fixed)
     stays = {id(parameter) for module in fixed for parameter in module.parameters()}
+    in_blocks = checkpoint.tensors.keys() - set(checkpoint.writable)
+    own = {stored: name for name, stored in stored_names(model, checkpoint).items()} if in_blocks else {}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    stays |= {id(named[own[stored]]) for stored in in_blocks if own[stored] in named}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(id(parameter) not in stays and _is_chosen(name, parameter, trained, teacher))
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -119,8 +124,10 @@ def refuse_unwritten(model: Any, checkpoint: Checkpoint) -> None:
 
 def trained_numbers(checkpoint: Checkpoint, teacher: Checkpoint, options: HealOptions) -> int:
     """About how many numbers are trained: for an estimate of disk, before the model is loaded."""
-    total = 0
+    total, writable = 0, checkpoint.writable
     for name, info in checkpoint.tensors.items():
+        if name not in writable:
+            continue
         if options.train == "lora":
             total += options.lora_rank * sum(info.shape) if len(info.shape) == 2 else 0
         elif options.train == "attention":

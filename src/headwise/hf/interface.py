@@ -17,10 +17,13 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from headwise.caches.cache import NAME
 from headwise.errors import ArgumentError
 from headwise.kernels import attend, attend_quantized, attend_with_weights, dequantize, unpack
-from headwise.quantization.stored import StoredKeys
+from headwise.quantization.stored import StoredKeys, passed_through
 
 UNKNOWN = ("softcap", "position_bias", "s_aux", "cache")
 """Arguments of attention functions that are not supported: caps and biases of scores, sinks, paged caches."""
+
+TRAINED_FORMAT = "headwise_format"
+"""The attribute of an attention module with the format that keys and values are rounded to while it is trained."""
 
 
 def attention_forward(
@@ -68,6 +71,8 @@ def attention_forward(
         if not dropout and not returns_weights:
             return key.attend(query, mask, causal, scaling).transpose(1, 2).contiguous(), None
         key, value = key.decode()
+    if (code := getattr(module, TRAINED_FORMAT, None)) is not None:
+        query, key, value = passed_through(code, query, key, value)
     if causal and key.shape[2] > query.shape[2]:
         # The slots of a static cache beyond the prompt: without a mask transformers means the first tokens.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]

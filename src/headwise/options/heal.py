@@ -168,8 +168,15 @@ class HealOptions(StepOptions, ObjectiveOptions, ProofOptions):
     train: Trained = option(
         "what is trained: all weights; attention, the attention of all layers; new, only tensors that the teacher "
         "does not have in that shape; or lora, low-rank changes of all linear layers but the output head, merged at "
-        "the end. What computes the values of a cache in codes is never trained",
+        "the end. What computes the values of a cache in codes is never trained, nor what a .gguf has in blocks of "
+        "codes",
         default="all",
+    )
+    cache: str | None = option(
+        "round keys and values while training as an engine's own cache does, such as llama.cpp:q4_0, and measure the "
+        "model with it; see headwise prepare",
+        default=None,
+        metavar="ENGINE:FORMAT",
     )
     rank_curriculum: float | None = option(
         "MLA in headwise's own format: the part of each latent's channels that the result has; the others fade out "

@@ -33,6 +33,12 @@ class PrepareOptions(ProofOptions, PythonOptions):
     refit: bool = option(
         "shift the biases of keys as well, where they have some: this is not exact, and is measured", default=False
     )
+    context: int | None = option(
+        "refit: the most tokens of a text that the model will be served with (llama-server -c); all of the model's"
+        " positions when left out. The shorter they are, the more of a key is the same for all of them",
+        default=None,
+        rule=at_least(2),
+    )
     evaluate: str | Path | Sequence[str | Path] = option(
         "a text to measure the result on beside its source: that both compute the same, and what each loses in every"
         " cache, simulated here and in the engine itself where that is installed; when left out, products of queries"

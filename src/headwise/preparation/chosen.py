@@ -42,7 +42,7 @@ class Output:
         self._queries = torch.unflatten(queries, 0, (K, -1))  # [K, H/K, B, S, D]
         self._keys = projected.rotated("k", projected.positions)
         self._visible = torch.arange(W) <= places[:, None]
-        weight = _output(state, projected.layer)
+        weight = output_weight(state, projected.layer)
         self._weight = torch.unflatten(weight, -1, (K, -1)).permute(1, 2, 0)  # [K, V·H/K, E]
         self._exact = self._attended(self._queries, self._keys)
         self.size = self._exact.square().mean((1, 2))
@@ -101,8 +101,13 @@ def _errors(change: Change, output: Output, formats: Sequence[EngineFormat]) -> 
     return (errors + 1e-30).log().nan_to_num(torch.inf, torch.inf).sum(0)
 
 
-def _output(state: Mapping[str, Tensor], layer: GroupedSpec) -> Tensor:
-    """The output projection ``[E, H·V]``; the identity where there is none."""
+def output_weight(state: Mapping[str, Tensor], layer: GroupedSpec) -> Tensor:
+    """The output projection ``[E, H·V]``; the identity where there is none.
+
+    Args:
+        state: the attention under headwise's names.
+        layer: its spec.
+    """
     if (weight := state.get("o_proj.weight")) is not None:
         return weight.float()
     return torch.eye(layer.num_heads * layer.value_dim)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headwise.preparation.change import Change
 from headwise.preparation.chosen import Output, best_of
+from headwise.preparation.drawn import drawn
 from headwise.preparation.fit import fit, score_loss, where_it_helps
 from headwise.preparation.room import within
 from headwise.preparation.samples import Projected
@@ -33,6 +34,7 @@ def best_change(
     turns: bool = True,
     shifts: bool,
     longest: int,
+    on_text: bool,
 ) -> tuple[Change, dict[str, float], float]:
     """Find the change under which the layer's attention loses least.
 
@@ -44,6 +46,7 @@ def best_change(
         turns: whether pairs may be turned by a quarter.
         shifts: whether the bias of keys may be shifted, which is not exact.
         longest: the most tokens of a text.
+        on_text: whether the projected inputs are those of a text, so that attention's weights mean something.
 
     Returns:
         The change; what scores lose by each format after it, over what they lost before, by its spelling; and how far
@@ -57,10 +60,10 @@ def best_change(
         moved = None
         if shifts and why_no_shift(layer) is None:
             moved = shift(projected, formats, longest=longest)
-        samples = _samples(projected, moved)
-        for wanted in fit(*samples, layer, formats, turns=turns):
-            fitted = where_it_helps(within(wanted, layer, *spans), *samples, layer, formats)
-            tried.append(replace(fitted, shift=moved))
+        for samples in [_samples(projected, moved), *([drawn(projected, state, moved)] if on_text else [])]:
+            for wanted in fit(*samples, layer, formats, turns=turns):
+                fitted = where_it_helps(within(wanted, layer, *spans), *samples, layer, formats)
+                tried.append(replace(fitted, shift=moved))
         output = Output(projected, state)
         change = best_of(tried, output, layer, formats)
         before, after = _samples(projected), _samples(projected, change.shift)

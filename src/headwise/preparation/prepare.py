@@ -6,23 +6,23 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headwise.checkpoints import Checkpoint, FolderCheckpoint, GgufCheckpoint, open_checkpoint
-from headwise.conversion.closing_evaluation import choose_exam, overlap_notes, window_notes
+from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, window_notes
 from headwise.conversion.output.gguf import export_gguf
-from headwise.disk import clearly, refuse_file, refuse_input_within, refuse_no_file, replace
+from headwise.disk import refuse_file, refuse_input_within
 from headwise.documents import as_document
 from headwise.errors import ArgumentError, HeadwiseError, SpecError, StorageError
 from headwise.options import PrepareOptions, takes_options
 from headwise.preparation.change import Change
 from headwise.preparation.check import check_written
 from headwise.preparation.folder import FolderLayers
-from headwise.preparation.gguf_file import GgufLayers
+from headwise.preparation.gguf_file import GgufLayers, check_file, copied_files
 from headwise.preparation.inputs import layer_inputs
 from headwise.preparation.one_layer import best_change
 from headwise.preparation.proof import Proof, check_engines, prove
@@ -126,6 +126,8 @@ def prepare(
     check_layers(checkpoint, formats, path)
     if options.refit:
         check_biases(checkpoint)
+    elif options.context is not None:
+        raise ArgumentError("context", options.context, "goes with refit: what is exact is so at any length")
     texts = check_texts(options.calibrate, options.calibration_tokens if options.calibrate else None, None)
     named = named_texts(options.evaluate)
     check_engines(formats, options.engine_python, is_measured=bool(named))
@@ -143,25 +145,15 @@ def prepare(
             products.append(check_written(checkpoint, again, changes, path, progress))
 
         if isinstance(stored, GgufLayers):
-            written = write_files(stored, path, changes, model.files, check, moved=model is not checkpoint)
+            with copied_files(model.files, path, moved=model is not checkpoint) as copies:
+                stored.write(changes, copies)
+                check(copies[model.files[0]])
+            written = renamed_parts(path, len(model.files))[0]
         else:
             stored.write(path, changes, check, overwrite=options.overwrite, progress=progress)
             written = path
     seconds = time.perf_counter() - start
-    try:
-        proof = prove(
-            source,
-            written,
-            products[0],
-            exam,
-            formats,
-            python=options.engine_python,
-            is_exact=not options.refit,
-            progress=progress,
-        )
-    except HeadwiseError:
-        _remove(written)
-        raise
+    proof = _proved(source, written, products[0], exam, formats, options, progress)
     return Preparation(
         source=str(source),
         output=str(written),
@@ -171,7 +163,7 @@ def prepare(
         proof=proof,
         notes=(
             *checkpoint.notes,
-            *_notes(layers),
+            *_notes(layers, options.context),
             *overlap_notes(checkpoint, exam, texts),
             *(window_notes(checkpoint, exam) if exam else ()),
             *proof.notes,
@@ -198,6 +190,24 @@ def _as_written(checkpoint: Checkpoint, output: Path, progress: Progress) -> Ite
         yield open_checkpoint(file)
 
 
+def _proved(
+    source: str | Path,
+    written: Path,
+    products: float,
+    exam: Exam,
+    formats: Sequence[EngineFormat],
+    options: PrepareOptions,
+    progress: Progress,
+) -> Proof:
+    """The proof of what was written, which is removed where it does not hold."""
+    python, is_exact = options.engine_python, not options.refit
+    try:
+        return prove(source, written, products, exam, formats, python=python, is_exact=is_exact, progress=progress)
+    except HeadwiseError:
+        _remove(written)
+        raise
+
+
 def _fitted(
     checkpoint: Checkpoint,
     stored: GgufLayers | FolderLayers,
@@ -216,7 +226,7 @@ def _fitted(
         options: of `prepare`.
         progress: told of each layer.
     """
-    longest = checkpoint.spec.max_position_embeddings or POSITIONS
+    longest = options.context or checkpoint.spec.max_position_embeddings or POSITIONS
     changes: list[Change] = []
     layers = []
     inputs = layer_inputs(checkpoint, texts)
@@ -229,7 +239,14 @@ def _fitted(
         rounded = [code for code in formats if not code.is_wide(index, checkpoint.spec.num_layers)]
         turns = stored.turns(index, layer)
         change, loss, off = best_change(
-            states, state, rounded, spans, turns=turns, shifts=options.refit, longest=longest
+            states,
+            state,
+            rounded,
+            spans,
+            turns=turns,
+            shifts=options.refit,
+            longest=longest,
+            on_text=bool(texts),
         )
         changes.append(change)
         layers.append(PreparedLayer(layer=index, loss=loss, cut=change.cut, off=off))
@@ -332,59 +349,7 @@ def check_output(checkpoint: Checkpoint, output: Path, *, overwrite: bool) -> No
         refuse_file(output)
         refuse_input_within(output, checkpoint.path, "the source")
         return
-    for part in renamed_parts(output, len(checkpoint.files)) if is_file else [output]:
-        refuse_no_file("output", part)
-        if part.exists() and any(part.samefile(file) for file in checkpoint.files):
-            raise ArgumentError("output", str(part), "must not be the source")
-        if part.exists() and not overwrite:
-            raise ArgumentError("output", str(part), "exists; say --overwrite to replace it")
-
-
-def write_files(
-    layers: GgufLayers,
-    output: Path,
-    changes: Sequence[Change],
-    files: Sequence[Path],
-    check: Callable[[Path], None],
-    *,
-    moved: bool,
-) -> Path:
-    """Copy the files of a GGUF model, change and check the copies, and move them into place.
-
-    Args:
-        layers: of the model.
-        output: the file to write; of a split model the name that its parts get their numbers in.
-        changes: of each layer.
-        files: the model's.
-        check: given the first of the copies before any is in place; where it raises an error, nothing is left.
-        moved: whether the model's files are moved in the place of a copy.
-
-    Returns:
-        The first file.
-
-    Raises:
-        StorageError: they cannot be written; nothing is left then.
-    """
-    targets = renamed_parts(output, len(files))
-    with ExitStack() as partials, clearly("output", output):
-        places: dict[Path, Path] = {}
-        copies: dict[Path, Path] = {}
-        for file, target in zip(files, targets, strict=True):
-            folder = Path(os.path.realpath(target)).parent
-            if folder not in places:
-                place = tempfile.TemporaryDirectory(prefix=".headwise-partial-", dir=folder)
-                places[folder] = Path(partials.enter_context(place))
-            copies[file] = places[folder] / target.name
-            (os.replace if moved else shutil.copyfile)(file, copies[file])
-        layers.write(changes, copies)
-        first = copies[files[0]]
-        for copy in copies.values():  # parts are looked for beside each other
-            if copy.parent != first.parent:
-                (first.parent / copy.name).symlink_to(copy)
-        check(first)
-        for file, target in zip(files, targets, strict=True):
-            replace(copies[file], Path(os.path.realpath(target)))
-    return targets[0]
+    check_file(checkpoint.files if is_file else [checkpoint.path], output, overwrite=overwrite)
 
 
 def _remove(output: Path) -> None:
@@ -396,7 +361,7 @@ def _remove(output: Path) -> None:
         part.unlink()
 
 
-def _notes(layers: Sequence[PreparedLayer]) -> list[str]:
+def _notes(layers: Sequence[PreparedLayer], context: int | None) -> list[str]:
     notes = []
     if shifted := [layer for layer in layers if layer.off]:
         most = max(shifted, key=lambda layer: layer.off)
@@ -404,6 +369,8 @@ def _notes(layers: Sequence[PreparedLayer]) -> list[str]:
             f"the biases of keys are shifted in {len(shifted)} layers, which is not exact: with a full cache the"
             f" output of attention is off by {most.off:.2%} of its size in layer {most.layer}, and by less in others"
         )
+        if context is not None:
+            notes.append(f"for texts of up to {context:,} tokens: longer ones lose more, with a full cache as well")
     return notes + _cut_notes(layers)
 
 

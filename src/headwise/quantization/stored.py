@@ -17,6 +17,7 @@ from headwise.kernels.mask import as_bool_mask
 from headwise.kernels.native import are_plain, why_not
 from headwise.kernels.native.codes.integers.affine import AffineRows, KeyBlocks, attend_affine
 from headwise.kernels.packed import FEW_TOKENS
+from headwise.quantization.engine_code import EngineCode
 from headwise.quantization.formats import EngineFormat, TokenFormat
 from headwise.quantization.groups import GroupCode, rotated
 from headwise.quantization.kivi import KiviCode
@@ -121,6 +122,30 @@ def read_rounded(code: EngineFormat, rows: tuple[Tensor, Tensor], widths: tuple[
         return code.values.turned_back(out).to(query.dtype)
 
     return read
+
+
+def passed_through(code: EngineFormat, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as attention has them of an engine's cache; derivatives pass as if none was rounded.
+
+    What is rounded is turned, and turned back here, which no product sees: `kernels.attend` of the result is what
+    `read_rounded` computes. For example ``passed_through(parse_format("llama.cpp:q4_0"), query, key, value)``.
+
+    Args:
+        code: the format.
+        query: ``[B, H, S, D]``.
+        key: ``[B, K, T, D]``.
+        value: ``[B, K, T, V]``.
+    """
+
+    def rounded(states: Tensor, side: EngineCode, read: Callable[[Tensor], Tensor]) -> Tensor:
+        own = states.detach()
+        return states + (side.turned_back(read(side.turned(own.float()))).to(states.dtype) - own)
+
+    def stored(states: Tensor, side: EngineCode) -> Tensor:
+        return rounded(states, side, lambda turned: side.as_read(side.stored(turned), states.shape[3]))
+
+    queries = rounded(query, code.keys, code.keys.rounded_queries)
+    return queries, stored(key, code.keys), stored(value, code.values)
 
 
 def read_kivi(code: KiviCode, coded: tuple[Tensor, Tensor, Tensor], recent: tuple[Tensor, Tensor]) -> Read:

@@ -90,6 +90,36 @@ class GgufCheckpoint(Checkpoint):
         """See `Checkpoint.files`."""
         return self._files
 
+    @property
+    def writable(self) -> frozenset[str]:
+        """See `Checkpoint.writable`: those that are stored whole, and in a floating type."""
+        whole = {name: parts for name, parts in self._stored.items() if self._join(name, parts) is None}
+        return frozenset(
+            name for name, parts in whole.items() if [own.kind.name in DTYPES for own in parts.values()] == [True]
+        )
+
+    def write(self, tensors: Mapping[str, Tensor], files: Mapping[Path, Path]) -> None:
+        """Write other numbers into copies of the model's files, in the type and order that the files have.
+
+        Args:
+            tensors: by transformers' name, which has to be among `writable`.
+            files: the copy of each of the model's files.
+
+        Raises:
+            OSError: a copy cannot be written.
+        """
+        for name, tensor in tensors.items():
+            ((stored, kind, nbytes),) = self._stored[name].values()
+            is_norm = name.endswith("norm.weight")
+            held = tensor + self._layout.norm_offset if is_norm and self._layout.norm_offset else tensor
+            if self._layout.is_interleaved:
+                held = self._permute(name, held)
+            content = held.to(DTYPES[kind.name]).contiguous().view(torch.uint8).numpy().tobytes()
+            assert len(content) == nbytes, name
+            with files[stored.file].open("r+b") as file:
+                file.seek(stored.offset)
+                file.write(content)
+
     def _commonest_quantization(self) -> str | None:
         """The quantised type of most of the model's values; None where none are quantised."""
         values: dict[str, int] = {}
@@ -168,16 +198,25 @@ class GgufCheckpoint(Checkpoint):
             file.seek(stored.offset)
             return _decoded(bytearray(file.read(nbytes)), kind, stored.shape)
 
+    def _permute(self, name: str, tensor: Tensor) -> Tensor:
+        """Reorder rows of queries and keys as llama.cpp does, from halves to neighbouring pairs."""
+        if (heads := self._heads(name)) is None:
+            return tensor
+        halves = torch.unflatten(tensor, 0, (heads, 2, -1))  # [H, 2, D/2, E]
+        return halves.transpose(1, 2).reshape(tensor.shape).contiguous()  # [H·D, E]
+
     def _unpermute(self, name: str, tensor: Tensor) -> Tensor:
-        """Undo llama.cpp's reordering of the rows of queries and keys from halves to neighbouring pairs."""
-        heads = {
-            "q_proj": self.config["num_attention_heads"],
-            "k_proj": self.config["num_key_value_heads"],
-        }.get(name.split(".")[-2])
-        if heads is None:
+        """Undo `_permute`."""
+        if (heads := self._heads(name)) is None:
             return tensor
         pairs = torch.unflatten(tensor, 0, (heads, -1, 2))  # [H, D/2, 2, E]
         return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()  # [H·D, E]
+
+    def _heads(self, name: str) -> int | None:
+        """The heads of a tensor whose rows are reordered; None for other tensors."""
+        fields = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        field = fields.get(name.split(".")[-2])
+        return None if field is None else int(self.config[field])
 
     def copy_companions(self, destination: Path) -> None:
         """Rebuild the tokenizer from the file's metadata, where it has one, and save it into a folder.

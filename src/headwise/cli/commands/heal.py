@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 @app.command(epilog="Example: headwise heal ./half ./healed --teacher smollm2-135m --text text.txt --tokens 200000")
 @takes_options(HealOptions)
 def heal(
-    model: Annotated[str, typer.Argument(help="A converted model folder.", show_default=False)],
-    output: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
+    model: Annotated[
+        str, typer.Argument(help="A converted or prepared model: a folder or a .gguf.", show_default=False)
+    ],
+    output: Annotated[
+        str, typer.Argument(metavar="OUT", help="The folder, or the .gguf, to write.", show_default=False)
+    ],
     options: HealOptions,
     as_json: Json = False,
 ) -> None:
-    """Train a converted model until it behaves like its source, and write the result as a model folder."""
+    """Train a converted or prepared model until it behaves like its source, and write the result in its format."""
     with as_one_process(), progress_bar() as progress:
         from headwise.healing import heal as heal_model
 
@@ -44,6 +48,8 @@ def _show(report: Healing) -> None:
     speed = "" if report.tokens_per_second is None else f", {report.tokens_per_second:,.0f} tokens/s"
     out.print(f"{report.tokens:,} tokens in {report.steps:,} steps, {report.seconds:,.0f} s{speed}")
     out.print(f"trained        {report.trained}: {count_text(report.trained_parameters)} parameters")
+    if report.cache is not None:
+        out.print(f"rounded as     {report.cache}", markup=False)
     first, last = report.held_out[0][1], report.held_out[-1][1]
     end = f"; {last:.4f} at the end" if last > report.kept_loss else ""
     if report.rank_curriculum is not None:

@@ -1,0 +1,66 @@
+"""Training with the rounding of an engine's own cache in place.
+
+A model's folder or file has no codes of such a cache: the engine rounds what it is given. So a model that is to be
+served with one is trained on what is read back of it, while derivatives pass as if nothing was rounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headwise.caches.cache import NAME
+from headwise.checkpoints import Checkpoint
+from headwise.errors import ArgumentError, SpecError, naming
+from headwise.hf.interface import TRAINED_FORMAT
+from headwise.quantization.files import FILE as CODES
+from headwise.quantization.formats import SPELLINGS, EngineFormat, parse_format
+from headwise.specs import HOSTED_PREFIX, GroupedSpec
+
+
+def trained_format(checkpoint: Checkpoint, cache: str) -> EngineFormat:
+    """Read the format that a model is trained for.
+
+    For example ``trained_format(open_checkpoint("./model"), "llama.cpp:q4_0")``.
+
+    Args:
+        checkpoint: the model.
+        cache: as the user spells it.
+
+    Raises:
+        ArgumentError: it is no format of an engine, rounds nothing, or its blocks do not divide the model's heads; or
+            the model's cache is in codes of its own.
+        SpecError: a layer's cache is not one of keys and values of heads.
+    """
+    code = parse_format(cache, name="cache")
+    if not isinstance(code, EngineFormat):
+        raise ArgumentError("cache", cache, f"is no engine's own cache; formats are {SPELLINGS}")
+    if not code.keys.rounds and not code.values.rounds:
+        raise ArgumentError("cache", cache, "keeps keys and values as they are: leave it out")
+    if (checkpoint.path / CODES).is_file():
+        raise ArgumentError("cache", cache, "must be left out: the model's cache has codes of its own")
+    for index, layer in enumerate(checkpoint.spec.layers):
+        is_hosted = str(checkpoint.config.get("model_type")).startswith(HOSTED_PREFIX)
+        if is_hosted or not isinstance(layer, GroupedSpec) or layer.shares_kv:
+            rule = f"has no keys and values of its own that an engine would store as {cache}"
+            raise SpecError(f"layer {index}", layer.label, rule)
+        with naming(quantize="cache"):
+            code.keys.token_bytes(layer.head_dim)
+            code.values.token_bytes(layer.value_dim)
+    return code.interleaved() if checkpoint.family.gguf_interleaved else code
+
+
+def round_in_training(model: Any, checkpoint: Checkpoint, code: EngineFormat) -> None:
+    """Let a model attend to keys and values as an engine's cache would give them back, in calls without a cache.
+
+    For example ``round_in_training(load("./model"), checkpoint, trained_format(checkpoint, "llama.cpp:q4_0"))``.
+
+    Args:
+        model: a transformers model.
+        checkpoint: that it was loaded from.
+        code: of `trained_format`.
+    """
+    model.set_attn_implementation(NAME)
+    place, count = checkpoint.family.bare().place, checkpoint.spec.num_layers
+    for index in range(count):
+        if not code.is_wide(index, count):
+            setattr(model.base_model.get_submodule(place(index)), TRAINED_FORMAT, code)
