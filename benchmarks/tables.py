@@ -367,7 +367,8 @@ def prepared_short(document: Document) -> str:
 
 
 def _prepared(rows: Sequence[dict[str, Any]], *, with_quantile: bool = False) -> str:
-    ways = {"as it is": "as it is", "weights": "by weights", "text": "on a text", "refitted": "refitted on it"}
+    named = {"as it is": "as it is", "weights": "by weights", "text": "on a text", "refitted": "refitted on it"}
+    ways = {way: name for way, name in named.items() if any(row["way"] == way for row in rows)}
     order = sorted(rows, key=lambda row: 0 if row["name"] == rows[0]["name"] else 1)
     lines = []
     for name, cache, text in dict.fromkeys((row["name"], row["cache"], row["text"]) for row in order):
