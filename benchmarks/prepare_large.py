@@ -9,7 +9,6 @@ two such files; they are removed at the end.
 from __future__ import annotations
 
 import argparse
-import resource
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 from benchmarks.kept import Kept, say
+from benchmarks.large import peak_rss_gb
 
 SHAPE = {"layers": 28, "hidden": 3584, "heads": 28, "kv_heads": 4, "head_dim": 128, "feed_forward": 18944}
 VOCABULARY = 152_064
@@ -44,18 +44,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             write(source, gguf.GGMLQuantizationType[kind], options.layers)
             command = [sys.executable, "-m", "headwise", "prepare", str(source), str(output), "--for", options.cache]
-            start = time.perf_counter()
-            subprocess.run([*command, "--overwrite"], check=True)
+            start, peak = time.perf_counter(), 0.0
+            with subprocess.Popen([*command, "--overwrite"]) as process:
+                while process.poll() is None:
+                    peak = max(peak, peak_rss_gb(process.pid))
+                    time.sleep(0.2)
+            if process.returncode:
+                raise SystemExit(process.returncode)
             row = {
                 "seconds": time.perf_counter() - start,
-                "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss,
+                "peak_rss_gb": peak,
                 "file_bytes": source.stat().st_size,
             }
         finally:
             for file in (source, output):
                 file.unlink(missing_ok=True)
         kept.add(kind, row)
-        say(f"{kind}: {row['seconds']:.0f} s, {row['peak_rss_bytes'] / 2**30:.2f} GiB at most")
+        say(f"{kind}: {row['seconds']:.0f} s, {row['peak_rss_gb']:.2f} GB at most")
 
 
 def write(path: Path, kind: gguf.GGMLQuantizationType, layers: int) -> None:
