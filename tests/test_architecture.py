@@ -49,7 +49,7 @@ ROOMS = (
 CONVERSION = ("solvers", "codes", "methods", "planning", "storage", "calibration", "budget", "output")
 """The sub-rooms of ``conversion/`` in order; the files that lie in it directly come last."""
 
-MOST_FILES, MOST_LINES, MEDIAN_LINES = 17, 2520, 150
+MOST_FILES, MOST_LINES, MEDIAN_LINES = 17, 2540, 150
 LONGEST_BODY, MOST_PARAMETERS = 60, 8
 
 EXEMPT = {

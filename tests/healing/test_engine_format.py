@@ -208,7 +208,7 @@ def test_a_killed_run_on_a_gguf_goes_on(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cache": "int4"}, "cache = 'int4': is no engine's own cache"),
+        ({"cache": "int4"}, "cache = 'int4': must be an engine's own cache"),
         ({"cache": "llama.cpp:f16"}, "cache = 'llama.cpp:f16': keeps keys and values as they are"),
         ({"cache": "mlx:4"}, "cache = 'mlx:4': has groups of 64 channels"),
     ],

@@ -87,7 +87,8 @@ def test_bfloat16_rounds_nothing(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
     source = make(tmp_path / "source", "llama", 32)
     cases = {
-        ("int4",): "no engine's own cache",
+        ("int4",): "must be an engine's own cache, such as llama.cpp:iq4_nl, mlx:",
+        ("lama.cpp:q4_0",): "must be an engine's own cache",
         ("llama.cpp:f16",): "nothing to prepare",
         ("llama.cpp:q9",): "must be",
     }

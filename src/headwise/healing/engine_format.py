@@ -13,7 +13,7 @@ from headwise.checkpoints import Checkpoint
 from headwise.errors import ArgumentError, SpecError, naming
 from headwise.hf.interface import TRAINED_FORMAT
 from headwise.quantization.files import FILE as CODES
-from headwise.quantization.formats import SPELLINGS, EngineFormat, parse_format
+from headwise.quantization.formats import EngineFormat, parse_engine_format
 from headwise.specs import HOSTED_PREFIX, GroupedSpec
 
 
@@ -31,9 +31,7 @@ def trained_format(checkpoint: Checkpoint, cache: str) -> EngineFormat:
             the model's cache is in codes of its own.
         SpecError: a layer's cache is not one of keys and values of heads.
     """
-    code = parse_format(cache, name="cache")
-    if not isinstance(code, EngineFormat):
-        raise ArgumentError("cache", cache, f"is no engine's own cache; formats are {SPELLINGS}")
+    code = parse_engine_format(cache, name="cache")
     if not code.keys.rounds and not code.values.rounds:
         raise ArgumentError("cache", cache, "keeps keys and values as they are: leave it out")
     if (checkpoint.path / CODES).is_file():

@@ -29,7 +29,7 @@ from headwise.preparation.proof import Proof, check_engines, prove
 from headwise.preparation.samples import POSITIONS, projected
 from headwise.preparation.shift import why_no_shift
 from headwise.progress import Progress, silent
-from headwise.quantization.formats import GGUF_READERS, SPELLINGS, EngineFormat, parse_format
+from headwise.quantization.formats import GGUF_READERS, EngineFormat, parse_engine_format
 from headwise.specs import AttentionSpec, GroupedSpec, read_gguf_header
 from headwise.specs.gguf.parts import renamed_parts
 from headwise.texts import named_texts
@@ -271,9 +271,7 @@ def read_formats(caches: str | Sequence[str]) -> list[EngineFormat]:
     """
     formats = []
     for spelling in dict.fromkeys([caches] if isinstance(caches, str) else caches):
-        code = parse_format(spelling, name="for")
-        if not isinstance(code, EngineFormat):
-            raise ArgumentError("for", spelling, f"is no engine's own cache; formats are {SPELLINGS}")
+        code = parse_engine_format(spelling, name="for")
         if not code.keys.rounds:
             raise ArgumentError("for", spelling, "keeps keys as they are, so that there is nothing to prepare")
         formats.append(code)

@@ -159,6 +159,28 @@ def parse_format(spelling: object, *, name: str = "quantize") -> CacheFormat:
     raise ArgumentError(name, spelling, f"must be {SPELLINGS}")
 
 
+def parse_engine_format(spelling: object, *, name: str) -> EngineFormat:
+    """Read a user's spelling of an engine's own cache.
+
+    For example ``parse_engine_format("llama.cpp:q4_0", name="for").engine`` is ``"llama.cpp"``.
+
+    Args:
+        spelling: an engine, a colon and a name of `ENGINES`.
+        name: what an error calls the argument.
+
+    Raises:
+        ArgumentError: it is not one of them.
+    """
+    if str(spelling).partition(":")[0] not in ENGINES:
+        examples = _any_of(f"{engine}:{list(caches)[-1]}" for engine, caches in ENGINES.items())
+        raise ArgumentError(
+            name, spelling, f"must be an engine's own cache, such as {examples}; docs/prepare.md has all"
+        )
+    code = parse_format(spelling, name=name)
+    assert isinstance(code, EngineFormat)
+    return code
+
+
 def _token_code(spelling: str) -> GroupCode | Float8Code | None:
     """The code of a part of a spelling; None where there is none."""
     if spelling == str(Float8Code()):
