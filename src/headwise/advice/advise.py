@@ -324,8 +324,11 @@ def predicted_note(are_predicted: Iterable[bool]) -> tuple[str, ...]:
     """
     if not any(are_predicted):
         return ()
-    held = f"they are held to the limit at {PREDICTED_WITHIN} times the KL"
-    return (f"losses with ~× are predicted, not measured: {PREDICTED_ERROR}; {held}",)
+    held = f"so an option is only recommended if {PREDICTED_WITHIN} times its KL is within --max-quality-loss"
+    return (
+        f"losses with ~× are predicted, not measured, of the model as it is: {PREDICTED_ERROR}; {held}",
+        "what headwise prepare gains is not in them: prepare the model, and measure or predict that of the result",
+    )
 
 
 def _absorbed_tokens(tried: Sequence[Candidate], best: Option, question: Question) -> int | None:
