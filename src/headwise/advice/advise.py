@@ -324,7 +324,7 @@ def predicted_note(are_predicted: Iterable[bool]) -> tuple[str, ...]:
     """
     if not any(are_predicted):
         return ()
-    held = f"so an option is only recommended if {PREDICTED_WITHIN} times its KL is within --max-quality-loss"
+    held = f"--max-quality-loss is compared with exp({PREDICTED_WITHIN} KL) - 1"
     return (
         f"losses with ~× are predicted, not measured, of the model as it is: {PREDICTED_ERROR}; {held}",
         "what headwise prepare gains is not in them: prepare the model, and measure or predict that of the result",
