@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -57,3 +60,18 @@ def engine_python(module: str, variable: str) -> str:
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed here, and {variable} names no interpreter")
     return sys.executable
+
+
+def interrupted(words: Sequence[str], told: Path) -> str:
+    """What headwise says on stderr when it is interrupted, once an engine's process has told who it is."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "headwise", *words], stderr=subprocess.PIPE, text=True, stdout=subprocess.DEVNULL
+    ) as command:
+        while not (told.exists() and told.read_text().strip()):
+            assert command.poll() is None
+            time.sleep(0.05)
+        command.send_signal(signal.SIGINT)
+        assert command.stderr is not None
+        said = command.stderr.read()
+    assert command.returncode == 130
+    return said

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,7 +24,7 @@ from headwise.engines import worker
 from headwise.evaluation import score_window
 from tests.byte_level import save_byte_level
 from tests.cli.conftest import Result
-from tests.engines.conftest import HEAD, engine_python
+from tests.engines.conftest import HEAD, engine_python, interrupted
 from tests.real_models import tiny_model
 
 HANGS = "#!/bin/sh\necho $$ > {file}\nexec sleep 600\n"
@@ -114,16 +112,7 @@ def test_an_interruption_leaves_no_process(models: Path, tmp_path: Path, interpr
     told = tmp_path / "process"
     python = interpreter(HANGS.format(file=told))
     words = [str(word) for word in arguments(models, "llama.cpp", "--engine-python", python)]
-    with subprocess.Popen(
-        [sys.executable, "-m", "headwise", *words], stderr=subprocess.PIPE, text=True, stdout=subprocess.DEVNULL
-    ) as command:
-        while not (told.exists() and told.read_text().strip()):
-            assert command.poll() is None
-            time.sleep(0.05)
-        command.send_signal(signal.SIGINT)
-        assert command.stderr is not None
-        assert command.stderr.read() == "headwise: interrupted\n"
-    assert command.returncode == 130
+    assert interrupted(words, told) == "headwise: interrupted\n"
     with pytest.raises(ProcessLookupError):
         os.kill(int(told.read_text()), 0)
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ from headwise.preparation.change import Change
 from headwise.preparation.check import check_written
 from headwise.progress import silent
 from tests.cli.conftest import Result
-from tests.engines.conftest import engine_python
+from tests.engines.conftest import engine_python, interrupted
 from tests.preparation.test_gguf import write_model
 from tests.preparation.test_loss import TEXT, uneven
 
@@ -207,22 +204,9 @@ def test_an_interruption_leaves_what_is_written(
     python = interpreter(WAITS.format(file=told))
     (here / "short.txt").write_text((models / "text.txt").read_text()[:300])
     words = [str(models / "model.gguf"), "out.gguf", "--for", CACHE, "--evaluate", "short.txt"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "headwise", "prepare", *words, "--engine-python", str(python)],
-        stderr=subprocess.PIPE,
-        text=True,
-        stdout=subprocess.DEVNULL,
-    ) as command:
-        while not (told.exists() and told.read_text().strip()):
-            assert command.poll() is None
-            time.sleep(0.05)
-        command.send_signal(signal.SIGINT)
-        assert command.stderr is not None
-        assert command.stderr.read().endswith(
-            "headwise: interrupted; out.gguf is written and was checked; only what it loses was not measured to the"
-            " end\n"
-        )
-    assert command.returncode == 130
+    assert interrupted(["prepare", *words, "--engine-python", str(python)], told).endswith(
+        "headwise: interrupted; out.gguf is written and was checked; only what it loses was not measured to the end\n"
+    )
     with pytest.raises(ProcessLookupError):
         os.kill(int(told.read_text()), 0)
     assert {path.name for path in here.iterdir()} == {"text.txt", "short.txt", "process", "out.gguf"}

@@ -341,13 +341,11 @@ def check_output(checkpoint: Checkpoint, output: Path, *, overwrite: bool) -> No
         ArgumentError: it is of the wrong kind, exists, or is the source.
     """
     is_file = isinstance(checkpoint, GgufCheckpoint)
-    if output.suffix != ".gguf":
-        if is_file:
-            raise ArgumentError("output", str(output), "must end in .gguf, as the source does")
-        refuse_file(output)
-        refuse_input_within(output, checkpoint.path, "the source")
+    if is_file or output.suffix == ".gguf":
+        check_file(checkpoint.files if is_file else [checkpoint.path], output, overwrite=overwrite)
         return
-    check_file(checkpoint.files if is_file else [checkpoint.path], output, overwrite=overwrite)
+    refuse_file(output)
+    refuse_input_within(output, checkpoint.path, "the source")
 
 
 def _remove(output: Path) -> None:
