@@ -95,9 +95,9 @@ def test_the_pages_arithmetic_is_pythons() -> None:
                         each.decodeSeconds, each.memory.total, each.largestBatch, each.tokensPerSecond])""",
                     [data, question],
                 )
-                expected = ranked(
-                    candidates(model, measured), question_of(question, ranks), measured, with_capacity=True
-                )
+                same = question_of(question, ranks)
+                tried = candidates(model, measured, device=same.hardware)
+                expected = ranked(tried, same, measured, with_capacity=True)
                 for ours, its in zip(found, expected, strict=True):
                     exact = [its.target, its.refused, its.is_dominated, its.is_predicted]
                     numbers = [its.cache_bytes_per_token, its.decode_seconds, its.memory_bytes]
@@ -182,7 +182,8 @@ def rows(watched: Watched) -> dict[str, list[str]]:
 
 def expected_rows(question: Question, measured_loss: dict[str, str]) -> dict[str, list[str]]:
     """The numbers that the table must show, for the options whose loss is given."""
-    found = ranked(candidates(read_spec("llama-3-8b")), question, {}, with_capacity=True)
+    tried = candidates(read_spec("llama-3-8b"), device=question.hardware)
+    found = ranked(tried, question, {}, with_capacity=True)
     return {
         option.target: [
             f"{option.cache_bytes_per_token / 1024:,.1f}",

@@ -377,7 +377,8 @@ const headwise = (() => {
 
   // All options, those that may be recommended first, by the goal.
   function ranked(data, question) {
-    const found = data.options.map((option) => evaluated(data, option, question));
+    const running = data.options.filter((option) => option.devices.includes(question.hardware));
+    const found = running.map((option) => evaluated(data, option, question));
     const sourceFits = found[0].memory.total <= found[0].available;
     for (const each of found) {
       each.refused = refusal(each, question, sourceFits);

@@ -264,7 +264,8 @@
 
   function showOperators(found, listed) {
     const select = byId("shown");
-    select.replaceChildren(...data.options.map((each) => element("option", each.target, { value: each.target })));
+    const targets = data.options.map((each) => each.target).filter((name) => found.some((each) => each.target === name));
+    select.replaceChildren(...targets.map((name) => element("option", name, { value: name })));
     select.value = listed.target;
     const operations = operatorsOf(listed);
     const all = headwise.total(operations);
