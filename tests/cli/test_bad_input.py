@@ -645,7 +645,7 @@ def test_sources_without_weights(refused: Refused, tiny_llama: Path) -> None:
     [
         (None, "--text = 'exam.txt': could not be read: No such file"),
         (b"", "text exam.txt = '0 tokens': must be at least one window of 16 tokens"),
-        (b"abc", "text exam.txt = '3 tokens': must be at least one window of 16 tokens"),
+        (b"abc", "exam.txt = '3 tokens': must be at least one window of 16 tokens; a longer text, or --window 3"),
         (b"\xff\xfe\x00", "--text = 'exam.txt': must be UTF-8 text"),
     ],
 )
