@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from headwise.errors import HeadwiseError
-from headwise.prediction import SERVING_ENGINES, Pass, engine_caches
+from headwise.prediction import SERVING_ENGINES, Pass, cache_of, engine_caches
 from headwise.specs import GroupedSpec, ModelSpec, locate
 
 PLUGIN_FAMILIES = ("llama", "mistral", "qwen2")
@@ -164,6 +164,19 @@ def commands(
         prepared = "prepared.gguf" if name == "llama.cpp" else "PREPARED"
         steps, path = (*steps, f"headwise prepare {path} {prepared} --for {target}"), prepared
     return (*steps, command(path, cache))
+
+
+def serving_command(model: str, target: str) -> str:
+    """The command line that serves a model at hand with an engine's own cache.
+
+    For example ``serving_command("./prepared", "vllm:fp8")`` is ``"vllm serve ./prepared --kv-cache-dtype fp8"``.
+
+    Args:
+        model: its path.
+        target: the engine and the cache, as in `headwise.advice.Option.target`.
+    """
+    engine, _, name = target.partition(":")
+    return SERVING_ENGINES[engine].command(shlex.quote(model), cache_of(engine, name))
 
 
 def with_weights(source: str) -> str:

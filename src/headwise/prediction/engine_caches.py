@@ -215,18 +215,31 @@ _BLACKWELL = "needs a Blackwell GPU"
 _OVERFLOW = "ends at 448: some Qwen2 models have larger keys, and answer nonsense"
 
 
-def _ggml(name: str, bits: float, *, values: tuple[str, float] | None = None, limit: str = "") -> EngineCache:
+_GGML_BITS = {
+    "f32": 32.0,
+    "f16": 16.0,
+    "bf16": 16.0,
+    "q8_0": 8.5,
+    "q5_1": 6.0,
+    "q5_0": 5.5,
+    "q4_1": 5.0,
+    "q4_0": 4.5,
+    "iq4_nl": 4.5,
+}
+"""Bits of a value of ggml's types, scales included."""
+
+
+def _ggml(keys: str, values: str | None = None, *, limit: str = "") -> EngineCache:
     """A cache of ggml's types, of one for keys and values or of two."""
-    value_name, value_bits = values or (name, bits)
-    words = f"-ctk {name} -ctv {value_name}"
+    words = f"-ctk {keys} -ctv {values or keys}"
     return EngineCache(
-        name=name if values is None else f"{name}/{value_name}",
+        name=keys if values is None else f"{keys}/{values}",
         options=f"-fa on {words}",
         words=words,
-        key_bits=bits,
-        value_bits=value_bits,
+        key_bits=_GGML_BITS[keys],
+        value_bits=_GGML_BITS[values or keys],
         block=32,
-        is_safe=name == "q8_0" and values is None,
+        is_safe=keys == "q8_0" and values is None,
         stores_latents=values is None,
         is_simulated=True,
         limit=limit,
@@ -289,13 +302,10 @@ _ALL = (
         sizes="-c {tokens} -np {batch}",  # the context is shared out among the sequences
         reads_gguf=True,
         caches=(
-            _ggml("q8_0", 8.5),
-            _ggml("q4_0", 4.5),
-            _ggml("q8_0", 8.5, values=("q4_0", 4.5), limit=_ON_THE_CPU),
-            *(
-                _ggml(name, bits, limit=_ON_THE_CPU)
-                for name, bits in (("q5_1", 6.0), ("q5_0", 5.5), ("q4_1", 5.0), ("iq4_nl", 4.5))
-            ),
+            _ggml("q8_0"),
+            _ggml("q4_0"),
+            _ggml("q8_0", "q4_0", limit=_ON_THE_CPU),
+            *(_ggml(name, limit=_ON_THE_CPU) for name in ("q5_1", "q5_0", "q4_1", "iq4_nl")),
         ),
         notes=("quantised values need flash attention (-fa on)",),
     ),
@@ -416,9 +426,12 @@ def cache_of(engine: str, name: str) -> EngineCache:
         ArgumentError: the engine is not known, or has no such cache.
     """
     found = {cache.name: cache for cache in check_engine(engine).caches}
-    if name not in found:
-        raise ArgumentError("cache", f"{engine}:{name}", f"must be one of {', '.join(found)}")
-    return found[name]
+    if name in found:
+        return found[name]
+    keys, _, values = name.partition("/")
+    if engine == "llama.cpp" and keys in _GGML_BITS and values in _GGML_BITS:  # it takes any two types
+        return _ggml(keys, values, limit=_ON_THE_CPU)
+    raise ArgumentError("cache", f"{engine}:{name}", f"must be one of {', '.join(found)}")
 
 
 def engine_caches(model: ModelSpec, engine: str | None = None) -> dict[str, tuple[ServingEngine, EngineCache]]:
