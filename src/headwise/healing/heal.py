@@ -32,7 +32,7 @@ from headwise.errors import ArgumentError
 from headwise.evaluation import Evaluation
 from headwise.healing.card import CONVERSION, healed_card
 from headwise.healing.curriculum import WINDOWS, FadingChannels, RankCurriculum, order_channels
-from headwise.healing.engine_format import round_in_training, trained_format
+from headwise.healing.engine_format import check_file_cache, round_in_training, trained_format
 from headwise.healing.loop import Loop, learning_rate, run_model
 from headwise.healing.optimizer import optimizer_of
 from headwise.healing.report import Healing
@@ -202,6 +202,7 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
     checkpoint, teacher = open_decoder(model), open_decoder(options.teacher)
     if isinstance(checkpoint, GgufCheckpoint):
         check_file(checkpoint.files, output, overwrite=options.overwrite)
+        check_file_cache(options.cache)
         if options.train == "lora":
             rule = "must be another for a .gguf: its matrices are in blocks of codes, to which no change can be added"
             raise ArgumentError("train", options.train, rule)
