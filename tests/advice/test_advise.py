@@ -345,6 +345,21 @@ def test_what_is_known_as_safe_stays_so(tmp_path: Path) -> None:
     assert options["mlx:8"].refused == "not measured"
 
 
+def test_what_is_known_of_one_cache_says_nothing_of_another(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """Neither that it is better nor that it is worse, unless the user asks for a limit."""
+    words = ("advise", "llama-3-8b", "--hardware", "rtx-4090", "--context", "32768", "--batch", "3")
+    words = (*words, "--engine", "llama.cpp", "--json")
+    folder = write_predictions(tmp_path, **{"llama.cpp:q4_0": 2.0})
+    without, known, limited = (
+        json.loads(cli(*words, *others).out)
+        for others in ((), ("--measured", folder), ("--measured", folder, "--max-quality-loss", "0.05"))
+    )
+    assert without["best"] == known["best"] == "llama.cpp:q8_0"
+    others = ([each for each in found["options"] if each["target"] != "llama.cpp:q4_0"] for found in (without, known))
+    assert next(others) == next(others)
+    assert limited["best"] is None
+
+
 def test_what_goes_wrong_with_a_cache_that_is_predicted_is_said(tmp_path: Path) -> None:
     known = read_measured([write_predictions(tmp_path, **{"llama.cpp:q5_1": 0.01, "llama.cpp:q8_0": 0.001})])
     question = Question(hardware=device("h100"), step=Pass(total=64))

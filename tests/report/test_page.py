@@ -63,6 +63,7 @@ def asked(data: dict[str, Any], chosen: random.Random) -> dict[str, Any]:
         "bits": None,
         "goal": chosen.choice(["latency", "throughput", "memory", "balanced"]),
         "max_quality_loss": chosen.choice([None, None, 0.05]),
+        "is_usual": chosen.choice([False, True]),
         "usable": 0.9,
     }
 
@@ -71,9 +72,8 @@ def question_of(asked: dict[str, Any], ranks: int) -> Question:
     """The same question in Python."""
     step = Pass(batch=asked["batch"], total=asked["context"], dtype=asked["dtype"], ranks=ranks)
     hardware = devices()[asked["hardware"]]
-    return Question(
-        hardware=hardware, step=step, goal=asked["goal"], max_quality_loss=asked["max_quality_loss"], usable=0.9
-    )
+    limits = {name: asked[name] for name in ("max_quality_loss", "is_usual")}
+    return Question(hardware=hardware, step=step, goal=asked["goal"], usable=0.9, **limits)
 
 
 @needs_browser

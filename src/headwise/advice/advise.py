@@ -59,6 +59,8 @@ class Question:
             predicted far enough below it (`Measured.loss_at_most`), or what loses nothing is then recommended. None
             allows any loss that is known, and, where the model as it is does not fit, an engine's cache that is known
             to be safe.
+        is_usual: whether the limit is `USUAL_LOSS` because the user says nothing: it is then for what is known, and
+            an engine's cache that is known to be safe is allowed as without a limit.
         usable: the share of a device's memory that may be used.
         engine: that is to run the model, one of `headwise.prediction.SERVING_ENGINES`; None where it may be any.
     """
@@ -67,6 +69,7 @@ class Question:
     step: Pass
     goal: Goal = "balanced"
     max_quality_loss: float | None = None
+    is_usual: bool = False
     usable: float = 0.9
     engine: str | None = None
 
@@ -494,8 +497,8 @@ def _refusal(option: Option, question: Question, *, source_fits: bool, is_bound:
             return "unknown"
         return "may not fit" if is_bound else "does not fit"
     if option.loss_at_most is None:
-        is_needed = question.max_quality_loss is None and not source_fits
-        return None if option.is_safe and is_needed else "not measured"
+        is_asked = question.max_quality_loss is not None and not question.is_usual
+        return None if option.is_safe and not source_fits and not is_asked else "not measured"
     if question.max_quality_loss is None or option.loss_at_most <= question.max_quality_loss:
         return None
     return "may lose too much" if option.is_predicted else "loses too much"

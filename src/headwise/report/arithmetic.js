@@ -321,7 +321,8 @@ const headwise = (() => {
       return option.weights.is_bound ? "may not fit" : "does not fit";
     }
     if (lossAtMost === null) {
-      return option.is_safe && question.max_quality_loss === null && !sourceFits ? null : "not measured";
+      const isAsked = question.max_quality_loss !== null && !question.is_usual;
+      return option.is_safe && !sourceFits && !isAsked ? null : "not measured";
     }
     if (question.max_quality_loss === null || lossAtMost <= question.max_quality_loss) return null;
     return isPredicted ? "may lose too much" : "loses too much";

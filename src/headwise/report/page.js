@@ -123,6 +123,7 @@
     const loss = byId("max_quality_loss");
     loss.value = question.max_quality_loss === null ? "" : 100 * question.max_quality_loss;
     loss.addEventListener("input", () => {
+      question.is_usual = false;
       question.max_quality_loss = loss.value === "" ? null : Math.max(0, Number(loss.value) / 100);
       later();
     });

@@ -94,6 +94,7 @@ def page_data(
             "bits": step.cache_bits,
             "goal": question.goal,
             "max_quality_loss": question.max_quality_loss,
+            "is_usual": question.is_usual,
             "usable": question.usable,
         },
         "ranks": step.ranks,

@@ -151,12 +151,9 @@ def advise(
         "application": application,
     }
     if by_guide:
-        known = {"measured": measured, "calibrate": calibrate, "max_quality_loss": max_quality_loss}
-        cost = {"hardware": hardware, **known}
-        others = {"batch": batch, "ranks": ranks}
-        _refuse(
-            cost | {name: None if value == 1 else value for name, value in others.items()}, "goes without --guide"
-        )
+        others = {name: None if value == 1 else value for name, value in {"batch": batch, "ranks": ranks}.items()}
+        cost: dict[str, object] = {"hardware": hardware, "measured": measured, "calibrate": calibrate, **others}
+        _refuse(cost | {"max_quality_loss": max_quality_loss}, "goes without --guide")
         files = {"html": html and str(html), "plot": plot and str(plot)}
         _refuse(sizes | files | {"engine": engine}, "goes without --guide")
         words |= {"context": context, "goal": goal or "balanced", "thresholds": _thresholds(threshold or ())}
@@ -179,10 +176,12 @@ def advise(
         hardware=device(hardware, hardware_file),
         step=Pass(batch=batch, total=context, dtype=dtype, ranks=ranks),
         goal=goal or "balanced",  # type: ignore[arg-type]  # Question checks it
-        max_quality_loss=USUAL_LOSS if (measured or calibrate) and max_quality_loss is None else max_quality_loss,
+        max_quality_loss=max_quality_loss,
         usable=usable,
         engine=engine,
     )
+    if (measured or calibrate) and max_quality_loss is None:
+        question = replace(question, max_quality_loss=USUAL_LOSS, is_usual=True)
     refuse_no_page(html)
     refuse_no_plot(plot)
     points, more = _known(name, model, question, measured or (), calibrate or ())
@@ -296,8 +295,8 @@ def _print_advice(result: Advice, *, is_design: bool) -> None:
     many = f"{step.ranks} × " if step.ranks > 1 else ""
     say(f"{result.source}: {_verdict(result, is_design=is_design)}", bold=len(result.source))
     limits = f"{step.batch:,} × {step.total:,} tokens, {bytes_text(question.memory_bytes)} of memory"
-    loss = question.max_quality_loss
-    most = "" if loss is None else f"; perplexity may rise by at most {100 * loss:.3g}% (--max-quality-loss)"
+    loss, where = question.max_quality_loss, " where that is known" * question.is_usual
+    most = "" if loss is None else f"; perplexity may rise by at most {100 * loss:.3g}%{where} (--max-quality-loss)"
     say(f"on {many}{question.hardware.label}, {limits}; goal: {question.goal}{most}")
     out.print()
     served = [] if question.engine else ["runs in"]
