@@ -166,6 +166,9 @@ def test_the_command_prints_it(cli: Callable[..., Result], models: Path, here: P
     assert "read again from the disk, products of queries and keys are the source's" in said.out
     assert f"headwise evaluate out.gguf --against {source} --cache {CACHE} --text TEXT" in said.out
     assert said.out.endswith("serve it:\n  llama-server -m out.gguf -fa on -ctk q4_0 -ctv q4_0\n")
+    folder = cli("prepare", models / "folder", "out", "--for", CACHE, "--for", "vllm:fp8").out
+    lines = ("headwise export out model.gguf", "llama-server -m model.gguf -fa on -ctk q4_0 -ctv q4_0")
+    assert folder.splitlines()[-3:] == [f"  {line}" for line in (*lines, "vllm serve out --kv-cache-dtype fp8")]
     made = json.loads(cli("prepare", source, "out.gguf", "--for", CACHE, "--overwrite", "--json").out)
     ratios = [layer["loss"][CACHE] for layer in made["layers"]]
     most = f"×{max(ratios):.3f} in layer {ratios.index(max(ratios))}, where least is gained"

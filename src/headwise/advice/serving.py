@@ -166,17 +166,18 @@ def commands(
     return (*steps, command(path, cache))
 
 
-def serving_command(model: str, target: str) -> str:
-    """The command line that serves a model at hand with an engine's own cache.
+def serving_commands(model: str, target: str) -> tuple[str, ...]:
+    """The command lines that serve a model at hand with an engine's own cache, one after the other.
 
-    For example ``serving_command("./prepared", "vllm:fp8")`` is ``"vllm serve ./prepared --kv-cache-dtype fp8"``.
+    For example ``serving_commands("./prepared", "vllm:fp8")`` is ``("vllm serve ./prepared --kv-cache-dtype fp8",)``.
 
     Args:
         model: its path.
         target: the engine and the cache, as in `headwise.advice.Option.target`.
     """
     engine, _, name = target.partition(":")
-    return SERVING_ENGINES[engine].command(shlex.quote(model), cache_of(engine, name))
+    steps, path = _path(model, engine) if engine == "llama.cpp" else ((), shlex.quote(model))
+    return (*steps, SERVING_ENGINES[engine].command(path, cache_of(engine, name)))
 
 
 def with_weights(source: str) -> str:

@@ -28,7 +28,7 @@ from headwise.conversion.closing_evaluation import Exam, choose_exam, prove
 from headwise.conversion.solvers.device import is_quick, own_device
 from headwise.disk import empty_folder, refuse_input_within, working_folder, write_whole
 from headwise.documents import HEALING, finite
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, naming
 from headwise.evaluation import Evaluation
 from headwise.healing.card import CONVERSION, healed_card
 from headwise.healing.curriculum import WINDOWS, FadingChannels, RankCurriculum, order_channels
@@ -199,7 +199,10 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
     device = own_device(options.device)
     if options.batch % process_count():
         raise ArgumentError("batch", options.batch, f"must be a multiple of {process_count()}, the processes")
-    checkpoint, teacher = open_decoder(model), open_decoder(options.teacher)
+    with naming(source="model"):
+        checkpoint = open_decoder(model)
+    with naming(source="teacher"):
+        teacher = open_decoder(options.teacher)
     if isinstance(checkpoint, GgufCheckpoint):
         check_file(checkpoint.files, output, overwrite=options.overwrite)
         check_file_cache(options.cache)

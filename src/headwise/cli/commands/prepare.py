@@ -30,7 +30,7 @@ def prepare(
     as_json: Json = False,
 ) -> None:
     """Change a model's queries and keys, and nothing that it computes, so that an engine's small cache loses less."""
-    from headwise.advice.serving import serving_command
+    from headwise.advice.serving import serving_commands
     from headwise.preparation import prepare as write_prepared
 
     with progress_bar() as progress:
@@ -50,8 +50,8 @@ def prepare(
     for note in made.notes:
         say(f"note: {note}")
     say("serve it:")
-    for cache in made.cache:
-        say(f"  {serving_command(made.output, cache)}")
+    for line in dict.fromkeys(line for cache in made.cache for line in serving_commands(made.output, cache)):
+        say(f"  {line}")
 
 
 def _show_proof(made: Preparation) -> None:
