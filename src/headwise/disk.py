@@ -148,6 +148,8 @@ def _refused(field: str, path: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:  # RuntimeError: a cycle of links
         rule = f"cannot be written: {getattr(error, 'strerror', None) or error}"
+        if isinstance(error, FileNotFoundError):
+            rule += f": there is no folder {path.parent}"
         raise ArgumentError(field, str(path), rule) from None
 
 

@@ -193,7 +193,11 @@ def test_what_would_change_the_answer_is_said(total: int, batch: int) -> None:
     others = {f"{value:,} tokens": best(total=value) for value in (total // 4, 4 * total)}
     others |= {f"{value:,} sequences": best(batch=value) for value in (batch // 4, 4 * batch) if value}
     now = best()
-    expected = [f"{name}: {then or 'nothing'}" for name, then in others.items() if then != now]
+    expected = [
+        f"{name}: {f'{then} comes first' if then else 'nothing can be recommended'}"
+        for name, then in others.items()
+        if then != now
+    ]
     assert list(advise_on(model, question, measured).changes) == expected
 
 
@@ -341,6 +345,21 @@ def test_what_is_known_as_safe_stays_so(tmp_path: Path) -> None:
     assert options["mlx:8"].refused == "not measured"
 
 
+def test_what_is_known_of_one_cache_says_nothing_of_another(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """Neither that it is better nor that it is worse, unless the user asks for a limit."""
+    words = ("advise", "llama-3-8b", "--hardware", "rtx-4090", "--context", "32768", "--batch", "3")
+    words = (*words, "--engine", "llama.cpp", "--json")
+    folder = write_predictions(tmp_path, **{"llama.cpp:q4_0": 2.0})
+    without, known, limited = (
+        json.loads(cli(*words, *others).out)
+        for others in ((), ("--measured", folder), ("--measured", folder, "--max-quality-loss", "0.05"))
+    )
+    assert without["best"] == known["best"] == "llama.cpp:q8_0"
+    others = ([each for each in found["options"] if each["target"] != "llama.cpp:q4_0"] for found in (without, known))
+    assert next(others) == next(others)
+    assert limited["best"] is None
+
+
 def test_what_goes_wrong_with_a_cache_that_is_predicted_is_said(tmp_path: Path) -> None:
     known = read_measured([write_predictions(tmp_path, **{"llama.cpp:q5_1": 0.01, "llama.cpp:q8_0": 0.001})])
     question = Question(hardware=device("h100"), step=Pass(total=64))
@@ -426,22 +445,64 @@ def test_an_engine_is_offered_what_it_runs_in_its_own_words(engine: str, cli: Ca
     assert said.status == 0
     document = json.loads(cli(*words, "--engine", engine, "--json").out)
     options = {option["target"]: option for option in document["options"]}
-    own = engine_caches(read_spec("llama-3-8b"), engine)
+    suiting = engine_caches(read_spec("llama-3-8b"), engine)
+    own = {target: found for target, found in suiting.items() if found[1].runs_on(device("rtx-4090"))}
+    sizes = {
+        "llama.cpp": "-c 98304 -np 3",
+        "vllm": "--max-model-len 32768 --max-num-seqs 3",
+        "sglang": "--context-length 32768 --max-running-requests 3",
+        "tensorrt-llm": "--max_seq_len 32768 --max_batch_size 3",
+    }
     assert own.keys() < options.keys()
     assert not {"int8", "kivi2", "mla@0.25"} & options.keys()
     for target, (served, cache) in own.items():
         assert options[target]["words"] in said.out
         assert cache.options in options[target]["commands"][-1]
+        assert options[target]["commands"][-1].endswith(sizes.get(engine, ""))
         program = (served.serve_small or served.serve).split("(")[0].split()[0]
         assert options[target]["commands"][-1].startswith(program)
         files = "model.gguf prepared.gguf" if engine == "llama.cpp" else "MODEL PREPARED"
         prepares = f"headwise prepare {files} --for {target}"
         assert (prepares in options[target]["commands"]) == cache.is_simulated
-    assert options["mla:0.5"]["commands"][0].startswith("headwise convert llama-3-8b OUT --to mla --kv-budget 0.5")
+    assert options["mla:0.5"]["commands"][0].startswith("headwise convert MODEL OUT --to mla --kv-budget 0.5")
     # It does not fit as it is, and eight bits are safe wherever they were measured.
     assert own[document["best"]][1].is_safe
     assert "it does not fit as it is: store the cache as" in " ".join(said.out.split())
     assert options[document["best"]]["commands"][-1] in said.out
+    assert ("is served without headwise prepare" in said.out) == own[document["best"]][1].is_simulated
+    assert "made for 8,192 tokens, and 32,768 are asked for" in said.out
+
+
+@pytest.mark.parametrize(
+    ("engine", "hardware", "left_out", "offered"),
+    [
+        ("vllm", "rtx-4090", "nvfp4", "int8_per_token_head"),  # no products of FP4
+        ("vllm", "h100", "nvfp4", "fp8"),
+        ("vllm", "b200", None, "nvfp4"),
+        ("vllm", "laptop", "int8_per_token_head", "fp8"),  # of which vLLM's CPU build computes nonsense
+        ("tensorrt-llm", "l40s", "nvfp4", "fp8"),
+    ],
+)
+def test_a_device_is_offered_what_it_runs(
+    engine: str, hardware: str, left_out: str | None, offered: str, tmp_path: Path
+) -> None:
+    """Not even where it was predicted, and never as what to measure next."""
+    known = read_measured([write_predictions(tmp_path, **{f"{engine}:{left_out or offered}": 0.0001})])
+    for name in (engine, None):
+        question = Question(hardware=device(hardware), step=Pass(total=64), engine=name, max_quality_loss=0.05)
+        advice = advise_on(read_spec("qwen2.5-7b"), question, known)
+        targets = {option.target for option in advice.options}
+        assert f"{engine}:{left_out}" not in targets | {advice.to_measure}
+        assert name is None or f"{engine}:{offered}" in targets
+        assert any(str(left_out) in note for note in advice.notes) == (left_out is not None)  # says why
+
+
+def test_a_file_is_said_not_to_be_loaded() -> None:
+    for engine, served in SERVING_ENGINES.items():
+        for source in ("smollm2-135m", "llama-3-8b"):  # a .gguf, and a config
+            question = Question(hardware=device("h100"), step=Pass(total=64), engine=engine)
+            said = any(f"{served.title} loads no .gguf" in note for note in advise(source, question).notes)
+            assert said == (source == "smollm2-135m" and engine in ("vllm", "mlx", "tensorrt-llm"))
 
 
 def test_what_is_to_be_typed(tiny_llama: Path) -> None:
@@ -449,18 +510,21 @@ def test_what_is_to_be_typed(tiny_llama: Path) -> None:
         question = Question(hardware=device("h100"), step=Pass(total=64), engine=engine)
         return {each.target: each.commands for each in advise(source, question).options}[target]
 
-    assert typed(str(tiny_llama), "as it is", "vllm") == (f"vllm serve {tiny_llama}",)
+    assert typed(str(tiny_llama), "as it is", "vllm") == (
+        f"vllm serve {tiny_llama} --max-model-len 64 --max-num-seqs 1",
+    )
+    assert typed(str(tiny_llama), "mqa", "mlx")[0].startswith(f"headwise convert {tiny_llama} OUT")
     assert typed(str(tiny_llama), "as it is", "llama.cpp") == (
         f"headwise export {tiny_llama} model.gguf",
-        "llama-server -m model.gguf",
+        "llama-server -m model.gguf -c 64 -np 1",
     )
     assert typed("llama-3-8b", "mlx:8", "mlx") == (
         "headwise prepare MODEL PREPARED --for mlx:8",
         "mlx_lm.generate --model PREPARED --kv-bits 8 --quantized-kv-start 0",
     )
     assert typed("llama-3-8b", "mla:0.5", "llama.cpp") == (
-        "headwise convert llama-3-8b OUT --to mla --kv-budget 0.5 --format gguf --calibrate TEXT",
-        "llama-server -m OUT/model.gguf",
+        "headwise convert MODEL OUT --to mla --kv-budget 0.5 --format gguf --calibrate TEXT",
+        "llama-server -m OUT/model.gguf -c 64 -np 1",
     )
 
 
@@ -522,10 +586,10 @@ def test_the_command(cli: Callable[..., Any], refused: Callable[..., str], tmp_p
     words = ("advise", "llama-2-7b", "--hardware", "h100", "--context", "32768", "--batch", "16")
     said = cli(*words)
     assert said.status == 0
-    assert "nothing can be recommended (not measured: 11, does not fit: 22" in said.out
+    assert "nothing can be recommended (not measured: 11, does not fit: 21" in said.out
     assert "→" not in said.out
     assert "measure next: kivi3, its loss is not known for this model:" in said.out
-    assert "  headwise frontier llama-2-7b --target kivi3 --calibrate TEXT --evaluate OTHER --output OUT" in said.out
+    assert "  headwise frontier MODEL --target kivi3 --calibrate TEXT --evaluate OTHER --output OUT" in said.out
     again = "  headwise advise llama-2-7b --hardware h100 --context 32768 --batch 16 --measured OUT"
     assert again in said.out
     for line in said.out.splitlines():
@@ -537,6 +601,7 @@ def test_the_command(cli: Callable[..., Any], refused: Callable[..., str], tmp_p
     (tmp_path / "frontier.json").write_text(json.dumps({"points": points}))
     limited = cli(*words, "--max-quality-loss", "0.05", "--measured", str(tmp_path), "--batch", "8")
     assert "store the cache as int4:32; measured, perplexity rises by 1.0%" in limited.out
+    assert "perplexity may rise by at most 5% (--max-quality-loss)" in " ".join(limited.out.split())
     assert "nothing can be recommended" in cli(*words, "--max-quality-loss", "0.05").out
     assert (
         "change nothing"

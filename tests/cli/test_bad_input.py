@@ -204,7 +204,7 @@ def test_pickles(refused: Refused, tiny_llama: Path, command: tuple[str, ...]) -
     (tiny_llama / "model.safetensors").rename(tiny_llama / "pytorch_model.bin")
     assert "weights = 'pytorch_model.bin': is a pickle, which can run code" in refused(*command)
     pickle = ("tiny/pytorch_model.bin", *command[2:])
-    assert "source = 'tiny/pytorch_model.bin': is a pickle" in refused(command[0], *pickle)
+    assert " = 'tiny/pytorch_model.bin': is a pickle" in refused(command[0], *pickle)
 
 
 # --- safetensors ---------------------------------------------------------------------------------------------
@@ -614,16 +614,20 @@ def test_a_failure_leaves_what_was_to_be_overwritten(
     ids=lambda text: text[:24],
 )
 def test_sources(refused: Refused, tiny_llama: Path, source: str, rule: str) -> None:
-    for command in (
-        ("convert", source, "out", *MLA),
-        ("evaluate", source, "--text", "text.txt"),
-        ("evaluate", "tiny", "--against", source, "--text", "text.txt"),
-        ("generate", source, "--prompt", "a"),
-        ("inspect", source),
-        ("compare", source),
+    healing = ("--text", "text.txt")
+    for name, command in (
+        ("source", ("convert", source, "out", *MLA)),
+        ("source", ("prepare", source, "out", "--for", "mlx:8")),
+        ("model", ("evaluate", source, "--text", "text.txt")),
+        ("against", ("evaluate", "tiny", "--against", source, "--text", "text.txt")),
+        ("model", ("heal", source, "out", "--teacher", "tiny", *healing)),
+        ("teacher", ("heal", "tiny", "out", "--teacher", source, *healing)),
+        ("source", ("generate", source, "--prompt", "a")),
+        ("source", ("inspect", source)),
+        ("source", ("compare", source)),
     ):
         line = refused(*command)
-        assert f"headwise: source = '{source}'"[:60] in line
+        assert f"{name} = '{source}'"[:60] in line
         assert rule in line
 
 
@@ -634,7 +638,7 @@ def test_sources_without_weights(refused: Refused, tiny_llama: Path) -> None:
             ("evaluate", "--text", "text.txt"),
             ("generate", "--prompt=a"),
         ):
-            assert f"source = '{source}': has no weights" in refused(command, source, *rest)
+            assert f" = '{source}': has no weights" in refused(command, source, *rest)
 
 
 # --- evaluate, generate, compare -----------------------------------------------------------------------------
@@ -645,7 +649,7 @@ def test_sources_without_weights(refused: Refused, tiny_llama: Path) -> None:
     [
         (None, "--text = 'exam.txt': could not be read: No such file"),
         (b"", "text exam.txt = '0 tokens': must be at least one window of 16 tokens"),
-        (b"abc", "text exam.txt = '3 tokens': must be at least one window of 16 tokens"),
+        (b"abc", "exam.txt = '3 tokens': must be at least one window of 16 tokens; a longer text, or --window 3"),
         (b"\xff\xfe\x00", "--text = 'exam.txt': must be UTF-8 text"),
     ],
 )
@@ -993,7 +997,7 @@ def test_a_device_that_is_not_there_is_named(refused: Refused, tiny_llama: Path,
         (("--html", "/dev/null"), "--html = '/dev/null': must be a file, or not exist"),
         (
             ("--html", "no/such/page.html"),
-            "--html = 'no/such/page.html': cannot be written: No such file or directory",
+            "--html = 'no/such/page.html': cannot be written: No such file or directory: there is no folder no/such",
         ),
         (("--length", "99999999999999999999"), "length = 99999999999999999999: must be at least 1, and at most"),
         (("--shape", "4000000000000000000/1/8"), "shape = 4000000000000000000: must be at least 1, and at most"),

@@ -100,6 +100,21 @@ def test_a_quantised_cache_in_every_task(cli: Callable[..., Result], tasks: Path
     assert "the model's cache in int2" in shown.out.replace("\n", " ")
 
 
+def test_several_caches_are_measured_one_after_the_other(
+    cli: Callable[..., Result], refused: Callable[..., str], tasks: Path
+) -> None:
+    arguments = ("evaluate", "tiny", "--against", "tiny", "--text", "text.txt", *SMALL, "--choices", "choices.jsonl")
+    both = (*arguments, "--cache", "int8", "--cache", "int2")
+    found = document(cli(*both, "--json"))["caches"]
+    for name, one in zip(("int8", "int2"), found, strict=True):
+        alone = document(cli(*arguments, "--cache", name, "--json"))
+        assert one["cache"] == one["choices"]["cache"] == name
+        assert (one["kl"], one["choices"]) == (alone["kl"], alone["choices"])
+    shown = cli(*both).out.replace("\n", " ")
+    assert 0 < shown.index("the model's cache in int8") < shown.index("the model's cache in int2")
+    assert "--cache = 'int5': must be" in refused(*both, "--cache", "int5")  # before the others are measured
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def test_predictions(cli: Callable[..., Result], model: Path, here: Path) -> Non
 
 
 def test_predictions_that_are_kept_are_read_by_other_commands(
-    cli: Callable[..., Result], model: Path, here: Path
+    cli: Callable[..., Result], refused: Callable[..., str], model: Path, here: Path
 ) -> None:
     result = cli(*QUICK, "--target", "int2", "--target", "int8", "--output", "new/out")
     assert result.status == 0, result.err
@@ -93,8 +94,16 @@ def test_predictions_that_are_kept_are_read_by_other_commands(
     assert measured.status == 0, measured.err
     again = cli(*QUICK, "--target", "int2", "--output", "new/out", "--json")
     assert json.loads(again.out) == json.loads((here / "new/out/predicted.json").read_text())
+    # What was predicted of other formats stays, and is never replaced by what is of another text.
+    assert [point["target"] for point in json.loads(again.out)["points"]] == ["int8", "int2"]
+    shutil.copy(here / "text.txt", here / "other.txt")
+    others = tuple("other.txt" if word == "text.txt" else word for word in QUICK)
+    line = "predicted.json': keeps predictions of another model, text or number of tokens"
+    assert line in refused(*others, "--target", "int4", "--output", "new/out")
     options = {option["target"]: option for option in json.loads(cli(*words).out)["options"]}
     assert {name: options[name]["is_predicted"] for name in ("int8", "int2")} == {"int8": False, "int2": True}
+    (here / "new/out/predicted.json").write_text("{}")
+    assert line in refused(*QUICK, "--target", "int4", "--output", "new/out")
 
 
 @pytest.mark.parametrize(

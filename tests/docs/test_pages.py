@@ -122,6 +122,7 @@ NOT_RUN = {
     "headwise bench generate smollm2-135m": "measures speed: minutes",
     "headwise doctor": "measures speed: a minute",
     "headwise evaluate model.gguf --engine llama.cpp --cache q4_0 --text wiki.txt --windows 2": "asks for llama.cpp",
+    "headwise evaluate model.gguf --engine llama.cpp --cache q8_0 --cache q4_0 --text wiki.txt": "too",
     "headwise evaluate prepared.gguf --against model.gguf --engine llama.cpp --cache q4_0 --text wiki.txt": "too",
     "headwise prepare model.gguf out.gguf --for llama.cpp:q4_0 --evaluate wiki.txt --engine-python ENV/bin/python": (
         "asks for llama.cpp"

@@ -240,6 +240,8 @@ def test_models_without_such_a_cache_are_refused(source: Path, keywords: dict[st
         ("there.gguf", {}, "exists; say --overwrite"),
         ("out.gguf", {"train": "lora"}, "train = 'lora': must be another for a .gguf"),
         ("out.gguf", {"train": "new"}, "leaves nothing to train"),
+        ("out.gguf", {"cache": None}, "cache = None: is required for a .gguf"),
+        ("out.gguf", {"cache": "vllm:fp8"}, "cache = 'vllm:fp8': is a cache of vllm, which loads no .gguf"),
     ],
 )
 def test_bad_requests_for_a_gguf_are_refused_before_any_work(

@@ -504,7 +504,7 @@ def test_adamw_can_move_everything(converted: Path, keywords: dict[str, Any], tm
     ("changes", "field"),
     [
         ({"text": "nothing.txt"}, "text"),
-        ({"teacher": "nowhere"}, "source"),
+        ({"teacher": "nowhere"}, "teacher = 'nowhere'"),
         ({"device": "nothing"}, "device"),
         ({"evaluate": "nothing.txt"}, "evaluate"),
     ],

@@ -80,6 +80,8 @@ def test_commands() -> None:
     assert typed["tensorrt-llm:fp8"] == "trtllm-serve MODEL --kv_cache_dtype fp8"
     assert 'cache_implementation="quantized"' in typed["transformers:quanto4"]
     assert SERVING_ENGINES["vllm"].command("./it") == "vllm serve ./it"
+    sized = SERVING_ENGINES["sglang"].command("./it", context=64, batch=2, ranks=4)
+    assert sized.endswith("--model-path ./it --context-length 64 --max-running-requests 2 --tp 4")
 
 
 @pytest.mark.parametrize(("bits", "engines"), [(None, {"llama.cpp", "vllm"}), (16, {"llama.cpp", "vllm"})])

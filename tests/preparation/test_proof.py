@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -164,11 +165,21 @@ def test_the_command_prints_it(cli: Callable[..., Result], models: Path, here: P
     assert said.status == 0, said.err
     assert "read again from the disk, products of queries and keys are the source's" in said.out
     assert f"headwise evaluate out.gguf --against {source} --cache {CACHE} --text TEXT" in said.out
-    (here / "short.txt").write_text((models / "text.txt").read_text()[:300])
+    assert said.out.endswith("serve it:\n  llama-server -m out.gguf -fa on -ctk q4_0 -ctv q4_0\n")
+    folder = cli("prepare", models / "folder", "out", "--for", CACHE, "--for", "vllm:fp8").out
+    lines = ("headwise export out model.gguf", "llama-server -m model.gguf -fa on -ctk q4_0 -ctv q4_0")
+    assert folder.splitlines()[-3:] == [f"  {line}" for line in (*lines, "vllm serve out --kv-cache-dtype fp8")]
+    made = json.loads(cli("prepare", source, "out.gguf", "--for", CACHE, "--overwrite", "--json").out)
+    ratios = [layer["loss"][CACHE] for layer in made["layers"]]
+    most = f"×{max(ratios):.3f} in layer {ratios.index(max(ratios))}, where least is gained"
+    for words in (f"lose ×{geometric_mean(ratios):.3f} of what they lost (geometric mean of {len(ratios)}", most):
+        assert words in " ".join(said.out.split())
+    (here / "short.txt").write_text((models / "text.txt").read_text()[:200])
     said = cli("prepare", source, "out.gguf", "--for", CACHE, "--overwrite", "--evaluate", "short.txt")
     assert said.status == 0, said.err
     assert "log-probabilities in float32 are the source's up to" in said.out
     assert "llama.cpp:q4_0 simulated" in said.out
+    assert "tokens alone, too few to tell what is lost" in " ".join(said.out.split())
     assert (here / "out.gguf").is_file()
 
 

@@ -63,6 +63,7 @@ def asked(data: dict[str, Any], chosen: random.Random) -> dict[str, Any]:
         "bits": None,
         "goal": chosen.choice(["latency", "throughput", "memory", "balanced"]),
         "max_quality_loss": chosen.choice([None, None, 0.05]),
+        "is_usual": chosen.choice([False, True]),
         "usable": 0.9,
     }
 
@@ -71,9 +72,8 @@ def question_of(asked: dict[str, Any], ranks: int) -> Question:
     """The same question in Python."""
     step = Pass(batch=asked["batch"], total=asked["context"], dtype=asked["dtype"], ranks=ranks)
     hardware = devices()[asked["hardware"]]
-    return Question(
-        hardware=hardware, step=step, goal=asked["goal"], max_quality_loss=asked["max_quality_loss"], usable=0.9
-    )
+    limits = {name: asked[name] for name in ("max_quality_loss", "is_usual")}
+    return Question(hardware=hardware, step=step, goal=asked["goal"], usable=0.9, **limits)
 
 
 @needs_browser
@@ -95,9 +95,9 @@ def test_the_pages_arithmetic_is_pythons() -> None:
                         each.decodeSeconds, each.memory.total, each.largestBatch, each.tokensPerSecond])""",
                     [data, question],
                 )
-                expected = ranked(
-                    candidates(model, measured), question_of(question, ranks), measured, with_capacity=True
-                )
+                same = question_of(question, ranks)
+                tried = candidates(model, measured, device=same.hardware)
+                expected = ranked(tried, same, measured, with_capacity=True)
                 for ours, its in zip(found, expected, strict=True):
                     exact = [its.target, its.refused, its.is_dominated, its.is_predicted]
                     numbers = [its.cache_bytes_per_token, its.decode_seconds, its.memory_bytes]
@@ -182,7 +182,8 @@ def rows(watched: Watched) -> dict[str, list[str]]:
 
 def expected_rows(question: Question, measured_loss: dict[str, str]) -> dict[str, list[str]]:
     """The numbers that the table must show, for the options whose loss is given."""
-    found = ranked(candidates(read_spec("llama-3-8b")), question, {}, with_capacity=True)
+    tried = candidates(read_spec("llama-3-8b"), device=question.hardware)
+    found = ranked(tried, question, {}, with_capacity=True)
     return {
         option.target: [
             f"{option.cache_bytes_per_token / 1024:,.1f}",

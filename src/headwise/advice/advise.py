@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +15,11 @@ from headwise.advice.next_measurement import Expected, expected_losses
 from headwise.advice.serving import commands
 from headwise.cost.model import weights
 from headwise.documents import as_document
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, HeadwiseError
 from headwise.options import MOST_LOSS
 from headwise.prediction import (
     MOST,
+    SERVING_ENGINES,
     Device,
     Pass,
     check_engine,
@@ -33,7 +35,7 @@ from headwise.prediction.allocation import cache_bytes
 from headwise.prediction.memory import check_usable
 from headwise.prediction.operators import USUAL_DTYPE
 from headwise.prediction.predict import check_context, counted_weights, timed_note
-from headwise.specs import ModelSpec, read_spec
+from headwise.specs import ModelSpec, locate, read_spec
 from headwise.type_checks import typed
 
 Goal = Literal["latency", "throughput", "memory", "balanced"]
@@ -57,6 +59,8 @@ class Question:
             predicted far enough below it (`Measured.loss_at_most`), or what loses nothing is then recommended. None
             allows any loss that is known, and, where the model as it is does not fit, an engine's cache that is known
             to be safe.
+        is_usual: whether the limit is `USUAL_LOSS` because the user says nothing: it is then for what is known, and
+            an engine's cache that is known to be safe is allowed as without a limit.
         usable: the share of a device's memory that may be used.
         engine: that is to run the model, one of `headwise.prediction.SERVING_ENGINES`; None where it may be any.
     """
@@ -65,6 +69,7 @@ class Question:
     step: Pass
     goal: Goal = "balanced"
     max_quality_loss: float | None = None
+    is_usual: bool = False
     usable: float = 0.9
     engine: str | None = None
 
@@ -160,7 +165,7 @@ class Advice:
         binding: what decides: ``memory``, ``quality``, ``memory and quality``, or ``nothing``, where the best option
             would be the best without the limits.
         trained_context: tokens that the model was made for, where its config says so.
-        changes: what is best at other contexts and batches, where it is another option.
+        changes: what is best at other contexts and batches, in words, where it is another option.
         measure_next: the option that was not measured, and would come first if it lost what is expected of it, or
             predicted; None where there is none. What is not even predicted is never recommended itself.
         to_measure: the option to measure next: ``measure_next``, or where nothing known suggests one, of those that
@@ -235,7 +240,7 @@ def advise_on(
         source: the name of the model in the answer.
     """
     positions = check_context(model, question.step.total)
-    tried = candidates(model, measured, question.engine)
+    tried = candidates(model, measured, question.engine, question.hardware)
     options = ranked(tried, question, measured, with_capacity=True, source=source)
     free = replace(question, max_quality_loss=None, hardware=replace(question.hardware, memory_bytes=2**62))
     best = _recommended(options)
@@ -243,7 +248,7 @@ def advise_on(
     for name, step in _other_steps(question.step, positions or MOST):
         then = _target(_recommended(ranked(tried, replace(question, step=step), measured)))
         if then != now:
-            changes.append(f"{name}: {then or 'nothing'}")
+            changes.append(f"{name}: " + (f"{then} comes first" if then else "nothing can be recommended"))
     next_one = _measure_next(tried, question, measured)
     return Advice(
         source=source,
@@ -259,6 +264,7 @@ def advise_on(
         notes=(
             *weight_notes(model, tried),
             *engine_notes(model, question.engine, measured),
+            *_file_note(source, question.engine),
             *_growth_note(options),
             *predicted_note(option.is_predicted for option in options),
             *timed_note(model, question.hardware, question.step.dtype),
@@ -283,6 +289,17 @@ def engine_notes(model: ModelSpec, engine: str | None, known: Mapping[str, Measu
             limits.setdefault(cache.limit, []).append(target if engine is None else cache.name)
     notes = [f"{', '.join(names)}: {limit}" for limit, names in limits.items()]
     return (*(() if engine is None else check_engine(engine).notes), *notes)
+
+
+def _file_note(source: str, engine: str | None) -> list[str]:
+    """A note where an engine does not load the ``.gguf`` that the model is in."""
+    if engine is None or SERVING_ENGINES[engine].reads_gguf:
+        return []
+    with suppress(HeadwiseError):  # of a name that stands for no model
+        if locate(source).kind == "gguf":
+            title = SERVING_ENGINES[engine].title
+            return [f"{title} loads no .gguf, which {source} is: give it the folder that it was made of, MODEL here"]
+    return []
 
 
 def _growth_note(options: Sequence[Option]) -> list[str]:
@@ -410,7 +427,7 @@ def ranked(
         fits = (options or [option])[0].memory_bytes <= question.memory_bytes
         stored = each.model.stored
         refused = _refusal(option, question, source_fits=fits, is_bound=stored is not None and stored.is_bound)
-        typed = commands(each.target, each.convert_to, tried[0].model, source, question.engine)
+        typed = commands(each.target, each.convert_to, tried[0].model, source, question.engine, question.step)
         options.append(replace(option, refused=refused, commands=typed))
     allowed = [option for option in options if option.refused is None]
     options = [
@@ -480,8 +497,8 @@ def _refusal(option: Option, question: Question, *, source_fits: bool, is_bound:
             return "unknown"
         return "may not fit" if is_bound else "does not fit"
     if option.loss_at_most is None:
-        is_needed = question.max_quality_loss is None and not source_fits
-        return None if option.is_safe and is_needed else "not measured"
+        is_asked = question.max_quality_loss is not None and not question.is_usual
+        return None if option.is_safe and not source_fits and not is_asked else "not measured"
     if question.max_quality_loss is None or option.loss_at_most <= question.max_quality_loss:
         return None
     return "may lose too much" if option.is_predicted else "loses too much"

@@ -14,7 +14,7 @@ from headwise.cost.default_targets import conversions, plain_formats
 from headwise.cost.layer import cache_values
 from headwise.cost.target import Target, convert_spec, parse_target, refuse_codes, target_options
 from headwise.errors import HeadwiseError
-from headwise.prediction import engine_caches, named_caches
+from headwise.prediction import Device, EngineCache, engine_caches, named_caches
 from headwise.specs import AttentionSpec, GroupedSpec, ModelSpec
 
 AS_IT_IS = "as it is"
@@ -37,7 +37,7 @@ class Candidate:
         is_exact: whether nothing is lost.
         is_safe: whether models like this one lose next to nothing, so that it may be used unmeasured.
         is_measurable: whether headwise can measure what it loses.
-        words: the engine's own options, for its own caches; empty for all else.
+        cache: of an engine's own caches, which; None for all else.
         served_by: the programs that run it, in words.
         is_first_size: whether the sizes are those that a search on a text begins with, and are not known before it.
     """
@@ -49,13 +49,28 @@ class Candidate:
     is_exact: bool = False
     is_safe: bool = False
     is_measurable: bool = True
-    words: str = ""
+    cache: EngineCache | None = None
     served_by: str = ""
     is_first_size: bool = False
 
+    @property
+    def words(self) -> str:
+        """The engine's own options, for its own caches; empty for all else."""
+        return "" if self.cache is None else self.cache.words
+
+    def runs_on(self, device: Device) -> bool:
+        """Whether a device is known to run it.
+
+        For example ``candidates(model)[0].runs_on(device("laptop"))`` is True, of the model as it is.
+        """
+        return self.cache is None or self.cache.runs_on(device)
+
 
 def candidates(
-    source: ModelSpec, measured: Mapping[str, Measured] = _NOTHING, engine: str | None = None
+    source: ModelSpec,
+    measured: Mapping[str, Measured] = _NOTHING,
+    engine: str | None = None,
+    device: Device | None = None,
 ) -> tuple[Candidate, ...]:
     """Everything that is tried: the model itself, engines' own caches, what a frontier tries, and what was measured.
 
@@ -66,6 +81,7 @@ def candidates(
         source: the model.
         measured: of it, or predicted, by target.
         engine: that is to run it, which leaves out what it does not run.
+        device: likewise; any when None.
     """
     has_windows = any(layer.sliding_window is not None for layer in source.layers)
     # What is left of a cache whose windows stay as they are is not one number of bits: it depends on the tokens.
@@ -81,7 +97,7 @@ def candidates(
             cache_bits=cache.bits(source),
             is_safe=cache.is_safe_for(source),
             is_measurable=cache.is_simulated and all(isinstance(layer, GroupedSpec) for layer in source.layers),
-            words=cache.words,
+            cache=cache,
         )
         for name, (_, cache) in (engine_caches(source, engine) | named_caches(source, measured)).items()
     ]
@@ -98,12 +114,15 @@ def candidates(
     return tuple(
         replace(each, served_by=served_by(each.target, source))
         for each in found
-        if engine is None or runs(each.target, source, engine)
+        if (engine is None or runs(each.target, source, engine)) and (device is None or each.runs_on(device))
     )
 
 
 def predictable(
-    source: ModelSpec, measured: Mapping[str, Measured] = _NOTHING, engine: str | None = None
+    source: ModelSpec,
+    measured: Mapping[str, Measured] = _NOTHING,
+    engine: str | None = None,
+    device: Device | None = None,
 ) -> tuple[str, ...]:
     """The candidates whose loss `headwise.quick_frontier` predicts: formats of the model's own cache.
 
@@ -113,8 +132,9 @@ def predictable(
         source: the model.
         measured: of it, by target; what is known is not predicted.
         engine: that is to run it.
+        device: likewise; any when None.
     """
-    tried = candidates(source, engine=engine)
+    tried = candidates(source, engine=engine, device=device)
     formats = (each for each in tried if each.is_measurable and not each.is_exact and each.convert_to is None)
     return tuple(each.target for each in formats if each.target not in measured)
 

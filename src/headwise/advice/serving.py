@@ -9,11 +9,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from headwise.prediction import SERVING_ENGINES, engine_caches
-from headwise.specs import GroupedSpec, ModelSpec
+from headwise.errors import HeadwiseError
+from headwise.prediction import SERVING_ENGINES, Pass, cache_of, engine_caches
+from headwise.specs import GroupedSpec, ModelSpec, locate
 
 PLUGIN_FAMILIES = ("llama", "mistral", "qwen2")
 """Families whose folders of headwise's own MLA are served by headwise's plugin in vLLM; and those that are written as
@@ -119,7 +122,12 @@ def served_by(target: str, model: ModelSpec) -> str:
 
 
 def commands(
-    target: str, convert_to: str | None, model: ModelSpec, source: str, engine: str | None
+    target: str,
+    convert_to: str | None,
+    model: ModelSpec,
+    source: str,
+    engine: str | None,
+    step: Pass | None = None,
 ) -> tuple[str, ...]:
     """The command lines that serve an option, one after the other; none where headwise knows of no engine.
 
@@ -132,19 +140,22 @@ def commands(
         model: the source.
         source: as the user named it.
         engine: that is to run it; when None, the engine of a cache of an engine's own.
+        step: the decode step that it is to have room for; when None the engine chooses its sizes.
     """
     name = engine or target.partition(":")[0]
     if name not in SERVING_ENGINES:
         return (_convert(source, convert_to, ""),) if convert_to else ()
     served = SERVING_ENGINES[name]
+    context, batch, ranks = (None, 1, 1) if step is None else (step.total, step.batch, step.ranks)
+    command = partial(served.command, context=context, batch=batch, ranks=ranks)
     if convert_to is not None:
         made = _convert(source, convert_to, conversion_format(target, model, name) or "")
         is_own = name == "transformers" and (target.startswith("mla") or model.model_type in WITHOUT_KV_HEADS)
         imported = "import headwise.hf; " if is_own else ""
-        return made, imported + served.command("OUT/model.gguf" if name == "llama.cpp" else "OUT")
+        return made, imported + command("OUT/model.gguf" if name == "llama.cpp" else "OUT")
     steps, path = _path(source, name)
     if target == "as it is":
-        return (*steps, served.command(path))
+        return (*steps, command(path))
     known = engine_caches(model, name).get(target)
     if known is None:
         return ()
@@ -152,12 +163,40 @@ def commands(
     if cache.is_simulated and all(isinstance(layer, GroupedSpec) for layer in model.layers):
         prepared = "prepared.gguf" if name == "llama.cpp" else "PREPARED"
         steps, path = (*steps, f"headwise prepare {path} {prepared} --for {target}"), prepared
-    return (*steps, served.command(path, cache))
+    return (*steps, command(path, cache))
+
+
+def serving_commands(model: str, target: str) -> tuple[str, ...]:
+    """The command lines that serve a model at hand with an engine's own cache, one after the other.
+
+    For example ``serving_commands("./prepared", "vllm:fp8")`` is ``("vllm serve ./prepared --kv-cache-dtype fp8",)``.
+
+    Args:
+        model: its path.
+        target: the engine and the cache, as in `headwise.advice.Option.target`.
+    """
+    engine, _, name = target.partition(":")
+    steps, path = _path(model, engine) if engine == "llama.cpp" else ((), shlex.quote(model))
+    return (*steps, SERVING_ENGINES[engine].command(path, cache_of(engine, name)))
+
+
+def with_weights(source: str) -> str:
+    """A model's name in a command line that reads its weights: ``MODEL`` where the source has none.
+
+    For example ``with_weights("llama-3-8b")`` is ``"MODEL"``: the catalog has configs alone.
+
+    Args:
+        source: as the user named it.
+    """
+    with suppress(HeadwiseError):
+        if locate(source).kind not in ("catalog", "config"):
+            return shlex.quote(source)
+    return "MODEL"
 
 
 def _convert(source: str, options: str, further: str) -> str:
     return " ".join(
-        filter(None, ("headwise convert", shlex.quote(source), "OUT", options, further, "--calibrate TEXT"))
+        filter(None, ("headwise convert", with_weights(source), "OUT", options, further, "--calibrate TEXT"))
     )
 
 

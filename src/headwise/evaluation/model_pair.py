@@ -161,7 +161,10 @@ def open_pair(
     named_dtype = None if dtype is None else as_dtype(dtype)
     torch_device = as_device(device)
     sources = {"model": str(model)} if against is None else {"model": str(model), "against": str(against)}
-    checkpoints = {name: open_decoder(source) for name, source in sources.items()}
+    checkpoints = {}
+    for name, source in sources.items():
+        with naming(source=name):
+            checkpoints[name] = open_decoder(source)
     if against is not None:
         refuse_other_tokens(*(one.path for one in checkpoints.values()), name="against", source=str(against))
     common = reduce(torch.promote_types, (checkpoint.dtype for checkpoint in checkpoints.values()))

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from headwise.advice.measured import PREDICTED_ERROR
 from headwise.advice.serving import served_by
 from headwise.checkpoints import Checkpoint, open_checkpoint
 from headwise.cost.default_targets import PLAIN_FORMATS, PlainFormat
-from headwise.documents import PREDICTED, as_document, finite
+from headwise.documents import PREDICTED, as_document, finite, read_document
 from headwise.errors import ArgumentError, HeadwiseError, SpecError
 from headwise.evaluation.plain_cache import bfloat16_bytes
 from headwise.frontiers.candidate import Candidate, read_target
@@ -29,7 +30,7 @@ from headwise.progress import Progress, silent
 from headwise.quantization.formats import ENGINES, EngineFormat, parse_format
 from headwise.specs import GroupedSpec, ModelSpec
 from headwise.texts import refuse_texts_within
-from headwise.texts.calibration_texts import check_texts, open_windows
+from headwise.texts.calibration_texts import CalibrationTexts, check_texts, open_windows
 from headwise.type_checks import typed
 
 TOKENS = 2048
@@ -124,7 +125,8 @@ def quick_frontier(
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``; a decoder.
         options: the keywords below as one object, in place of them. Without ``calibration_tokens``, 2,048 are read;
             targets may be formats alone.
-        output: the folder to write ``predicted.json`` into, if any: new, empty, or an earlier frontier's.
+        output: the folder to write ``predicted.json`` into, if any: new, empty, or an earlier frontier's. What it
+            keeps of other formats, from the same text, stays and is in the result.
         progress: told of each layer.
 
     Raises:
@@ -144,10 +146,11 @@ def quick_frontier(
     ids = open_windows(checkpoint, texts).ids
     if ids.numel() < LEAST:
         raise ArgumentError("calibrate", f"{ids.numel()} tokens", f"must be at least {LEAST} tokens to predict from")
+    kept = {} if output is None else _kept(Path(output) / PREDICTED, str(source), texts, ids.numel())
     losses = predict(checkpoint, ids, list(formats), device=device, progress=progress)
     whole = bfloat16_bytes(checkpoint, TOKENS)
-    points = [
-        QuickPoint(
+    points = kept | {
+        name: QuickPoint(
             target=name,
             runs_in=served_by(name, checkpoint.spec),
             cache_bytes_per_token=taken,
@@ -155,13 +158,13 @@ def quick_frontier(
             kl=math.inf if math.isnan(losses[name]) else losses[name],
         )
         for name, taken in formats.items()
-    ]
+    }
     result = QuickFrontier(
         source=str(source),
         label=checkpoint.spec.layers[0].label,
         calibrate=tuple(map(str, texts.sources)),
         tokens=ids.numel(),
-        points=tuple(sorted(points, key=lambda point: (point.kl, point.cache_fraction))),
+        points=tuple(sorted(points.values(), key=lambda point: (point.kl, point.cache_fraction))),
         error=PREDICTED_ERROR,
         notes=(*checkpoint.notes, *notes),
         seconds=time.perf_counter() - start,
@@ -170,6 +173,27 @@ def quick_frontier(
         document = json.dumps(result.to_dict(), indent=2, ensure_ascii=False)
         write_file(Path(output) / PREDICTED, f"{document}\n")
     return result
+
+
+def _kept(file: Path, source: str, texts: CalibrationTexts, tokens: int) -> dict[str, QuickPoint]:
+    """What is kept of the same model on the same text, by target; empty where nothing is.
+
+    Raises:
+        ArgumentError: other predictions are kept, which this run would replace.
+    """
+    if not file.is_file():
+        return {}
+    document = read_document(file) or {}
+    same = {"source": source, "calibrate": [*map(str, texts.sources)], "tokens": tokens}
+    with suppress(KeyError, TypeError):  # of a file that something else wrote
+        if same == {name: document[name] for name in same}:
+            points = document["points"]
+            return {
+                each["target"]: QuickPoint(**each | {"kl": math.inf if each["kl"] is None else each["kl"]})
+                for each in points
+            }
+    rule = "keeps predictions of another model, text or number of tokens; give a new folder, or remove the file"
+    raise ArgumentError("output", str(file), rule)
 
 
 def check_heads(checkpoint: Checkpoint) -> None:

@@ -13,7 +13,7 @@ from headwise.checkpoints import Checkpoint
 from headwise.errors import ArgumentError, SpecError, naming
 from headwise.hf.interface import TRAINED_FORMAT
 from headwise.quantization.files import FILE as CODES
-from headwise.quantization.formats import EngineFormat, parse_engine_format
+from headwise.quantization.formats import GGUF_READERS, EngineFormat, parse_engine_format
 from headwise.specs import HOSTED_PREFIX, GroupedSpec
 
 
@@ -45,6 +45,25 @@ def trained_format(checkpoint: Checkpoint, cache: str) -> EngineFormat:
             code.keys.token_bytes(layer.head_dim)
             code.values.token_bytes(layer.value_dim)
     return code.interleaved() if checkpoint.family.gguf_interleaved else code
+
+
+def check_file_cache(cache: str | None) -> None:
+    """Refuse to train a ``.gguf`` for no cache, or for that of an engine that loads none.
+
+    For example ``check_file_cache("llama.cpp:q4_0")``.
+
+    Args:
+        cache: as the user spells it.
+
+    Raises:
+        ArgumentError: it is None, no format of an engine, or of an engine that loads no ``.gguf``.
+    """
+    if cache is None:
+        rule = "is required for a .gguf, whose few plain numbers can make up for no more: such as llama.cpp:q4_0"
+        raise ArgumentError("cache", None, rule)
+    if (engine := parse_engine_format(cache, name="cache").engine) not in GGUF_READERS:
+        rule = f"is a cache of {engine}, which loads no .gguf: train the folder that it was made of"
+        raise ArgumentError("cache", cache, rule)
 
 
 def round_in_training(model: Any, checkpoint: Checkpoint, code: EngineFormat) -> None:

@@ -28,11 +28,11 @@ from headwise.conversion.closing_evaluation import Exam, choose_exam, prove
 from headwise.conversion.solvers.device import is_quick, own_device
 from headwise.disk import empty_folder, refuse_input_within, working_folder, write_whole
 from headwise.documents import HEALING, finite
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, naming
 from headwise.evaluation import Evaluation
 from headwise.healing.card import CONVERSION, healed_card
 from headwise.healing.curriculum import WINDOWS, FadingChannels, RankCurriculum, order_channels
-from headwise.healing.engine_format import round_in_training, trained_format
+from headwise.healing.engine_format import check_file_cache, round_in_training, trained_format
 from headwise.healing.loop import Loop, learning_rate, run_model
 from headwise.healing.optimizer import optimizer_of
 from headwise.healing.report import Healing
@@ -199,9 +199,13 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
     device = own_device(options.device)
     if options.batch % process_count():
         raise ArgumentError("batch", options.batch, f"must be a multiple of {process_count()}, the processes")
-    checkpoint, teacher = open_decoder(model), open_decoder(options.teacher)
+    with naming(source="model"):
+        checkpoint = open_decoder(model)
+    with naming(source="teacher"):
+        teacher = open_decoder(options.teacher)
     if isinstance(checkpoint, GgufCheckpoint):
         check_file(checkpoint.files, output, overwrite=options.overwrite)
+        check_file_cache(options.cache)
         if options.train == "lora":
             rule = "must be another for a .gguf: its matrices are in blocks of codes, to which no change can be added"
             raise ArgumentError("train", options.train, rule)

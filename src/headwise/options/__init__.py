@@ -13,6 +13,7 @@ from headwise.options.convert import (
 )
 from headwise.options.declare import Declaration, Options, Rule, at_least, declarations, each_of, not_empty, option
 from headwise.options.evaluate import (
+    CACHE,
     ENGINE,
     ChoiceOptions,
     EngineOptions,
@@ -34,6 +35,7 @@ from headwise.options.sample import SampleOptions
 
 __all__ = [
     "BITS",
+    "CACHE",
     "ENGINE",
     "EVALUATION_WINDOWS",
     "KV_BUDGET",

@@ -14,6 +14,13 @@ ENGINE = (
     "engine's full cache"
 )
 
+CACHE = (
+    "run the model, and not its reference, with its keys and values stored as int8, int4, int3, int2, fp8, kivi4,"
+    " kivi3 or kivi2, or in two formats, as int8/int4, or as an engine has it, as llama.cpp:q4_0, mlx:4,"
+    " vllm:fp8, sglang:fp4 or transformers:quanto4; docs/speed.md has all. With --engine the format is in the"
+    " engine's own words: q4_0, q8_0/q4_0; 8, 4; fp8"
+)
+
 _FRACTIONS = Rule(
     "must be numbers from 0 to 1", lambda depths: len(depths) > 0 and 0 <= min(depths) <= max(depths) <= 1
 )
@@ -48,14 +55,7 @@ class ModelOptions(RunOptions, ReferenceOptions):
 class CacheOptions(Options):
     """The format of the evaluated model's cache."""
 
-    cache: str | None = option(
-        "run the model, and not its reference, with its keys and values stored as int8, int4, int3, int2, fp8, kivi4,"
-        " kivi3 or kivi2, or in two formats, as int8/int4, or as an engine has it, as llama.cpp:q4_0, mlx:4,"
-        " vllm:fp8, sglang:fp4 or transformers:quanto4; docs/speed.md has all. With --engine the format is in the"
-        " engine's own words: q4_0, q8_0/q4_0; 8, 4; fp8",
-        default=None,
-        metavar="FORMAT",
-    )
+    cache: str | None = option(CACHE, default=None, metavar="FORMAT")
 
 
 class WindowOptions(Options):
@@ -68,7 +68,7 @@ class WindowOptions(Options):
     windows: int | None = option("how many windows of each text to evaluate on", default=6, rule=at_least(1))
 
 
-class PassageOptions(CacheOptions, WindowOptions):
+class PassageOptions(WindowOptions):
     """The windows of text that are scored, and the context at which decoding is timed."""
 
     context: int | None = option(
@@ -89,7 +89,7 @@ class FileOptions(Options):
     )
 
 
-class EvaluateOptions(FileOptions, TextOptions):
+class EvaluateOptions(CacheOptions, FileOptions, TextOptions):
     """How `headwise.evaluate` measures a model on text.
 
     For example ``EvaluateOptions(text="text.txt", window=1024, against="smollm2-135m")``.
@@ -107,7 +107,7 @@ class PythonOptions(Options):
     )
 
 
-class EngineOptions(FileOptions, ReferenceOptions, PassageOptions, PythonOptions):
+class EngineOptions(CacheOptions, FileOptions, ReferenceOptions, PassageOptions, PythonOptions):
     """How `headwise.evaluate_in_engine` measures a model on text.
 
     For example ``EngineOptions(text="text.txt", engine="llama.cpp", cache="q4_0")``.

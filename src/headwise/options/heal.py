@@ -174,7 +174,7 @@ class HealOptions(StepOptions, ObjectiveOptions, ProofOptions):
     )
     cache: str | None = option(
         "round keys and values while training as an engine's own cache does, such as llama.cpp:q4_0, and measure the "
-        "model with it; see headwise prepare",
+        "model with it; see headwise prepare. A .gguf is trained for one alone, of an engine that loads such a file",
         default=None,
         metavar="ENGINE:FORMAT",
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from headwise.errors import ArgumentError
+from headwise.prediction.hardware import Device
 from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec, ModelSpec, RecurrentSpec
 
 SAFE_LOSS = 0.02
@@ -38,6 +39,8 @@ class EngineCache:
         stores_windows: whether it also stores layers whose window slides.
         is_simulated: whether headwise stores keys and values in the same way, so that the loss can be measured and
             `headwise prepare` can fit a model to it.
+        needs_gpu: whether a processor computes something else with it.
+        needs_peak: the dtype of products that a device must have a peak of; empty where none is asked for.
         limit: what is known to go wrong, in words; empty where nothing is.
     """
 
@@ -56,6 +59,8 @@ class EngineCache:
     stores_latents: bool = False
     stores_windows: bool = True
     is_simulated: bool = False
+    needs_gpu: bool = False
+    needs_peak: str = ""
     limit: str = ""
 
     def suits(self, model: ModelSpec) -> bool:
@@ -79,6 +84,17 @@ class EngineCache:
             else:
                 return False
         return bool(widths) and all(self.takes(width) for width in widths)
+
+    def runs_on(self, device: Device) -> bool:
+        """Whether a device is known to run it.
+
+        For example ``cache_of("vllm", "nvfp4").runs_on(device("rtx-4090"))`` is False.
+
+        Args:
+            device: the device.
+        """
+        has_products = not self.needs_peak or self.needs_peak in device.peaks
+        return has_products and not (self.needs_gpu and device.kind == "cpu")
 
     def takes(self, width: int) -> bool:
         """Whether heads of ``width`` channels can be stored."""
@@ -143,6 +159,10 @@ class ServingEngine:
         model: what stands for a model in a command line where none is at hand.
         serve: the command line that starts it, with ``{model}``.
         serve_small: the same with ``{options}`` of a cache; None where they stand behind ``serve``.
+        sizes: its options for the most tokens of a sequence and the most sequences, with ``{context}``, ``{batch}``
+            or ``{tokens}``, those of all sequences together; empty where it has none.
+        shares: its option for the number of devices that share the heads; empty where it has none.
+        reads_gguf: whether it loads a ``.gguf``.
         caches: the small caches that it has, the usual ones first.
         notes: what is known of all of them, in words.
     """
@@ -152,10 +172,21 @@ class ServingEngine:
     model: str
     serve: str
     serve_small: str | None = None
+    sizes: str = ""
+    shares: str = ""
+    reads_gguf: bool = False
     caches: tuple[EngineCache, ...]
     notes: tuple[str, ...] = ()
 
-    def command(self, model: str, cache: EngineCache | None = None) -> str:
+    def command(
+        self,
+        model: str,
+        cache: EngineCache | None = None,
+        *,
+        context: int | None = None,
+        batch: int = 1,
+        ranks: int = 1,
+    ) -> str:
         """The command line that serves a model, with a small cache or without one.
 
         For example ``SERVING_ENGINES["vllm"].command("MODEL")`` is ``"vllm serve MODEL"``.
@@ -163,31 +194,52 @@ class ServingEngine:
         Args:
             model: its path or name, as a shell takes it.
             cache: one of ``caches``; None for a cache as wide as the model.
+            context: the most tokens of a sequence; when None the engine chooses them and the sequences.
+            batch: the most sequences at once.
+            ranks: devices that share the heads.
         """
         if cache is None:
-            return self.serve.format(model=model)
-        return (self.serve_small or f"{self.serve} {{options}}").format(model=model, options=cache.options)
+            line = self.serve.format(model=model)
+        else:
+            line = (self.serve_small or f"{self.serve} {{options}}").format(model=model, options=cache.options)
+        sizes = "" if context is None else self.sizes.format(context=context, batch=batch, tokens=batch * context)
+        shared = f"{self.shares} {ranks}" if self.shares and ranks > 1 else ""
+        return " ".join(filter(None, (line, sizes, shared)))
 
 
 _DASHED, _UNDERSCORED = "--kv-cache-dtype", "--kv_cache_dtype"
 _ON_THE_CPU = "usual CUDA builds compute this type on the processor, without a word"
 _STUDY = "up to 20 points lost in long answers, by vLLM's own study"
 _AIME = "GPT-OSS-120B kept GSM8K (.92) and lost AIME25 (.75 → .35)"
+_BLACKWELL = "needs a Blackwell GPU"
 _OVERFLOW = "ends at 448: some Qwen2 models have larger keys, and answer nonsense"
 
 
-def _ggml(name: str, bits: float, *, values: tuple[str, float] | None = None, limit: str = "") -> EngineCache:
+_GGML_BITS = {
+    "f32": 32.0,
+    "f16": 16.0,
+    "bf16": 16.0,
+    "q8_0": 8.5,
+    "q5_1": 6.0,
+    "q5_0": 5.5,
+    "q4_1": 5.0,
+    "q4_0": 4.5,
+    "iq4_nl": 4.5,
+}
+"""Bits of a value of ggml's types, scales included."""
+
+
+def _ggml(keys: str, values: str | None = None, *, limit: str = "") -> EngineCache:
     """A cache of ggml's types, of one for keys and values or of two."""
-    value_name, value_bits = values or (name, bits)
-    words = f"-ctk {name} -ctv {value_name}"
+    words = f"-ctk {keys} -ctv {values or keys}"
     return EngineCache(
-        name=name if values is None else f"{name}/{value_name}",
+        name=keys if values is None else f"{keys}/{values}",
         options=f"-fa on {words}",
         words=words,
-        key_bits=bits,
-        value_bits=value_bits,
+        key_bits=_GGML_BITS[keys],
+        value_bits=_GGML_BITS[values or keys],
         block=32,
-        is_safe=name == "q8_0" and values is None,
+        is_safe=keys == "q8_0" and values is None,
         stores_latents=values is None,
         is_simulated=True,
         limit=limit,
@@ -247,14 +299,13 @@ _ALL = (
         title="llama.cpp",
         model="model.gguf",
         serve="llama-server -m {model}",
+        sizes="-c {tokens} -np {batch}",  # the context is shared out among the sequences
+        reads_gguf=True,
         caches=(
-            _ggml("q8_0", 8.5),
-            _ggml("q4_0", 4.5),
-            _ggml("q8_0", 8.5, values=("q4_0", 4.5), limit=_ON_THE_CPU),
-            *(
-                _ggml(name, bits, limit=_ON_THE_CPU)
-                for name, bits in (("q5_1", 6.0), ("q5_0", 5.5), ("q4_1", 5.0), ("iq4_nl", 4.5))
-            ),
+            _ggml("q8_0"),
+            _ggml("q4_0"),
+            _ggml("q8_0", "q4_0", limit=_ON_THE_CPU),
+            *(_ggml(name, limit=_ON_THE_CPU) for name in ("q5_1", "q5_0", "q4_1", "iq4_nl")),
         ),
         notes=("quantised values need flash attention (-fa on)",),
     ),
@@ -263,11 +314,23 @@ _ALL = (
         title="vLLM",
         model="MODEL",
         serve="vllm serve {model}",
+        sizes="--max-model-len {context} --max-num-seqs {batch}",
+        shares="--tensor-parallel-size",
         caches=(
             _fp8(_DASHED, "fp8"),
-            replace(_by_head("int8_per_token_head", 8), is_safe=True),
+            replace(
+                _by_head("int8_per_token_head", 8),
+                is_safe=True,
+                needs_gpu=True,
+                limit="the CPU build computes nonsense with it",
+            ),
             replace(_by_head("int4_per_token_head", 4), block=2),
-            replace(_flagged(_DASHED, "nvfp4", 4.5), block=16),
+            replace(
+                _flagged(_DASHED, "nvfp4", 4.5),
+                block=16,
+                needs_peak="float4",
+                limit=f"{_BLACKWELL}, and not one of RTX 50 (vllm#49011)",
+            ),
             replace(_by_head("turboquant_k8v4", 8, key_scale=0), value_bits=4, overflows=True, wide_ends=2),
             replace(_by_head("turboquant_4bit_nc", 4, key_scale=16), rotates=True, wide_ends=2),
             replace(_by_head("turboquant_k3v4_nc", 3, key_scale=16), value_bits=4, rotates=True, wide_ends=2),
@@ -280,6 +343,9 @@ _ALL = (
         title="SGLang",
         model="MODEL",
         serve="python -m sglang.launch_server --model-path {model}",
+        sizes="--context-length {context} --max-running-requests {batch}",
+        shares="--tp",
+        reads_gguf=True,
         caches=(
             replace(_fp8(_DASHED, "fp8_e4m3"), name="fp8"),
             replace(_flagged(_DASHED, "fp8_e5m2", 8), stores_latents=True),
@@ -308,6 +374,7 @@ _ALL = (
         model="MODEL",
         serve='AutoModelForCausalLM.from_pretrained("{model}")',
         serve_small="model.generate(**inputs, {options})",
+        reads_gguf=True,
         caches=(_quantised("hqq", 8), _quantised("quanto", 4), _quantised("quanto", 2)),
         notes=("the latest 128 tokens stay as they are",),
     ),
@@ -316,9 +383,11 @@ _ALL = (
         title="TensorRT-LLM",
         model="MODEL",
         serve="trtllm-serve {model}",
+        sizes="--max_seq_len {context} --max_batch_size {batch}",
+        shares="--tp_size",
         caches=(
             _fp8(_UNDERSCORED, "fp8"),
-            replace(_flagged(_UNDERSCORED, "nvfp4", 4.5), block=16),
+            replace(_flagged(_UNDERSCORED, "nvfp4", 4.5), block=16, needs_peak="float4", limit=_BLACKWELL),
         ),
     ),
 )
@@ -357,9 +426,12 @@ def cache_of(engine: str, name: str) -> EngineCache:
         ArgumentError: the engine is not known, or has no such cache.
     """
     found = {cache.name: cache for cache in check_engine(engine).caches}
-    if name not in found:
-        raise ArgumentError("cache", f"{engine}:{name}", f"must be one of {', '.join(found)}")
-    return found[name]
+    if name in found:
+        return found[name]
+    keys, _, values = name.partition("/")
+    if engine == "llama.cpp" and keys in _GGML_BITS and values in _GGML_BITS:  # it takes any two types
+        return _ggml(keys, values, limit=_ON_THE_CPU)
+    raise ArgumentError("cache", f"{engine}:{name}", f"must be one of {', '.join(found)}")
 
 
 def engine_caches(model: ModelSpec, engine: str | None = None) -> dict[str, tuple[ServingEngine, EngineCache]]:

@@ -27,7 +27,7 @@ from headwise.progress import Progress
 from headwise.quantization.formats import EngineFormat
 
 TOKENS = 256
-"""Tokens of a text that log-probabilities are compared on."""
+"""Tokens of a text that log-probabilities are compared on; what is measured on fewer is said to tell little."""
 
 SAME = 1e-3
 """Mean KL in float32, in nats a token, beyond which a model that should be its source is none. Rounding alone makes
@@ -101,7 +101,7 @@ class Proof:
         tokens: predictions that caches were scored on.
         differences: in float32, and in the dtype of the weights where that is another; on the beginning of the text.
         caches: what each format loses, simulated; and in its engine, where that is installed.
-        notes: what was not measured, and why.
+        notes: what was not measured or on too little text, and why.
     """
 
     products: float
@@ -166,9 +166,12 @@ def prove(
     """
     if not exam:
         return Proof(products=products)
+    tokens = sum(len(batch) * (batch.shape[1] - 1) for _, batch in exam)
     differences: list[Difference] = []
     caches: list[CacheLoss] = []
     notes: list[str] = []
+    if tokens < TOKENS:
+        notes.append(f"measured on {tokens:,} tokens alone, too few to tell what is lost: name a longer text")
     ids = exam[0][1][0][:TOKENS]
     pair: Pair | None = None
     with _noting(notes, output):
@@ -190,7 +193,7 @@ def prove(
         products=products,
         text=", ".join(name for name, _ in exam),
         window=exam[0][1].shape[1],
-        tokens=sum(len(batch) * (batch.shape[1] - 1) for _, batch in exam),
+        tokens=tokens,
         differences=tuple(differences),
         caches=tuple(caches),
         notes=tuple(dict.fromkeys(notes)),

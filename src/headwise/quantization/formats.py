@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from headwise.cost.default_targets import GROUP, GROUPS
 from headwise.errors import ArgumentError
+from headwise.prediction import SERVING_ENGINES
 from headwise.quantization import kivi
 from headwise.quantization.engine_code import EngineCode
 from headwise.quantization.floats import EngineFloat8Code, Float4Code
@@ -22,8 +23,8 @@ from headwise.quantization.vllm import Int4TokenCode, Int8TokenCode, TurboKeyCod
 
 LLAMA_CPP = "llama.cpp"
 
-GGUF_READERS = (LLAMA_CPP, "sglang", "transformers")
-"""The engines among them that load a ``.gguf``."""
+GGUF_READERS = tuple(name for name, engine in SERVING_ENGINES.items() if engine.reads_gguf)
+"""The engines that load a ``.gguf``."""
 
 _SIZE = "|".join(map(str, GROUPS))
 _INTEGERS = re.compile(rf"int({'|'.join(map(str, BITS))})(?::({_SIZE}))?({re.escape(HADAMARD)})?")

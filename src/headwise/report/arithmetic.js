@@ -321,7 +321,8 @@ const headwise = (() => {
       return option.weights.is_bound ? "may not fit" : "does not fit";
     }
     if (lossAtMost === null) {
-      return option.is_safe && question.max_quality_loss === null && !sourceFits ? null : "not measured";
+      const isAsked = question.max_quality_loss !== null && !question.is_usual;
+      return option.is_safe && !sourceFits && !isAsked ? null : "not measured";
     }
     if (question.max_quality_loss === null || lossAtMost <= question.max_quality_loss) return null;
     return isPredicted ? "may lose too much" : "loses too much";
@@ -377,7 +378,8 @@ const headwise = (() => {
 
   // All options, those that may be recommended first, by the goal.
   function ranked(data, question) {
-    const found = data.options.map((option) => evaluated(data, option, question));
+    const running = data.options.filter((option) => option.devices.includes(question.hardware));
+    const found = running.map((option) => evaluated(data, option, question));
     const sourceFits = found[0].memory.total <= found[0].available;
     for (const each of found) {
       each.refused = refusal(each, question, sourceFits);

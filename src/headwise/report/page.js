@@ -123,6 +123,7 @@
     const loss = byId("max_quality_loss");
     loss.value = question.max_quality_loss === null ? "" : 100 * question.max_quality_loss;
     loss.addEventListener("input", () => {
+      question.is_usual = false;
       question.max_quality_loss = loss.value === "" ? null : Math.max(0, Number(loss.value) / 100);
       later();
     });
@@ -264,7 +265,8 @@
 
   function showOperators(found, listed) {
     const select = byId("shown");
-    select.replaceChildren(...data.options.map((each) => element("option", each.target, { value: each.target })));
+    const targets = data.options.map((each) => each.target).filter((name) => found.some((each) => each.target === name));
+    select.replaceChildren(...targets.map((name) => element("option", name, { value: name })));
     select.value = listed.target;
     const operations = operatorsOf(listed);
     const all = headwise.total(operations);

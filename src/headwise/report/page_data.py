@@ -78,7 +78,8 @@ def page_data(
         try:
             option = _option(candidate, measured.get(candidate.target), step)
             typed = commands(candidate.target, candidate.convert_to, model, source, question.engine)
-            options.append(option | {"commands": typed})
+            runs_on = [name for name, each in joined.items() if candidate.runs_on(each)]
+            options.append(option | {"commands": typed, "devices": runs_on})
         except ArgumentError:  # its heads cannot be shared out among the devices
             if index == 0:  # the model itself
                 raise
@@ -93,6 +94,7 @@ def page_data(
             "bits": step.cache_bits,
             "goal": question.goal,
             "max_quality_loss": question.max_quality_loss,
+            "is_usual": question.is_usual,
             "usable": question.usable,
         },
         "ranks": step.ranks,

@@ -36,7 +36,9 @@ def token_windows(
         raise ArgumentError("window", window, f"must be at least {2 + len(begin)} tokens")
     at_least(1).check("windows", windows)
     ids = token_ids(tokenizer, text, at_most=None if windows is None else window * windows)
-    return begun(cut_windows(ids, window=window - len(begin), windows=windows, name=name), begin)
+    shorter = f"--window {len(ids) + len(begin)}" if len(ids) > 1 else "a smaller window"
+    cut = cut_windows(ids, window=window - len(begin), windows=windows, name=name, shorter=shorter)
+    return begun(cut, begin)
 
 
 def token_ids(tokenizer: Any, text: str, *, at_most: int | None = None) -> list[int]:
@@ -56,10 +58,19 @@ def token_ids(tokenizer: Any, text: str, *, at_most: int | None = None) -> list[
     return ids
 
 
-def cut_windows(ids: list[int], *, window: int, windows: int | None = None, name: str = "text") -> Tensor:
+def cut_windows(
+    ids: list[int], *, window: int, windows: int | None = None, name: str = "text", shorter: str = "a smaller window"
+) -> Tensor:
     """Cut token ids into windows ``[windows, window]``; see `token_windows`.
 
     For example ``cut_windows([1, 2, 3, 4, 5], window=2).tolist()`` is ``[[1, 2], [3, 4]]``.
+
+    Args:
+        ids: of the text.
+        window: tokens in each window.
+        windows: the most windows; all when None.
+        name: of the text in errors.
+        shorter: what an error advises besides a longer text.
 
     Raises:
         ArgumentError: there are fewer ids than in one window.
@@ -68,7 +79,7 @@ def cut_windows(ids: list[int], *, window: int, windows: int | None = None, name
         raise ArgumentError(
             name,
             f"{len(ids)} tokens",
-            f"must be at least one window of {window} tokens; a longer text, or a smaller window",
+            f"must be at least one window of {window} tokens; a longer text, or {shorter}",
         )
     count = len(ids) // window if windows is None else min(windows, len(ids) // window)
     return torch.tensor(ids[: count * window]).view(count, window)

@@ -15,6 +15,7 @@ from headwise.cli.scores import SHOW
 from headwise.cli.torchrun import as_one_process
 from headwise.errors import ArgumentError, naming
 from headwise.options import (
+    CACHE,
     ENGINE,
     ChoiceOptions,
     EngineOptions,
@@ -43,6 +44,7 @@ class TaskOptions(TextOptions, ItemOptions, FactOptions, PythonOptions):
     retrieval: str | Path | None = option(
         "a .jsonl of questions and passages, for an encoder", default=None, metavar="FILE"
     )
+    cache: Sequence[str] = option(CACHE, default=(), metavar="FORMAT")
     engine: str | None = option(ENGINE, default=None)
     by_position: bool = option("show the cost by position in the window", default=False, identity=False)
 
@@ -52,8 +54,8 @@ class TaskOptions(TextOptions, ItemOptions, FactOptions, PythonOptions):
             raise ArgumentError("text", None, "is required, unless --choices or --retrieval is given")
         if self.planted is not None and not self.text:
             raise ArgumentError("planted", self.planted, "needs --text, to plant the fact in")
-        if self.cache is not None and not (self.text or self.choices):
-            raise ArgumentError("cache", self.cache, "needs --text or --choices: an encoder has no cache")
+        if self.cache and not (self.text or self.choices):
+            raise ArgumentError("cache", self.cache[0], "needs --text or --choices: an encoder has no cache")
         for name in ("choices", "planted", "retrieval", "dtype", "device") if self.engine is not None else ():
             if (given := getattr(self, name)) is not None:
                 raise ArgumentError(
@@ -74,35 +76,54 @@ def evaluate(
     with as_one_process(), progress_bar() as progress:
         from headwise.processes import process_index
 
-        results = _results(model, options, progress)
+        _check_caches(options)
+        found = [_results(model, options, cache, progress) for cache in options.cache or (None,)]
         is_first = process_index() == 0
     if not is_first:
         return
-    documents = {task: result.to_dict() for task, result in results.items()}
-    document = {"model": model, "against": options.against, **documents.pop("text", {}), **documents}
+    documents = [_document(model, options.against, results) for results in found]
     if html is not None:
         from headwise.specs import read_spec
 
         spec = read_spec(model)
-        write_page(html, model_page(model, spec, first_question(spec), documents=[document]), is_silent=as_json)
+        write_page(html, model_page(model, spec, first_question(spec), documents=documents), is_silent=as_json)
     if as_json:
-        emit(document)
+        emit({"caches": documents} if len(documents) > 1 else documents[0])
         return
-    for task, result in results.items():
+    for task, result in (each for results in found for each in results.items()):
         SHOW[task](result)
         if task == "text" and options.by_position:
             SHOW["by_position"](result)
 
 
-def _results(model: str, options: TaskOptions, progress: Progress) -> dict[str, Any]:
-    """The result of each requested task, by its name; models are loaded once for all tasks on text."""
+def _check_caches(options: TaskOptions) -> None:
+    """Refuse formats that there are none of before the first of several is measured."""
+    from headwise.engines import RUNNABLE
+    from headwise.quantization.formats import parse_format
+
+    for cache in options.cache:
+        if options.engine is None:
+            parse_format(cache, name="cache")
+        elif options.engine in RUNNABLE:
+            RUNNABLE[options.engine].check(cache)
+
+
+def _document(model: str, against: Any, results: dict[str, Any]) -> dict[str, Any]:
+    """The results of all tasks with one cache, as JSON-able values."""
+    documents = {task: result.to_dict() for task, result in results.items()}
+    return {"model": model, "against": against, **documents.pop("text", {}), **documents}
+
+
+def _results(model: str, options: TaskOptions, cache: str | None, progress: Progress) -> dict[str, Any]:
+    """The result of each requested task with one cache, by its name; models are loaded once for all tasks on text."""
     from headwise import evaluation
 
     if options.engine is not None:
         from headwise.engines import evaluate_in_engine
 
-        return {"text": evaluate_in_engine(model, EngineOptions.of(options), progress=progress)}
+        return {"text": evaluate_in_engine(model, EngineOptions.of(options, cache=cache), progress=progress)}
     in_pair: dict[str, Any] = dict.fromkeys(("against", "dtype", "device"))  # an open pair has its own
+    in_pair |= {"cache": cache}
     results: dict[str, Any] = {}
     if options.text or options.choices:
         pair = evaluation.open_pair(

@@ -139,7 +139,7 @@ def _write_page(html: Path, source: str, result: Frontier, *, is_silent: bool) -
 
     model, document = read_spec(source), result.to_dict()
     measured = {} if result.methods else read_points(document, model)
-    question = replace(first_question(model), max_quality_loss=USUAL_LOSS)
+    question = replace(first_question(model), max_quality_loss=USUAL_LOSS, is_usual=True)
     page = model_page(source, model, question, measured=measured, documents=[document])
     write_page(html, page, is_silent=is_silent)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,6 +30,7 @@ def prepare(
     as_json: Json = False,
 ) -> None:
     """Change a model's queries and keys, and nothing that it computes, so that an engine's small cache loses less."""
+    from headwise.advice.serving import serving_commands
     from headwise.preparation import prepare as write_prepared
 
     with progress_bar() as progress:
@@ -39,14 +41,17 @@ def prepare(
     out.print(f"[bold]{escape(source)}[/bold] → {escape(made.output)}, {made.seconds:,.0f} s", soft_wrap=True)
     for cache in made.cache:
         ratios = {layer.layer: layer.loss[cache] for layer in made.layers if cache in layer.loss}
-        least, most = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+        mean, most = geometric_mean(ratios.values()), max(ratios, key=ratios.__getitem__)
         say(
-            f"{cache}: scores lose ×{ratios[least]:.3f} of what they lost in layer {least}, ×{ratios[most]:.3f} in"
-            f" layer {most}"
+            f"{cache}: scores lose ×{mean:.3f} of what they lost (geometric mean of {len(ratios)} layers), and"
+            f" ×{ratios[most]:.3f} in layer {most}, where least is gained"
         )
     _show_proof(made)
     for note in made.notes:
         say(f"note: {note}")
+    say("serve it:")
+    for line in dict.fromkeys(line for cache in made.cache for line in serving_commands(made.output, cache)):
+        say(f"  {line}")
 
 
 def _show_proof(made: Preparation) -> None:

@@ -151,12 +151,9 @@ def advise(
         "application": application,
     }
     if by_guide:
-        known = {"measured": measured, "calibrate": calibrate, "max_quality_loss": max_quality_loss}
-        cost = {"hardware": hardware, **known}
-        others = {"batch": batch, "ranks": ranks}
-        _refuse(
-            cost | {name: None if value == 1 else value for name, value in others.items()}, "goes without --guide"
-        )
+        others = {name: None if value == 1 else value for name, value in {"batch": batch, "ranks": ranks}.items()}
+        cost: dict[str, object] = {"hardware": hardware, "measured": measured, "calibrate": calibrate, **others}
+        _refuse(cost | {"max_quality_loss": max_quality_loss}, "goes without --guide")
         files = {"html": html and str(html), "plot": plot and str(plot)}
         _refuse(sizes | files | {"engine": engine}, "goes without --guide")
         words |= {"context": context, "goal": goal or "balanced", "thresholds": _thresholds(threshold or ())}
@@ -179,10 +176,12 @@ def advise(
         hardware=device(hardware, hardware_file),
         step=Pass(batch=batch, total=context, dtype=dtype, ranks=ranks),
         goal=goal or "balanced",  # type: ignore[arg-type]  # Question checks it
-        max_quality_loss=USUAL_LOSS if (measured or calibrate) and max_quality_loss is None else max_quality_loss,
+        max_quality_loss=max_quality_loss,
         usable=usable,
         engine=engine,
     )
+    if (measured or calibrate) and max_quality_loss is None:
+        question = replace(question, max_quality_loss=USUAL_LOSS, is_usual=True)
     refuse_no_page(html)
     refuse_no_plot(plot)
     points, more = _known(name, model, question, measured or (), calibrate or ())
@@ -205,7 +204,7 @@ def _known(
     points = read_measured(measured, model)
     if not texts:
         return points, ()
-    targets = predictable(model, points, question.engine)
+    targets = predictable(model, points, question.engine, question.hardware)
     if not targets:
         rule = "predicts nothing: all that is tried is known already, or headwise does not round as its engine does"
         raise ArgumentError("calibrate", texts[0], rule)
@@ -290,11 +289,15 @@ def _thresholds(given: list[str] | tuple[str, ...]) -> Thresholds:
 
 
 def _print_advice(result: Advice, *, is_design: bool) -> None:
+    from headwise.advice import MOST_SEQUENCES
+
     question, step, best = result.question, result.question.step, result.best
     many = f"{step.ranks} × " if step.ranks > 1 else ""
     say(f"{result.source}: {_verdict(result, is_design=is_design)}", bold=len(result.source))
     limits = f"{step.batch:,} × {step.total:,} tokens, {bytes_text(question.memory_bytes)} of memory"
-    say(f"on {many}{question.hardware.label}, {limits}; goal: {question.goal}")
+    loss, where = question.max_quality_loss, " where that is known" * question.is_usual
+    most = "" if loss is None else f"; perplexity may rise by at most {100 * loss:.3g}%{where} (--max-quality-loss)"
+    say(f"on {many}{question.hardware.label}, {limits}; goal: {question.goal}{most}")
     out.print()
     served = [] if question.engine else ["runs in"]
     table = numbers_table("", "KiB/token", "weights", "step ms", "fit", "tok/s", "perplexity", *served)
@@ -317,6 +320,7 @@ def _print_advice(result: Advice, *, is_design: bool) -> None:
     for column in (*table.columns[:1] * out.is_terminal, *table.columns[-1:] * bool(served)):
         column.no_wrap, column.overflow, column.justify = False, "fold", "left"
     out.print_table(table, LINE)
+    say(f"step: a token of each sequence; fit: sequences that fit; tok/s: of those, at most {MOST_SEQUENCES:,}")
     out.print()
     for line in [*_to_do(result, is_design=is_design), *_notes(result)]:
         say(line)
@@ -361,10 +365,12 @@ def _to_do(result: Advice, *, is_design: bool) -> list[str]:
     best = result.best
     if best is None or is_design:
         return []
+    lines = _pasted("run it", best.commands)
     if best.loss is None and result.question.engine is None:
         safe = [option for option in result.options if option.refused is None and option.loss is None]
-        return [line for option in safe for line in _pasted(f"in {option.served_by}", option.commands)]
-    return _pasted("run it", best.commands)
+        lines = [line for option in safe for line in _pasted(f"in {option.served_by}", option.commands)]
+    prepares = any(line.startswith("  headwise prepare") for line in lines)
+    return lines + ["a model that is prepared already is served without headwise prepare"] * prepares
 
 
 def _pasted(title: str, commands: Sequence[str]) -> list[str]:
@@ -374,6 +380,8 @@ def _pasted(title: str, commands: Sequence[str]) -> list[str]:
 
 def _measuring(result: Advice) -> list[str]:
     """What to measure next, and the command lines that do it."""
+    from headwise.advice.serving import with_weights
+
     target, next_one = result.to_measure, result.measure_next
     if target is None:
         return []
@@ -384,6 +392,7 @@ def _measuring(result: Advice) -> list[str]:
         read = f"about ×{1 + next_one.loss:.3f} from {' and '.join(next_one.between)}"
         reason = f"first if it loses what is expected, {read}"
     question, step, source = result.question, result.question.step, shlex.quote(result.source)
+    weights = with_weights(result.source)
     asked = {"--hardware": question.hardware.name, "--context": step.total, "--batch": step.batch}
     others = {
         "--engine": (question.engine, None),
@@ -396,13 +405,14 @@ def _measuring(result: Advice) -> list[str]:
     lines = _pasted(
         f"measure next: {target}, {reason}",
         [
-            f"headwise frontier {source} --target {target} --calibrate TEXT --evaluate OTHER --output OUT",
+            f"headwise frontier {weights} --target {target} --calibrate TEXT --evaluate OTHER --output OUT",
             f"headwise advise {source} {words} --measured OUT",
         ],
     )
     (option,) = (option for option in result.options if option.target == target)
     if option.convert_to is None and not option.is_predicted:
-        lines.append("or have it predicted, with all formats of the cache, in minutes: --calibrate TEXT")
+        named = "" if weights == source else f", and MODEL in place of {result.source}"
+        lines.append(f"or have it predicted, with all formats of the cache, in minutes: --calibrate TEXT{named}")
     return lines
 
 
@@ -414,7 +424,7 @@ def _notes(result: Advice) -> list[str]:
         lines.append(f"weights as stored: {result.weights}")
     lines += [f"note: {note}" for note in result.notes]
     if result.best is not None and result.binding != "nothing":
-        lines.append(f"{result.binding} decides: without that limit another way would be first")
+        lines.append(f"{result.binding} decides: without that limit another way would come first")
     same = "with a quarter or four times the tokens or the sequences: the same"
     lines += [f"with {change}" for change in result.changes] or [same]
     if result.absorbed_tokens is not None:

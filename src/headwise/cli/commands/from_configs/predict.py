@@ -125,7 +125,8 @@ def _print_prediction(result: Prediction) -> None:
 def beyond(trained: int | None, context: int) -> list[str]:
     """A note, where a context is longer than those that a model was made for."""
     is_beyond = trained is not None and trained < context
-    return [f"note: the model was made for {trained:,} tokens"] if is_beyond else []
+    note = f"note: the model was made for {trained:,} tokens, and {context:,} are asked for: engines may refuse them"
+    return [note] if is_beyond else []
 
 
 def _table(result: Prediction) -> Table:

@@ -42,7 +42,7 @@ def report(
     if results.model is not None:
         question = first_question(results.model, context=context, batch=batch)
         if results.measured:
-            question = replace(question, max_quality_loss=USUAL_LOSS)
+            question = replace(question, max_quality_loss=USUAL_LOSS, is_usual=True)
         if hardware is not None:
             question = replace(question, hardware=device(hardware, hardware_file))
         data = page_data(
