@@ -92,6 +92,15 @@ class FolderLayers:
         names = [name for side in "qk" for name in self._held(index, layer, side)]
         return all(rows.can_turn for name in names if (rows := self._rows(name)) is not None)
 
+    def grain(self, index: int, layer: GroupedSpec) -> int:
+        """The factors between a number and its double: powers of two round no weight.
+
+        Args:
+            index: of the layer.
+            layer: its spec.
+        """
+        return 1
+
     def write(
         self,
         output: Path,
@@ -151,8 +160,8 @@ class FolderLayers:
         if isinstance(source, QuantisedFolder) and quantised:
             plan = self._plan(index, layer, change)
             for name, rows in quantised.items():
-                order, signs, exponents = plan[name]
-                new |= source.written(name, rows.taken(order, signs).multiplied(exponents))
+                order, signs, factors = plan[name]
+                new |= source.written(name, rows.taken(order, signs).multiplied(factors))
         return new
 
     def _plan(self, index: int, layer: GroupedSpec, change: Change) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
@@ -165,17 +174,17 @@ class FolderLayers:
         }
         order = family.layout.unpack(stored, layer)
         signs = {name: torch.ones_like(rows) for name, rows in order.items()}
-        exponents = {name: torch.zeros_like(rows) for name, rows in order.items()}
+        factors = {name: torch.ones_like(rows, dtype=torch.double) for name, rows in order.items()}
         for side in "qk":
             name = f"{side}_proj.weight"
             taken, *others = row_plan(change, layer, side)
             order[name] = order[name][(taken + torch.arange(len(taken))[:, None] * layer.head_dim).flatten()]
-            signs[name], exponents[name] = (other.reshape(-1, 1) for other in others)
-        rows, negated, powers = (
+            signs[name], factors[name] = (other.reshape(-1, 1) for other in others)
+        plans = [
             {name: part.flatten() for name, part in family.write_attention(state, index, layer).items()}
-            for state in (order, signs, exponents)
-        )
-        return {name: (rows[name], negated[name], powers[name]) for name in rows}
+            for state in (order, signs, factors)
+        ]
+        return {name: (plans[0][name], plans[1][name], plans[2][name]) for name in plans[0]}
 
     def _multiplied(self, index: int, layer: GroupedSpec, side: str) -> State:
         """What powers of two multiply of a side, under headwise's names: numbers of tensors, or scales of rows."""

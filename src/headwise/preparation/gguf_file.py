@@ -69,8 +69,20 @@ class GgufLayers:
         return low.expand(layer.num_kv_heads, D), high.expand(layer.num_kv_heads, D)
 
     def turns(self, index: int, layer: GroupedSpec) -> bool:
-        """Whether pairs can be turned by a quarter: every type has signs, of its numbers or of its scales."""
+        """Whether pairs can be turned by quarters: every type has signs, of its numbers or of its scales."""
         return True
+
+    def grain(self, index: int, layer: GroupedSpec) -> int:
+        """The factors between a number and its double: powers of 2^¼ where float16 scales of blocks are all that they
+        round, by far less than codes are off, and powers of two where they would round weights.
+
+        Args:
+            index: of the layer.
+            layer: its spec.
+        """
+        tensors = [self._header.tensors[name] for side in "qk" for name, _ in self._places(index, layer, side)]
+        blocks = [TYPES[tensor.ggml_type][1] for tensor in tensors if len(tensor.shape) > 1]
+        return 4 if min(blocks, default=1) > 1 else 1
 
     def write(self, changes: Sequence[Change], files: dict[Path, Path]) -> None:
         """Change the layers in copies of the model's files.
@@ -104,11 +116,11 @@ class GgufLayers:
         D, heads = layer.head_dim, _stored_heads(layer, side)
         held = self._held(D)
         # In transformers' order row c becomes row order[c] of the old ones; the file's row r is channel held[r].
-        order, signs, exponents = (part[:heads, held] for part in row_plan(change, layer, side))
+        order, signs, factors = (part[:heads, held] for part in row_plan(change, layer, side))
         old = held.argsort()[order] + torch.arange(heads)[:, None] * D + start
-        every, sign, exponent = np.arange(shape[0]), np.ones(shape[0], np.int64), np.zeros(shape[0], np.int64)
+        every, sign, factor = np.arange(shape[0]), np.ones(shape[0], np.int64), np.ones(shape[0])
         part = slice(start, start + heads * D)
-        every[part], sign[part], exponent[part] = (each.flatten().numpy() for each in (old, signs, exponents))
+        every[part], sign[part], factor[part] = (each.flatten().numpy() for each in (old, signs, factors))
         rows = Rows(raw, kind, shape)
         if side == "k" and len(shape) == 1 and change.shift is not None:
             added = np.zeros(shape[0])
@@ -116,7 +128,7 @@ class GgufLayers:
             rows.add(added)
         if bool(change.turns.any()):
             rows.take(every, sign)
-        rows.multiply(exponent)
+        rows.multiply(factor)
 
     def _places(self, index: int, layer: GroupedSpec, side: str) -> list[tuple[str, int]]:
         """The stored tensors of a side, and the first row of the side in each.

@@ -13,7 +13,7 @@ from torch import Tensor
 from headwise.preparation.change import Change
 from headwise.preparation.chosen import Output, best_of
 from headwise.preparation.drawn import drawn
-from headwise.preparation.fit import fit, score_loss, where_it_helps
+from headwise.preparation.fit import OFFSETS, fit, score_loss, where_it_helps
 from headwise.preparation.room import within
 from headwise.preparation.samples import Projected
 from headwise.preparation.shift import shift, why_no_shift
@@ -24,6 +24,9 @@ from headwise.threads import torch_threads
 Samples = tuple[Tensor, Tensor]
 """Queries ``[K, N, D]`` and keys ``[K, T, D]``."""
 
+_STARTS = 12
+"""Starts of the search on a text."""
+
 
 def best_change(
     projected: Projected,
@@ -31,7 +34,8 @@ def best_change(
     formats: Sequence[EngineFormat],
     spans: Sequence[tuple[Tensor, Tensor]],
     *,
-    turns: bool = True,
+    turns: bool,
+    grain: int,
     shifts: bool,
     longest: int,
     on_text: bool,
@@ -43,7 +47,8 @@ def best_change(
         state: its attention under headwise's names.
         formats: that its cache has; without any, nothing is changed.
         spans: the least and the largest exponent that rows of keys, and of queries, have room for.
-        turns: whether pairs may be turned by a quarter.
+        turns: whether pairs may be turned by quarters.
+        grain: the factors between a number and its double.
         shifts: whether the bias of keys may be shifted, which is not exact.
         longest: the most tokens of a text.
         on_text: whether the projected inputs are those of a text, so that attention's weights mean something.
@@ -61,9 +66,11 @@ def best_change(
         if shifts and why_no_shift(layer) is None:
             moved = shift(projected, formats, longest=longest)
         for samples in [_samples(projected, moved), *([drawn(projected, state, moved)] if on_text else [])]:
-            for wanted in fit(*samples, layer, formats, turns=turns):
-                fitted = where_it_helps(within(wanted, layer, *spans), *samples, layer, formats)
-                tried.append(replace(fitted, shift=moved))
+            wanted = fit(
+                *samples, layer, formats, turns=turns, grain=grain, starts=_STARTS if on_text else len(OFFSETS)
+            )
+            fitted = where_it_helps(within(wanted, layer, *spans), *samples, layer, formats)
+            tried.append(replace(fitted, shift=moved))
         output = Output(projected, state)
         change = best_of(tried, output, layer, formats)
         before, after = _samples(projected), _samples(projected, change.shift)

@@ -237,13 +237,13 @@ def _fitted(
         states = projected(state, layer, *next(inputs))
         spans = [stored.spans(index, layer, side) for side in "kq"]
         rounded = [code for code in formats if not code.is_wide(index, checkpoint.spec.num_layers)]
-        turns = stored.turns(index, layer)
         change, loss, off = best_change(
             states,
             state,
             rounded,
             spans,
-            turns=turns,
+            turns=stored.turns(index, layer),
+            grain=stored.grain(index, layer),
             shifts=options.refit,
             longest=longest,
             on_text=bool(texts),

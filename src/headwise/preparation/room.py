@@ -75,5 +75,5 @@ def within(change: Change, layer: GroupedSpec, keys: tuple[Tensor, Tensor], quer
     return replace(
         change,
         exponents=wanted[chosen, heads].clamp(least, most),
-        cut=int(missed[chosen, heads].max()),
+        cut=int(missed[chosen, heads].max().ceil()),
     )
