@@ -129,6 +129,7 @@ def powers(exponents: Tensor) -> Tensor:
     Args:
         exponents: of any shape.
     """
+    exponents = exponents.double()
     whole = exponents.floor()
     return torch.ldexp((exponents - whole).exp2(), whole.long())
 
