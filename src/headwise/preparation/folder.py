@@ -19,7 +19,7 @@ from headwise.checkpoints.quantised.rows import Rows
 from headwise.checkpoints.safetensors_shards import overwrite_tensors
 from headwise.errors import CheckpointError
 from headwise.preparation.change import Change, changed, row_plan
-from headwise.preparation.room import FAR, half_span
+from headwise.preparation.room import FAR, Room, half_span
 from headwise.progress import Progress
 from headwise.specs import GroupedSpec
 
@@ -63,14 +63,20 @@ class FolderLayers:
             )
             raise CheckpointError("tensor", name, rule)
 
-    def spans(self, index: int, layer: GroupedSpec, side: str) -> tuple[Tensor, Tensor]:
-        """The least and the largest exponent that each row of a side has room for, ``[K, D]``.
+    def room(self, index: int, layer: GroupedSpec) -> Room:
+        """What a layer has room for; where scales are always positive, a row is negated in its codes.
 
         Args:
             index: of the layer.
             layer: its spec.
-            side: ``q`` or ``k``.
         """
+        names = [name for side in "qk" for name in self._held(index, layer, side)]
+        turns = all(rows.can_turn for name in names if (rows := self._rows(name)) is not None)
+        keys, queries = (self._span(index, layer, side) for side in "kq")
+        return Room(keys, queries, turns)
+
+    def _span(self, index: int, layer: GroupedSpec, side: str) -> tuple[Tensor, Tensor]:
+        """The least and the largest exponent that each row of a side has room for, ``[K, D]``."""
         K, D = layer.num_kv_heads, layer.head_dim
         least, most = torch.full((K, D), -FAR), torch.full((K, D), FAR)
         for numbers in self._multiplied(index, layer, side).values():
@@ -81,25 +87,6 @@ class FolderLayers:
                 least = torch.maximum(least, low.reshape(shape).amax(1))
                 most = torch.minimum(most, high.reshape(shape).amin(1))
         return least, most
-
-    def turns(self, index: int, layer: GroupedSpec) -> bool:
-        """Whether pairs can be turned by a quarter, for which a row is negated in its codes.
-
-        Args:
-            index: of the layer.
-            layer: its spec.
-        """
-        names = [name for side in "qk" for name in self._held(index, layer, side)]
-        return all(rows.can_turn for name in names if (rows := self._rows(name)) is not None)
-
-    def grain(self, index: int, layer: GroupedSpec) -> int:
-        """The factors between a number and its double: powers of two round no weight.
-
-        Args:
-            index: of the layer.
-            layer: its spec.
-        """
-        return 1
 
     def write(
         self,

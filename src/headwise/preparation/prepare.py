@@ -236,15 +236,12 @@ def _fitted(
         assert isinstance(layer, GroupedSpec)
         state = checkpoint.family.read_attention(checkpoint.read, index, layer)
         states = projected(state, layer, *next(inputs))
-        spans = [stored.spans(index, layer, side) for side in "kq"]
         rounded = [code for code in formats if not code.is_wide(index, checkpoint.spec.num_layers)]
         change, loss, off = best_change(
             states,
             state,
             rounded,
-            spans,
-            turns=stored.turns(index, layer),
-            grain=stored.grain(index, layer),
+            stored.room(index, layer),
             shifts=options.refit,
             longest=longest,
             on_text=bool(texts),
