@@ -66,7 +66,7 @@ def test_rows_are_multiplied_and_exchanged(kind: str) -> None:
     changed = raw.copy()
     rows = Rows(changed, NUMBERS[kind], (8, 512))
     rows.take(order, signs)
-    rows.multiply(exponents)
+    rows.multiply(2.0**exponents)
     wanted = before[order] * signs[:, None] * 2.0 ** exponents[:, None]
     allowed = 2.0**-25 if kind == "F16" else 0.0  # numbers near zero, which are rounded
     assert np.abs(values_of(changed, kind) - wanted).max() <= allowed

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 import headwise
 from headwise.checkpoints import QuantisedFolder, open_checkpoint
 from headwise.errors import HeadwiseError
+from headwise.preparation.change import powers
 from tests.preparation.quantised_folders import (
     Quantiser,
     awq,
@@ -159,7 +160,9 @@ def test_rows_are_multiplied_exchanged_and_negated(name: str, tmp_path: Path) ->
     wanted = meant(source)[tensor][order] * torch.ldexp(signs.double(), exponents)[:, None]
     stored |= {
         part: new.contiguous()
-        for part, new in checkpoint.written(tensor, rows.taken(order, signs).multiplied(exponents)).items()
+        for part, new in checkpoint.written(
+            tensor, rows.taken(order, signs).multiplied(powers(exponents.double()))
+        ).items()
     }
     save_file(stored, source / "model.safetensors", {"format": "pt"})
     assert torch.equal(meant(source)[tensor], wanted)

@@ -2,8 +2,9 @@
 
 A rotary pair of a key is a complex number, and so is that of a query; a score is a sum of their products, one of them
 conjugated. So keys may be multiplied by a complex number for each pair, and the head's queries divided by its
-conjugate. Here that number is a power of two times 1 or i: no weight is rounded by it, whatever type stores it.
-What a shift of the bias does is told in `headwise.preparation.shift`; it is not exact.
+conjugate. Here that number is a power of two times 1, i, −1 or −i: no weight is rounded by it, whatever type stores
+it. Where the type has digits to spare, it is a power of 2^¼. What a shift of the bias does is told in
+`headwise.preparation.shift`; it is not exact.
 
 Shapes: H query heads, K key–value heads, D head dim, P rotated dims, G groups of channels: P/2 pairs, and each other
 channel by itself.
@@ -11,7 +12,7 @@ channel by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,8 +26,9 @@ class Change:
     """Powers of two, and quarter turns, of the keys of a layer; its queries get the opposite powers.
 
     Attributes:
-        exponents: int64 ``[K, G]``; keys are multiplied by 2 to these, queries by 2 to their negatives.
-        turns: bool ``[K, G]``; whether a pair (a, b) of keys and queries becomes (−b, a).
+        exponents: float64 ``[K, G]``; keys are multiplied by 2 to these, queries by 2 to their negatives.
+        turns: int64 ``[K, G]`` from 0 to 3; how often a pair (a, b) of keys and queries becomes (−b, a). A channel
+            by itself has 0 or 2, by which it is negated.
         cut: by how many powers of two a factor is smaller or larger than wanted, at most, because the weights' type
             has no room for it; 0 where all fit.
         shift: ``[K, D]``, what is added to the bias of keys before all that; None where it stays as it is.
@@ -41,7 +43,7 @@ class Change:
     def none(cls, layer: GroupedSpec) -> Change:
         """The change that leaves a layer as it is."""
         size = layer.num_kv_heads, len(channels(layer))
-        return cls(torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.bool))
+        return cls(torch.zeros(size, dtype=torch.double), torch.zeros(size, dtype=torch.long))
 
     def applied(self, states: Tensor, layer: GroupedSpec, side: str) -> Tensor:
         """Queries or keys ``[K, N, D]`` as they are after the change, but for the shift.
@@ -53,9 +55,9 @@ class Change:
             side: ``q`` or ``k``.
         """
         one_head = replace(layer, num_heads=layer.num_kv_heads)  # the rows of one query head of each group
-        order, signs, exponents = row_plan(self, one_head, side)
+        order, signs, factors = row_plan(self, one_head, side)
         taken = states.gather(-1, order[:, None].expand_as(states))
-        return taken * torch.ldexp(signs.to(states.dtype), exponents)[:, None]
+        return taken * (signs * factors).to(states.dtype)[:, None]
 
 
 def channels(layer: GroupedSpec) -> Tensor:
@@ -77,7 +79,7 @@ def num_pairs(layer: GroupedSpec) -> int:
 
 
 def row_plan(change: Change, layer: GroupedSpec, side: str) -> tuple[Tensor, Tensor, Tensor]:
-    """What a change does to the rows of a projection: which row is taken for each, its sign and its exponent.
+    """What a change does to the rows of a projection: which row is taken for each, its sign and its factor.
 
     Args:
         change: of the layer.
@@ -85,24 +87,51 @@ def row_plan(change: Change, layer: GroupedSpec, side: str) -> tuple[Tensor, Ten
         side: ``q`` or ``k``.
 
     Returns:
-        int64 tensors ``[heads, D]``: channels, signs and exponents.
+        Tensors ``[heads, D]``: channels and signs, int64, and positive factors, float64.
     """
     groups = channels(layer)
     heads = layer.num_heads if side == "q" else layer.num_kv_heads
     order = torch.arange(layer.head_dim).expand(layer.num_kv_heads, -1).clone()
-    signs, exponents = torch.ones_like(order), torch.zeros_like(order)
-    for column in (0, 1):
-        exponents[:, groups[:, column]] = change.exponents
-    pairs = groups[: num_pairs(layer)]
-    turned = change.turns[:, : len(pairs)]
-    order[:, pairs[:, 0]] = torch.where(turned, pairs[:, 1], pairs[:, 0])
-    order[:, pairs[:, 1]] = torch.where(turned, pairs[:, 0], pairs[:, 1])
-    signs[:, pairs[:, 0]] = torch.where(turned, -1, 1)
-    if side == "q":
-        exponents = -exponents
+    first, second = groups.T
+    swapped = change.turns % 2 == 1
+    signs, factors = torch.ones_like(order), torch.ones_like(order, dtype=torch.double)
+    for own, other, negative in ((first, second, (1, 2)), (second, first, (2, 3))):
+        order[:, own] = torch.where(swapped, other, own)
+        signs[:, own] = torch.where(torch.isin(change.turns, torch.tensor(negative)), -1, 1)
+        factors[:, own] = powers(change.exponents if side == "k" else -change.exponents)
     repeats = heads // layer.num_kv_heads
-    order, signs, exponents = (part.repeat_interleave(repeats, 0) for part in (order, signs, exponents))
-    return order, signs, exponents
+    order, signs, factors = (part.repeat_interleave(repeats, 0) for part in (order, signs, factors))
+    return order, signs, factors
+
+
+def by_head(changes: Sequence[Change], chosen: Tensor) -> Change:
+    """The change that has for each key–value head what one of several has for it.
+
+    Args:
+        changes: of one layer.
+        chosen: the number of one for each head, int64 ``[K]``.
+    """
+    heads, taken = torch.arange(len(chosen)), [changes[number] for number in chosen.tolist()]
+    exponents, turns = (
+        torch.stack([getattr(change, name) for change in changes])[chosen, heads] for name in ("exponents", "turns")
+    )
+    shift = None
+    if any(change.shift is not None for change in taken):
+        rows = [None if change.shift is None else change.shift[head] for head, change in enumerate(taken)]
+        none = torch.zeros_like(next(row for row in rows if row is not None))
+        shift = torch.stack([none if row is None else row for row in rows])
+    return Change(exponents, turns, max(change.cut for change in taken), shift)
+
+
+def powers(exponents: Tensor) -> Tensor:
+    """2 to the power of each, in float64; exact where they are whole.
+
+    Args:
+        exponents: of any shape.
+    """
+    exponents = exponents.double()
+    whole = exponents.floor()
+    return torch.ldexp((exponents - whole).exp2(), whole.long())
 
 
 def changed(state: Mapping[str, Tensor], change: Change, layer: GroupedSpec) -> dict[str, Tensor]:
@@ -118,16 +147,15 @@ def changed(state: Mapping[str, Tensor], change: Change, layer: GroupedSpec) -> 
         bias = state["k_proj.bias"]
         state = {**state, "k_proj.bias": (bias.float() + change.shift.flatten()).to(bias.dtype)}
     for side in ("q", "k"):
-        order, signs, exponents = row_plan(change, layer, side)
+        order, signs, factors = row_plan(change, layer, side)
         names = [f"{side}_norm.weight"] if layer.qk_norm else [f"{side}_proj.weight", f"{side}_proj.bias"]
         if layer.qk_norm == "head":
-            order, signs, exponents = order[:1], signs[:1], exponents[:1]
+            order, signs, factors = order[:1], signs[:1], factors[:1]
         D = layer.head_dim
         rows = (order + torch.arange(len(order))[:, None] * D).flatten()
         for name in names:
             if name in state:
                 tensor = state[name][rows]
                 shape = (-1,) + (1,) * (tensor.ndim - 1)
-                factor = torch.ldexp(signs.flatten().to(tensor.dtype), exponents.flatten()).reshape(shape)
-                new[name] = tensor * factor.to(tensor.dtype)
+                new[name] = (tensor * (signs * factors).flatten().reshape(shape)).to(tensor.dtype)
     return new

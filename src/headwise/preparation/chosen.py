@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from headwise.preparation.change import Change
+from headwise.preparation.change import Change, by_head
 from headwise.preparation.samples import Projected
 from headwise.quantization.formats import EngineFormat
 from headwise.specs import GroupedSpec
@@ -84,14 +84,7 @@ def best_of(changes: Sequence[Change], output: Output, layer: GroupedSpec, forma
     errors = torch.stack([_errors(change, output, formats) for change in changes])  # [C, K]
     if layer.qk_norm == "head":
         errors = errors.mean(-1, keepdim=True).expand_as(errors)
-    best, heads = errors.argmin(0), torch.arange(layer.num_kv_heads)
-    every = [torch.stack([getattr(change, name) for change in changes]) for name in ("exponents", "turns")]
-    cut = max(changes[number].cut for number in best.tolist())
-    shift = None
-    if any(changes[number].shift is not None for number in best.tolist()):
-        none = torch.zeros(layer.num_kv_heads, layer.head_dim)
-        shift = torch.stack([none if change.shift is None else change.shift for change in changes])[best, heads]
-    return Change(every[0][best, heads], every[1][best, heads], cut, shift)
+    return by_head(changes, errors.argmin(0))
 
 
 def _errors(change: Change, output: Output, formats: Sequence[EngineFormat]) -> Tensor:

@@ -4,7 +4,8 @@ A block of keys is rounded to codes that lie a step apart, so that each channel 
 scores lose is the mean square of the step times that of the queries' channels in the block, summed over blocks. Where
 steps follow from the mean square of a rotated head, the best factor of a pair has the fourth power Q/K, of the mean
 squares of its queries and keys. Real steps follow from the largest number of a block, so the sum itself is minimised:
-first over any factors by gradient descent, then over powers of two and quarter turns, one pair after the other.
+first over any factors by gradient descent, then over those that weights can have and quarter turns, one pair after
+another. Which turns are found depends on those at the start, so that several starts are made.
 
 Numbers that have an exponent each, as 8-bit floats, lose nothing by their size but where they are too large or too
 small for their format. Then pairs are moved one after the other from no change on, and only those that gain by it.
@@ -20,7 +21,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headwise.preparation.change import Change, channels, num_pairs
+from headwise.preparation.change import Change, by_head, channels, num_pairs
 from headwise.quantization.formats import EngineFormat
 from headwise.specs import GroupedSpec
 
@@ -29,7 +30,8 @@ KEYS = 256
 """Keys of a head that the steps of blocks are computed of. Of queries only second moments count, of all samples."""
 
 OFFSETS = (0.0, 0.25, 0.5, 0.75)
-"""What is added to the base-2 logarithms of factors before they are rounded."""
+"""What is added to the base-2 logarithms of factors before they are rounded: all factors of a head may be multiplied
+by one number, which changes no rounding of the cache, and leads to other powers of two."""
 
 _RATE = 0.07
 _SWEEPS = 4
@@ -39,13 +41,18 @@ _GAIN = -1e-3
 
 
 def fit(
-    queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat], *, turns: bool = True
-) -> list[Change]:
-    """Find changes of a layer under which formats lose little.
+    queries: Tensor,
+    keys: Tensor,
+    layer: GroupedSpec,
+    formats: Sequence[EngineFormat],
+    *,
+    turns: bool = True,
+    grain: int = 1,
+    starts: int = len(OFFSETS),
+) -> Change:
+    """Find the change of a layer under which formats lose least.
 
-    Where channels share steps, all factors of a head may be multiplied by one number, which changes no rounding of
-    the cache, and leads to other powers of two: each of `OFFSETS` gives a change. For example
-    ``fit(queries, keys, layer, [parse_format("llama.cpp:q4_0")])[0].exponents``.
+    For example ``fit(queries, keys, layer, [parse_format("llama.cpp:q4_0")]).exponents``.
 
     Args:
         queries: ``[K, N, D]`` in float32, all queries of a key–value head together.
@@ -53,16 +60,24 @@ def fit(
         layer: its spec; one with a norm of each query and key head gets one change for all heads, and no layer with
             norms gets turns.
         formats: at least one; of several, the product of their losses is minimised.
-        turns: whether pairs may be turned.
+        turns: whether pairs may be turned, and channels negated.
+        grain: the factors between a number and its double.
+        starts: to search from, where channels share steps; the first ones have no turns, and the others random ones.
     """
-    problem = Problem(queries, keys, layer, formats, turns=turns)
-    if problem.shares_steps:
-        logarithms = problem.descended()
-        solved = [problem.rounded(logarithms + offset) for offset in OFFSETS]
-    else:
-        solved = [problem.rounded(torch.zeros(problem.heads, len(problem.groups)), _SWEEPS_FROM_NONE)]
-    every = (len(keys), -1)
-    return [Change(exponents.expand(every).clone(), turns.expand(every).clone()) for exponents, turns in solved]
+    problem = Problem(queries, keys, layer, formats, turns=turns, grain=grain)
+    size = problem.heads, len(problem.groups)
+    no_turns = torch.zeros(size, dtype=torch.long)
+    if not problem.shares_steps:
+        return problem.rounded(torch.zeros(size), no_turns, _SWEEPS_FROM_NONE)
+    logarithms, generator = problem.descended(), torch.Generator().manual_seed(0)
+    found = []
+    for start in range(starts):
+        begun = no_turns if start < len(OFFSETS) else problem.random_turns(generator)
+        found.append(problem.rounded(logarithms + OFFSETS[start % len(OFFSETS)] / grain, begun))
+    losses = torch.stack([losses_after(change, queries, keys, layer, formats) for change in found])
+    if problem.heads == 1:
+        losses = losses.mean(-1, keepdim=True).expand_as(losses)
+    return by_head(found, losses.nan_to_num(torch.inf, torch.inf).argmin(0))
 
 
 def where_it_helps(
@@ -77,13 +92,20 @@ def where_it_helps(
         layer: its spec.
         formats: see `fit`.
     """
-    new = change.applied(queries, layer, "q"), change.applied(keys, layer, "k")
-    pairs = [(score_loss(*new, code), score_loss(queries, keys, code)) for code in formats]
-    gain = torch.stack([(old / now).log() for now, old in pairs]).sum(0)
+    before = torch.stack([score_loss(queries, keys, code).log() for code in formats]).sum(0)
+    gain = before - losses_after(change, queries, keys, layer, formats)
     if layer.qk_norm == "head":
         gain = gain.mean().expand_as(gain)
     helps = (gain > 0)[:, None]
-    return replace(change, exponents=change.exponents * helps, turns=change.turns & helps)
+    return replace(change, exponents=change.exponents * helps, turns=change.turns * helps)
+
+
+def losses_after(
+    change: Change, queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat]
+) -> Tensor:
+    """The logarithm of the product of what scores lose by each format after a change, ``[K]``; see `fit`."""
+    queries, keys = change.applied(queries, layer, "q"), change.applied(keys, layer, "k")
+    return torch.stack([score_loss(queries, keys, code).log() for code in formats]).sum(0)
 
 
 def score_loss(queries: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:
@@ -110,14 +132,19 @@ class Problem:
         formats: Sequence[EngineFormat],
         *,
         turns: bool = True,
+        grain: int = 1,
     ) -> None:
         D = keys.shape[-1]
         self.moments = queries.transpose(1, 2) @ queries / queries.shape[1]  # [K, D, D]
         self.shares_steps = any(code.keys.block(D) > 1 for code in formats)
         self.stride = max(1, keys.shape[1] // KEYS) if self.shares_steps else 1
         self.keys = keys[:, :: self.stride].clone()
-        self.groups = channels(layer)
-        self.pairs = num_pairs(layer) if turns and not layer.qk_norm else 0
+        self.layer, self.groups, self.grain = layer, channels(layer), grain
+        # The weights of a norm belong to channels, which it does not exchange.
+        pairs = 0 if layer.qk_norm else num_pairs(layer)
+        self.turns = torch.full((len(self.groups), 4), turns and self.shares_steps)
+        self.turns[:, 0] = True
+        self.turns[pairs:, 1::2] = False
         self.heads = 1 if layer.qk_norm == "head" else len(keys)
         self.formats = list(formats)
         # What a format sees of a head is a linear map of it, [D, D]; the mean square of a block of queries is the sum
@@ -193,22 +220,26 @@ class Problem:
                 optimizer.step()
         return best
 
-    def rounded(self, logarithms: Tensor, sweeps: int = _SWEEPS) -> tuple[Tensor, Tensor]:
-        """The best exponents and turns near factors: one group after another, until none helps.
+    def rounded(self, logarithms: Tensor, turns: Tensor, sweeps: int = _SWEEPS) -> Change:
+        """The best change near factors and turns: one group after another, until none helps.
 
         All moves of a group are tried at once: its two channels of all keys get other values, which adds two rows of
         each format's map.
         """
-        exponents, turns = logarithms.round().long(), torch.zeros_like(logarithms, dtype=torch.bool)
-        moments, seen, keys = self.scaled(exponents.double().exp2().float())
+        step, turns = 1 / self.grain, turns.clone()
+        exponents = (logarithms.double() / step).round() * step
+        begun = self._change(exponents, turns)
+        keys = begun.applied(self.keys, self.layer, "k")
+        moments = begun.applied(begun.applied(self.moments, self.layer, "q").mT, self.layer, "q").mT
+        seen = [keys @ matrix for matrix in self.maps]
         least = self._losses(moments, seen)
         every = torch.arange(len(keys))
-        moves = [(move, turn) for turn in (False, True) for move in (0, 1, -1)]
+        moves = [(move, turn) for turn in range(4) for move in (0.0, step, -step)]
         for _ in range(sweeps):
             before = least
             for group, (first, second) in enumerate(self.groups.tolist()):
                 pair = [first] if first == second else [first, second]
-                allowed = moves[1:] if group < self.pairs else moves[1:3]
+                allowed = [(move, turn) for move, turn in moves[1:] if self.turns[group, turn]]
                 old = keys[..., pair]
                 new = torch.stack([_moved(old, move, turn) for move, turn in allowed])  # [moves, K, T, 2]
                 rows = torch.stack([_moved_rows(moments, pair, -move, turn) for move, turn in allowed])
@@ -224,19 +255,28 @@ class Problem:
                     for own, others in zip(seen, after, strict=True)
                 ]
                 exponents[:, group] += torch.tensor([move for move, _ in allowed])[number] * improved
-                turns[:, group] ^= torch.tensor([turn for _, turn in allowed])[number] & improved
+                turns[:, group] += torch.tensor([turn for _, turn in allowed])[number] * improved
             if not bool((least < before + _GAIN).any()):
                 break
-        return exponents, turns
+        return self._change(exponents, turns % 4)
+
+    def random_turns(self, generator: torch.Generator) -> Tensor:
+        """Turns that groups may have, ``[heads, G]``."""
+        return torch.multinomial(self.turns.float(), self.heads, True, generator=generator).T
+
+    def _change(self, exponents: Tensor, turns: Tensor) -> Change:
+        """The change of all heads, of what those have that are changed by themselves, ``[heads, G]``."""
+        every = len(self.keys), -1
+        return Change(exponents.expand(every).clone(), turns.expand(every).clone())
 
 
-def _moved(pair: Tensor, move: int, turn: bool) -> Tensor:
-    """The one or two channels of a group, ``[…, 2]``, times a power of two, and turned by a quarter."""
-    scaled = pair * 2.0**move
-    return torch.stack((-scaled[..., 1], scaled[..., 0]), -1) if turn else scaled
+def _moved(pair: Tensor, move: float, turn: int) -> Tensor:
+    """The one or two channels of a group, ``[…, 2]``, times a power of two, and turned by so many quarters."""
+    scaled = pair * ((-1) ** (turn // 2) * 2.0**move)
+    return torch.stack((-scaled[..., 1], scaled[..., 0]), -1) if turn % 2 else scaled
 
 
-def _moved_rows(moments: Tensor, pair: list[int], move: int, turn: bool) -> Tensor:
+def _moved_rows(moments: Tensor, pair: list[int], move: float, turn: int) -> Tensor:
     """Second moments ``[K, D, D]`` after the same of one group's channels."""
     moved = moments.clone()
     moved[..., pair] = _moved(moved[..., pair], move, turn)

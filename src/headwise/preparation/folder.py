@@ -19,7 +19,7 @@ from headwise.checkpoints.quantised.rows import Rows
 from headwise.checkpoints.safetensors_shards import overwrite_tensors
 from headwise.errors import CheckpointError
 from headwise.preparation.change import Change, changed, row_plan
-from headwise.preparation.room import FAR, half_span
+from headwise.preparation.room import FAR, Room, half_span
 from headwise.progress import Progress
 from headwise.specs import GroupedSpec
 
@@ -63,14 +63,20 @@ class FolderLayers:
             )
             raise CheckpointError("tensor", name, rule)
 
-    def spans(self, index: int, layer: GroupedSpec, side: str) -> tuple[Tensor, Tensor]:
-        """The least and the largest exponent that each row of a side has room for, ``[K, D]``.
+    def room(self, index: int, layer: GroupedSpec) -> Room:
+        """What a layer has room for; where scales are always positive, a row is negated in its codes.
 
         Args:
             index: of the layer.
             layer: its spec.
-            side: ``q`` or ``k``.
         """
+        names = [name for side in "qk" for name in self._held(index, layer, side)]
+        turns = all(rows.can_turn for name in names if (rows := self._rows(name)) is not None)
+        keys, queries = (self._span(index, layer, side) for side in "kq")
+        return Room(keys, queries, turns)
+
+    def _span(self, index: int, layer: GroupedSpec, side: str) -> tuple[Tensor, Tensor]:
+        """The least and the largest exponent that each row of a side has room for, ``[K, D]``."""
         K, D = layer.num_kv_heads, layer.head_dim
         least, most = torch.full((K, D), -FAR), torch.full((K, D), FAR)
         for numbers in self._multiplied(index, layer, side).values():
@@ -81,16 +87,6 @@ class FolderLayers:
                 least = torch.maximum(least, low.reshape(shape).amax(1))
                 most = torch.minimum(most, high.reshape(shape).amin(1))
         return least, most
-
-    def turns(self, index: int, layer: GroupedSpec) -> bool:
-        """Whether pairs can be turned by a quarter, for which a row is negated in its codes.
-
-        Args:
-            index: of the layer.
-            layer: its spec.
-        """
-        names = [name for side in "qk" for name in self._held(index, layer, side)]
-        return all(rows.can_turn for name in names if (rows := self._rows(name)) is not None)
 
     def write(
         self,
@@ -151,8 +147,8 @@ class FolderLayers:
         if isinstance(source, QuantisedFolder) and quantised:
             plan = self._plan(index, layer, change)
             for name, rows in quantised.items():
-                order, signs, exponents = plan[name]
-                new |= source.written(name, rows.taken(order, signs).multiplied(exponents))
+                order, signs, factors = plan[name]
+                new |= source.written(name, rows.taken(order, signs).multiplied(factors))
         return new
 
     def _plan(self, index: int, layer: GroupedSpec, change: Change) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
@@ -165,17 +161,17 @@ class FolderLayers:
         }
         order = family.layout.unpack(stored, layer)
         signs = {name: torch.ones_like(rows) for name, rows in order.items()}
-        exponents = {name: torch.zeros_like(rows) for name, rows in order.items()}
+        factors = {name: torch.ones_like(rows, dtype=torch.double) for name, rows in order.items()}
         for side in "qk":
             name = f"{side}_proj.weight"
             taken, *others = row_plan(change, layer, side)
             order[name] = order[name][(taken + torch.arange(len(taken))[:, None] * layer.head_dim).flatten()]
-            signs[name], exponents[name] = (other.reshape(-1, 1) for other in others)
-        rows, negated, powers = (
+            signs[name], factors[name] = (other.reshape(-1, 1) for other in others)
+        plans = [
             {name: part.flatten() for name, part in family.write_attention(state, index, layer).items()}
-            for state in (order, signs, exponents)
-        )
-        return {name: (rows[name], negated[name], powers[name]) for name in rows}
+            for state in (order, signs, factors)
+        ]
+        return {name: (plans[0][name], plans[1][name], plans[2][name]) for name in plans[0]}
 
     def _multiplied(self, index: int, layer: GroupedSpec, side: str) -> State:
         """What powers of two multiply of a side, under headwise's names: numbers of tensors, or scales of rows."""

@@ -22,7 +22,7 @@ from headwise.checkpoints.gguf.scaling import Bytes, Rows
 from headwise.disk import clearly, refuse_no_file, replace
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.preparation.change import Change, row_plan
-from headwise.preparation.room import FAR, half_span
+from headwise.preparation.room import FAR, Room, half_span
 from headwise.specs import GroupedSpec, read_gguf_header
 from headwise.specs.gguf.parts import renamed_parts
 from headwise.specs.gguf.types import TYPES, tensor_bytes
@@ -42,14 +42,23 @@ class GgufLayers:
         self._checkpoint, self._header = checkpoint, read_gguf_header(checkpoint.path)
         self._is_interleaved = checkpoint.family.gguf_interleaved
 
-    def spans(self, index: int, layer: GroupedSpec, side: str) -> tuple[Tensor, Tensor]:
-        """The least and the largest exponent that each row of a side has room for, ``[K, D]`` in transformers' order.
+    def room(self, index: int, layer: GroupedSpec) -> Room:
+        """What a layer has room for, rows in transformers' order. Every type has signs, of its numbers or its scales.
+
+        Rows of blocks are multiplied by powers of 2^¼, which round float16 scales by far less than codes are off; of
+        other types they would round weights.
 
         Args:
             index: of the layer.
             layer: its spec.
-            side: ``q`` or ``k``.
         """
+        tensors = [self._header.tensors[name] for side in "qk" for name, _ in self._places(index, layer, side)]
+        blocks = [TYPES[tensor.ggml_type][1] for tensor in tensors if len(tensor.shape) > 1]
+        keys, queries = (self._span(index, layer, side) for side in "kq")
+        return Room(keys, queries, grain=4 if min(blocks, default=1) > 1 else 1)
+
+    def _span(self, index: int, layer: GroupedSpec, side: str) -> tuple[Tensor, Tensor]:
+        """The least and the largest exponent that each row of a side has room for, ``[K, D]``."""
         D = layer.head_dim
         heads = _stored_heads(layer, side)
         least, most = torch.full((heads, D), -FAR), torch.full((heads, D), FAR)
@@ -67,10 +76,6 @@ class GgufLayers:
         shared = (min(heads, layer.num_kv_heads), -1, D)
         low, high = least.reshape(shared).amax(1), most.reshape(shared).amin(1)
         return low.expand(layer.num_kv_heads, D), high.expand(layer.num_kv_heads, D)
-
-    def turns(self, index: int, layer: GroupedSpec) -> bool:
-        """Whether pairs can be turned by a quarter: every type has signs, of its numbers or of its scales."""
-        return True
 
     def write(self, changes: Sequence[Change], files: dict[Path, Path]) -> None:
         """Change the layers in copies of the model's files.
@@ -104,11 +109,11 @@ class GgufLayers:
         D, heads = layer.head_dim, _stored_heads(layer, side)
         held = self._held(D)
         # In transformers' order row c becomes row order[c] of the old ones; the file's row r is channel held[r].
-        order, signs, exponents = (part[:heads, held] for part in row_plan(change, layer, side))
+        order, signs, factors = (part[:heads, held] for part in row_plan(change, layer, side))
         old = held.argsort()[order] + torch.arange(heads)[:, None] * D + start
-        every, sign, exponent = np.arange(shape[0]), np.ones(shape[0], np.int64), np.zeros(shape[0], np.int64)
+        every, sign, factor = np.arange(shape[0]), np.ones(shape[0], np.int64), np.ones(shape[0])
         part = slice(start, start + heads * D)
-        every[part], sign[part], exponent[part] = (each.flatten().numpy() for each in (old, signs, exponents))
+        every[part], sign[part], factor[part] = (each.flatten().numpy() for each in (old, signs, factors))
         rows = Rows(raw, kind, shape)
         if side == "k" and len(shape) == 1 and change.shift is not None:
             added = np.zeros(shape[0])
@@ -116,7 +121,7 @@ class GgufLayers:
             rows.add(added)
         if bool(change.turns.any()):
             rows.take(every, sign)
-        rows.multiply(exponent)
+        rows.multiply(factor)
 
     def _places(self, index: int, layer: GroupedSpec, side: str) -> list[tuple[str, int]]:
         """The stored tensors of a side, and the first row of the side in each.

@@ -13,8 +13,8 @@ from torch import Tensor
 from headwise.preparation.change import Change
 from headwise.preparation.chosen import Output, best_of
 from headwise.preparation.drawn import drawn
-from headwise.preparation.fit import fit, score_loss, where_it_helps
-from headwise.preparation.room import within
+from headwise.preparation.fit import OFFSETS, fit, score_loss, where_it_helps
+from headwise.preparation.room import Room, within
 from headwise.preparation.samples import Projected
 from headwise.preparation.shift import shift, why_no_shift
 from headwise.quantization.formats import EngineFormat
@@ -24,14 +24,16 @@ from headwise.threads import torch_threads
 Samples = tuple[Tensor, Tensor]
 """Queries ``[K, N, D]`` and keys ``[K, T, D]``."""
 
+_STARTS = 12
+"""Starts of the search on a text."""
+
 
 def best_change(
     projected: Projected,
     state: Mapping[str, Tensor],
     formats: Sequence[EngineFormat],
-    spans: Sequence[tuple[Tensor, Tensor]],
+    room: Room,
     *,
-    turns: bool = True,
     shifts: bool,
     longest: int,
     on_text: bool,
@@ -42,8 +44,7 @@ def best_change(
         projected: the layer's queries, keys and values.
         state: its attention under headwise's names.
         formats: that its cache has; without any, nothing is changed.
-        spans: the least and the largest exponent that rows of keys, and of queries, have room for.
-        turns: whether pairs may be turned by a quarter.
+        room: of its weights.
         shifts: whether the bias of keys may be shifted, which is not exact.
         longest: the most tokens of a text.
         on_text: whether the projected inputs are those of a text, so that attention's weights mean something.
@@ -52,7 +53,7 @@ def best_change(
         The change; what scores lose by each format after it, over what they lost before, by its spelling; and how far
         the attention's output is off with a full cache, over its size (root mean squares), 0 without a shift.
     """
-    layer = projected.layer
+    layer, starts = projected.layer, _STARTS if on_text else len(OFFSETS)
     tried = [Change.none(layer)]
     if not formats:
         return tried[0], {}, 0.0
@@ -61,9 +62,9 @@ def best_change(
         if shifts and why_no_shift(layer) is None:
             moved = shift(projected, formats, longest=longest)
         for samples in [_samples(projected, moved), *([drawn(projected, state, moved)] if on_text else [])]:
-            for wanted in fit(*samples, layer, formats, turns=turns):
-                fitted = where_it_helps(within(wanted, layer, *spans), *samples, layer, formats)
-                tried.append(replace(fitted, shift=moved))
+            wanted = fit(*samples, layer, formats, turns=room.turns, grain=room.grain, starts=starts)
+            fitted = where_it_helps(within(wanted, layer, room), *samples, layer, formats)
+            tried.append(replace(fitted, shift=moved))
         output = Output(projected, state)
         change = best_of(tried, output, layer, formats)
         before, after = _samples(projected), _samples(projected, change.shift)

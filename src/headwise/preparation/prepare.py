@@ -96,9 +96,10 @@ def prepare(
     For example ``prepare("model.gguf", "prepared.gguf", cache="llama.cpp:q4_0")``.
 
     The two channels of each rotary pair of a key–value head are multiplied by a power of two, and those of its
-    queries divided by it; some pairs are turned by a quarter as well. All products of queries and keys stay as they
-    are, and powers of two round no weight, so the model is the same. Of a ``.gguf`` only the scales of blocks of
-    attn_q and attn_k are written anew, and all other bytes are copied.
+    queries divided by it; some pairs are turned by quarters as well. All products of queries and keys stay as they
+    are, and powers of two round no weight, so the model is the same. Rows of quantised blocks in a ``.gguf`` are
+    multiplied by powers of 2^¼, by which the blocks' float16 scales are rounded. Of a ``.gguf`` only the scales of
+    blocks of attn_q and attn_k are written anew, and all other bytes are copied.
 
     What was written is read again, and its products are compared with the source's. With ``evaluate`` a text tells
     the rest: how far log-probabilities are off, and what the cache loses of the source and of the prepared model.
@@ -235,15 +236,12 @@ def _fitted(
         assert isinstance(layer, GroupedSpec)
         state = checkpoint.family.read_attention(checkpoint.read, index, layer)
         states = projected(state, layer, *next(inputs))
-        spans = [stored.spans(index, layer, side) for side in "kq"]
         rounded = [code for code in formats if not code.is_wide(index, checkpoint.spec.num_layers)]
-        turns = stored.turns(index, layer)
         change, loss, off = best_change(
             states,
             state,
             rounded,
-            spans,
-            turns=turns,
+            stored.room(index, layer),
             shifts=options.refit,
             longest=longest,
             on_text=bool(texts),

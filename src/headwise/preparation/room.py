@@ -1,11 +1,11 @@
-"""How far stored weights can be multiplied by powers of two before their type rounds or cuts them.
+"""What stored weights can be multiplied by before their type rounds or cuts them.
 
 Shapes: K key–value heads, G groups of channels, D head dim.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,23 @@ Span = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """The least and the largest exponent of each row."""
 
 
+@dataclass(frozen=True, eq=False)
+class Room:
+    """What the stored queries and keys of a layer have room for.
+
+    Attributes:
+        keys: the least and the largest base-2 exponent of each row of keys, int64 ``[K, D]``.
+        queries: those of queries, of all heads that share a key–value head together.
+        turns: whether pairs may be turned by quarters, for which rows are negated.
+        grain: the factors between a number and its double: 1 where each but a power of two would round weights.
+    """
+
+    keys: tuple[Tensor, Tensor]
+    queries: tuple[Tensor, Tensor]
+    turns: bool = True
+    grain: int = 1
+
+
 def half_span(scales: npt.NDArray[np.float64]) -> Span:
     """The exponents that rows of float16 numbers can be multiplied by, as 2 to the power of them.
 
@@ -53,19 +70,18 @@ def half_span(scales: npt.NDArray[np.float64]) -> Span:
     return least.astype(np.int64), np.minimum(most, FAR).astype(np.int64)
 
 
-def within(change: Change, layer: GroupedSpec, keys: tuple[Tensor, Tensor], queries: tuple[Tensor, Tensor]) -> Change:
+def within(change: Change, layer: GroupedSpec, room: Room) -> Change:
     """A change that the weights have room for: all exponents of a head shifted alike, which changes no rounding of
     the cache, and those cut that are still too large.
 
     Args:
         change: the wanted one.
         layer: its spec.
-        keys: the least and the largest exponent of each row of keys, int64 ``[K, D]``.
-        queries: those of queries, of all heads that share a key–value head together.
+        room: of the layer's weights.
     """
     first, second = channels(layer).T
-    least = torch.maximum(keys[0], -queries[1])
-    most = torch.minimum(keys[1], -queries[0])
+    least = torch.maximum(room.keys[0], -room.queries[1])
+    most = torch.minimum(room.keys[1], -room.queries[0])
     least = torch.maximum(least[:, first], least[:, second])  # [K, G]
     most = torch.maximum(torch.minimum(most[:, first], most[:, second]), least)
     wanted = torch.stack([change.exponents + shift for shift in _SHIFTS])
@@ -75,5 +91,5 @@ def within(change: Change, layer: GroupedSpec, keys: tuple[Tensor, Tensor], quer
     return replace(
         change,
         exponents=wanted[chosen, heads].clamp(least, most),
-        cut=int(missed[chosen, heads].max()),
+        cut=int(missed[chosen, heads].max().ceil()),
     )

@@ -1,7 +1,8 @@
-"""Rows of a GGUF tensor multiplied by powers of two and exchanged, without decoding one of its codes.
+"""Rows of a GGUF tensor multiplied and exchanged, without decoding one of its codes.
 
-ggml's types keep a row as blocks of codes, each with one or two scales. A row times a power of two has the same
-codes, and scales with another exponent. Source: ggml's block structs (ggml-common.h), read in 2026-11.
+ggml's types keep a row as blocks of codes, each with one or two scales. A row times a number has the same codes and
+other scales; of a power of two, scales with another exponent. Source: ggml's block structs (ggml-common.h), read in
+2026-11.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SCALES = {
 class Rows:
     """The rows of a stored matrix, or the numbers of a stored vector.
 
-    For example ``Rows(raw, 8, (64, 576)).multiply(exponents)`` multiplies each row by a power of two.
+    For example ``Rows(raw, 8, (64, 576)).multiply(factors)`` multiplies each row by a number.
 
     Args:
         raw: the tensor's bytes, which are changed in place.
@@ -50,14 +51,14 @@ class Rows:
         """The numbers that are multiplied, ``[rows, n]``: scales of blocks, or the values of types without blocks."""
         return np.concatenate([self._read(offset) for offset in self._offsets], 1)
 
-    def multiply(self, exponents: npt.NDArray[np.int64]) -> None:
-        """Multiply each row by ``2 ** exponents[row]``; a scale that this makes too small for its type is rounded.
+    def multiply(self, factors: npt.NDArray[np.float64]) -> None:
+        """Multiply each row; scales are rounded to their type.
 
         Args:
-            exponents: ``[rows]``.
+            factors: ``[rows]``; by a power of two a scale is rounded only where it becomes too small for its type.
         """
         for offset in self._offsets:
-            self._write(offset, np.ldexp(self._read(offset), exponents[:, None]))
+            self._write(offset, self._read(offset) * factors[:, None])
 
     def take(self, order: npt.NDArray[np.int64], signs: npt.NDArray[np.int64]) -> None:
         """Put row ``order[r]`` in the place of row r, times ``signs[r]``.

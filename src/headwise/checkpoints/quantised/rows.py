@@ -60,15 +60,14 @@ class Rows:
             values = values - self.zeros.float()[:, self.groups]
         return values * self.row_scales().float()[:, self.groups]
 
-    def multiplied(self, exponents: Tensor) -> Rows:
-        """The matrix with each row times 2 to the power of ``exponents[row]``; codes and zeros stay.
+    def multiplied(self, factors: Tensor) -> Rows:
+        """The matrix with each row times ``factors[row]``; codes and zeros stay.
 
         Args:
-            exponents: int64 ``[R]``.
+            factors: float64 ``[R]``.
         """
         assert self.rows_per_scale == 1
-        scales = torch.ldexp(self.scales.double(), exponents[:, None]).to(self.scales.dtype)
-        return replace(self, scales=scales)
+        return replace(self, scales=(self.scales.double() * factors[:, None]).to(self.scales.dtype))
 
     def taken(self, order: Tensor, signs: Tensor) -> Rows:
         """The matrix with row ``order[r]`` in the place of row r, times ``signs[r]``.
