@@ -30,7 +30,7 @@ from headwise.texts.windows import token_windows
 WINDOW = 512
 """Tokens of a window, where a model has so many positions."""
 
-STEPS = 100
+STEPS = 400
 """Steps of training of the model that is made here."""
 
 

@@ -41,8 +41,10 @@ def make(folder: Path, name: str, head_dim: int, **more: object) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("head_dim", [32, 64])
-@pytest.mark.parametrize("name", [*FROM_WEIGHTS, *FROM_A_TEXT])
+@pytest.mark.parametrize(
+    ("name", "head_dim"),
+    [(name, width) for width in (32, 64) for name in FROM_WEIGHTS] + [(name, 32) for name in FROM_A_TEXT],
+)
 @pytest.mark.parametrize("cache", ["llama.cpp:q4_0", "llama.cpp:q8_0/q4_0"])
 def test_every_family(name: str, head_dim: int, cache: str, tmp_path: Path) -> None:
     source = make(tmp_path / "source", name, head_dim)
