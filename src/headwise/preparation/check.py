@@ -8,7 +8,7 @@ Shapes: T tokens, H query heads, K key–value heads, D head dim, G groups of ch
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,7 +49,8 @@ def check_written(
         progress: told of each layer.
 
     Returns:
-        The largest root mean square of a difference over that of the source's numbers, of all layers and heads.
+        The largest root mean square of a difference over that of the source's numbers, of all layers and heads; of
+        products over the lengths of the pairs of queries and keys, which may be nearly at right angles.
 
     Raises:
         CheckpointError: it is beyond rounding.
@@ -65,8 +66,9 @@ def check_written(
             before["k_proj.bias"] = before["k_proj.bias"].double()
             before = changed(before, replace(Change.none(layer), shift=change.shift), layer)
         inputs = torch.randn(1, TOKENS, layer.hidden_size, generator=generator, dtype=torch.float64)
-        for old, new in zip(_parts(before, layer, inputs), _parts(after, layer, inputs), strict=True):
-            size, off = (each.square().mean(1).sqrt() for each in (old, new - old))
+        old, new = (_Parts.of(each, layer, inputs) for each in (before, after))
+        for name, size in old.sizes.items():
+            off = (new.parts[name] - old.parts[name]).square().mean(1).sqrt()
             largest = max(largest, float((off / size.clamp_min(_TINY)).max()))
         if not largest <= ROUNDING:
             rule = f"computes something else than its source in layer {index}: products are off by {largest:.2g} of"
@@ -75,14 +77,33 @@ def check_written(
     return largest
 
 
-def _parts(state: Mapping[str, Tensor], layer: GroupedSpec, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Each pair's part of the products of queries and keys, ``[H, T · T, G]``, and values ``[K, T, V]``."""
-    states = projected(state, layer, inputs, APART * torch.arange(TOKENS))
-    queries, keys = (states.rotated(side, states.positions)[:, 0] for side in "qk")
-    keys = keys.repeat_interleave(len(queries) // len(keys), 0)
-    products = (queries[:, :, None] * keys[:, None]).flatten(1, 2)  # [H, T · T, D]
-    first, second = channels(layer).T
-    parts = products[..., first]
-    pairs = num_pairs(layer)
-    parts[..., :pairs] += products[..., second[:pairs]]
-    return parts, states.values[:, 0]
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """What a layer's attention makes of inputs.
+
+    Attributes:
+        parts: each pair's part of the products of queries and keys, ``[H, T · T, G]``, and values ``[K, T, V]``.
+        sizes: of both, root mean squares over tokens, ``[H, G]`` and ``[K, V]``.
+    """
+
+    parts: dict[str, Tensor]
+    sizes: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, state: Mapping[str, Tensor], layer: GroupedSpec, inputs: Tensor) -> _Parts:
+        states = projected(state, layer, inputs, APART * torch.arange(TOKENS))
+        queries, keys = (states.rotated(side, states.positions)[:, 0] for side in "qk")
+        keys, values = keys.repeat_interleave(len(queries) // len(keys), 0), states.values[:, 0]
+        first, second = channels(layer).T
+        pairs = num_pairs(layer)
+
+        def by_group(numbers: Tensor) -> Tensor:
+            groups = numbers[..., first]
+            groups[..., :pairs] += numbers[..., second[:pairs]]
+            return groups
+
+        squares = [by_group(side.square()).mean(1) for side in (queries, keys)]
+        return cls(
+            {"products": by_group((queries[:, :, None] * keys[:, None]).flatten(1, 2)), "values": values},
+            {"products": (squares[0] * squares[1]).sqrt(), "values": values.square().mean(1).sqrt()},
+        )

@@ -24,7 +24,7 @@ from headwise.threads import torch_threads
 Samples = tuple[Tensor, Tensor]
 """Queries ``[K, N, D]`` and keys ``[K, T, D]``."""
 
-_STARTS = 12
+_STARTS = 24
 """Starts of the search on a text."""
 
 
@@ -61,10 +61,10 @@ def best_change(
         moved = None
         if shifts and why_no_shift(layer) is None:
             moved = shift(projected, formats, longest=longest)
-        for samples in [_samples(projected, moved), *([drawn(projected, state, moved)] if on_text else [])]:
-            wanted = fit(*samples, layer, formats, turns=room.turns, grain=room.grain, starts=starts)
-            fitted = where_it_helps(within(wanted, layer, room), *samples, layer, formats)
-            tried.append(replace(fitted, shift=moved))
+        samples = drawn(projected, state, moved) if on_text else _samples(projected, moved)
+        wanted = fit(*samples, layer, formats, turns=room.turns, grain=room.grain, starts=starts)
+        fitted = where_it_helps(within(wanted, layer, room), *samples, layer, formats)
+        tried.append(replace(fitted, shift=moved))
         output = Output(projected, state)
         change = best_of(tried, output, layer, formats)
         before, after = _samples(projected), _samples(projected, change.shift)
