@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if key in kept.rows or (dtype != "float32" and OUTPUTS[name].source != SMOLLM2):
                     continue
                 if "float32" not in references:
-                    references["float32"] = _run("transformers", pythons["transformers"], folder, ids, "float32")
+                    references["float32"] = run("transformers", pythons["transformers"], folder, ids, "float32")
                 row = _row(engine, pythons[engine], folder, ids, dtype, references["float32"])
                 if "tokens" in row:
                     row["tokens_equal"] = row.pop("tokens") == tokenizer(row.pop("text"))["input_ids"]
@@ -93,7 +93,7 @@ def _row(
         except HeadwiseError as error:
             return {"loads": False, "why": f"headwise: {error}"}
     try:
-        log_probs, said = _run(engine, python, model, ids, dtype)
+        log_probs, said = run(engine, python, model, ids, dtype)
     except RuntimeError as error:
         return {"loads": False, "why": str(error)}
     finally:
@@ -121,10 +121,19 @@ def _row(
     }
 
 
-def _run(
-    engine: str, python: str, model: Path, ids: list[int], dtype: str
+def run(
+    engine: str, python: str, model: Path, ids: list[int], dtype: str, *, stored: str | None = None, new: int = NEW
 ) -> tuple[np.ndarray[Any, Any], dict[str, Any]]:
     """The log-probabilities of an engine, and what else it says.
+
+    Args:
+        engine: its name.
+        python: the interpreter of its environment.
+        model: what it loads.
+        ids: of tokens.
+        dtype: that it computes in.
+        stored: the engine's name of a quantised cache; a full one when None.
+        new: greedy tokens after a part of the given ones.
 
     Raises:
         RuntimeError: it fails; with the last line of its errors.
@@ -136,7 +145,8 @@ def _run(
             "model": str(model),
             "ids": ids,
             "prompt": PROMPT,
-            "new": NEW,
+            "new": new,
+            "stored": stored,
             "dtype": dtype,
             "log_probs": str(file),
         }

@@ -15,7 +15,9 @@ import numpy as np
 
 
 def request() -> dict[str, Any]:
-    """``model``, ``ids``, ``prompt``, ``new``, ``dtype`` and ``log_probs``, the file for the answer's numbers.
+    """``model``, ``ids``, ``prompt``, ``new``, ``dtype``, ``stored`` and ``log_probs``, the answer's file.
+
+    ``stored`` is an engine's name of a quantised cache; None for a full one in the dtype.
 
     The argument is JSON, or ``@`` and the name of a file that holds it.
     """

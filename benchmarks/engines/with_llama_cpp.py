@@ -12,9 +12,12 @@ ROOM = 4096
 
 
 asked = request()
-kind = {"float32": llama_cpp.GGML_TYPE_F32, "float16": llama_cpp.GGML_TYPE_F16}[asked["dtype"]]
+kinds = {"float32": llama_cpp.GGML_TYPE_F32, "float16": llama_cpp.GGML_TYPE_F16}
+kind = kinds[asked["dtype"]]
+if asked["stored"] is not None:
+    kind = getattr(llama_cpp, f"GGML_TYPE_{asked['stored'].upper()}")
 # Flash attention rounds queries, probabilities and values to float16 on a CPU, also where the cache is float32.
-flash = asked["dtype"] != "float32"
+flash = kind != llama_cpp.GGML_TYPE_F32
 with logged() as log:
     model = llama_cpp.Llama(
         asked["model"], n_ctx=ROOM, logits_all=True, n_threads=1, n_threads_batch=1, type_k=kind, type_v=kind,

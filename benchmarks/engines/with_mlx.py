@@ -16,7 +16,10 @@ mx.set_default_device(mx.cpu)
 model, _ = load_model(Path(asked["model"]))
 model.set_dtype(getattr(mx, asked["dtype"]))
 ids = mx.array([asked["ids"]])
-logits = np.array(model(ids)[0].astype(mx.float32))
+cache = None
+if asked["stored"] is not None:
+    cache = [layer.to_quantized(group_size=64, bits=int(asked["stored"])) for layer in make_prompt_cache(model)]
+logits = np.array(model(ids, cache=cache)[0].astype(mx.float32))
 cache = make_prompt_cache(model)
 last = model(ids[:, : asked["prompt"]], cache=cache)[0, -1]
 greedy: list[int] = []
