@@ -440,6 +440,19 @@ def quick(document: Document) -> str:
     return table(["KL, predicted and measured", *models], rows)
 
 
+def simulated(document: Document) -> str:
+    """The table of how far log-probabilities in an engine are from the simulation's: by token, and at most."""
+    rows: dict[str, dict[str, Any]] = document["rows"]
+    named = [key.rsplit(" ", 2) for key in rows]
+    models = list(dict.fromkeys(model for model, _, _ in named))
+    lines = []
+    for engine, cache in dict.fromkeys((engine, cache) for _, engine, cache in named):
+        found = [rows.get(f"{model} {engine} {cache}") for model in models]
+        cells = ["" if row is None else f"{row['off by token']:.1g} ({row['largest']:.1g})" for row in found]
+        lines.append([f"{engine}, {cache}", *cells])
+    return table(["cache", *models], lines)
+
+
 def advised(document: Document) -> str:
     """The table of what was advised by each goal: expected and measured."""
     rows = []
@@ -585,6 +598,7 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "formats": ("formats.json", formats),
     "beginnings": ("beginnings.json", beginnings),
     "prepared": ("prepared-llama.cpp.json", prepared),
+    "simulated": ("simulated.json", simulated),
     "prepared-short": ("prepared-llama.cpp.json", prepared_short),
     "prepared-mlx": ("prepared-mlx-lm.json", prepared),
     "prepared-vllm": ("prepared-vllm.json", prepared),
