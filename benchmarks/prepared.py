@@ -64,11 +64,13 @@ class Setup:
         models: how each is made.
         caches: the engine's, the full one last.
         prepared_for: the format.
+        together: cells that are measured beside one run of the reference, each with a model in memory.
     """
 
     models: dict[str, Callable[[Path], Path]]
     caches: tuple[str, ...]
     prepared_for: str
+    together: int = 4
 
 
 MODEL = "Qwen2.5-Coder-0.5B"
@@ -77,12 +79,9 @@ ENGINES = {
         {MODEL: data.qwen, "the same with larger biases": larger_biases}, ("q4_0", "q8_0", "f16"), "llama.cpp:q4_0"
     ),
     "mlx-lm": Setup({MODEL: folder}, ("4", "8", "bfloat16"), "mlx:4"),
-    "vllm": Setup({MODEL: folder}, ("fp8", "bfloat16"), "vllm:fp8"),
+    "vllm": Setup({MODEL: folder}, ("fp8", "bfloat16"), "vllm:fp8", together=1),
 }
 TEXTS = ("wikitext-test", "brown", "python-reference")
-TOGETHER = 4
-"""Cells that are measured beside one run of the reference, each with a model in memory."""
-
 AS_IT_IS = "as it is"
 WAYS: dict[str, dict[str, Any]] = {
     AS_IT_IS: {},
@@ -120,8 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if (cache != setup.caches[-1] or "refit" in WAYS[way])
                 and f"{name} {text} {cache} {way}" not in kept.rows
             ]
-            for start in range(0, len(places), TOGETHER):
-                for (way, cache), row in measured(files, text, places[start : start + TOGETHER], options).items():
+            for start in range(0, len(places), setup.together):
+                some = places[start : start + setup.together]
+                for (way, cache), row in measured(files, text, some, options).items():
                     cell = f"{name} {text} {cache} {way}"
                     kept.add(cell, {"name": name, "text": text, "cache": cache, "way": way, **row})
                     say(f"{cell}: ×{row['perplexity'] / row['full']['perplexity']:.4f}, KL {row['kl']:.4f}")
