@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # there is no GPU; torch's compiler, which other tests use, imports it too.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell ignores interrupts in what it starts in the background, and so would every command that a test interrupts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Toys for `test_adding.py` to lay over a copy of the package.
 collect_ignore = ["adding_a_mechanism", "adding_a_method", "adding_a_family"]
