@@ -120,9 +120,8 @@ def compared(
         ids: of the text, ``[S]``.
         stored: the engine's name of the cache; a full one when None.
     """
-    # llama.cpp computes in float32 with a float16 cache. MLX-LM's scales have the dtype of its weights; its kernels
-    # multiply codes in float32, which is why the simulation is in that.
-    dtype = "float16" if engine == "llama.cpp" else "bfloat16"
+    # Of the cache: llama.cpp computes in float32 beside it, and MLX-LM in the dtype that its scales have as well.
+    dtype = "float16" if engine == "llama.cpp" else "float32"
     found, said = run(engine, python, model, ids.tolist(), dtype, stored=stored, new=1)
     own = torch.from_numpy(found)[torch.arange(len(ids) - 1), ids[1:]]
     simulated = _simulated(folder, ids, None if stored is None else f"{SPELLED[engine]}:{stored}")

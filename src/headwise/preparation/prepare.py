@@ -6,11 +6,13 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from headwise.checkpoints import Checkpoint, FolderCheckpoint, GgufCheckpoint, open_checkpoint
 from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, window_notes
@@ -23,7 +25,7 @@ from headwise.preparation.change import Change
 from headwise.preparation.check import check_written
 from headwise.preparation.folder import FolderLayers
 from headwise.preparation.gguf_file import GgufLayers, check_file, copied_files
-from headwise.preparation.inputs import layer_inputs
+from headwise.preparation.inputs import Inputs, layer_inputs
 from headwise.preparation.one_layer import best_change
 from headwise.preparation.proof import Proof, check_engines, prove
 from headwise.preparation.samples import POSITIONS, projected
@@ -34,6 +36,7 @@ from headwise.specs import AttentionSpec, GroupedSpec, read_gguf_header
 from headwise.specs.gguf.parts import renamed_parts
 from headwise.texts import named_texts
 from headwise.texts.calibration_texts import CalibrationTexts, check_texts
+from headwise.threads import side_by_side
 from headwise.type_checks import typed
 
 
@@ -227,29 +230,33 @@ def _fitted(
         options: of `prepare`.
         progress: told of each layer.
     """
-    longest = options.context or checkpoint.spec.max_position_embeddings or POSITIONS
-    changes: list[Change] = []
-    layers = []
-    inputs = layer_inputs(checkpoint, texts)
-    for index, layer in enumerate(checkpoint.spec.layers):
-        progress("fitting", index, checkpoint.spec.num_layers)
-        assert isinstance(layer, GroupedSpec)
-        state = checkpoint.family.read_attention(checkpoint.read, index, layer)
-        states = projected(state, layer, *next(inputs))
-        rounded = [code for code in formats if not code.is_wide(index, checkpoint.spec.num_layers)]
+    spec = checkpoint.spec
+    longest = options.context or spec.max_position_embeddings or POSITIONS
+
+    def read() -> Iterator[tuple[int, GroupedSpec, Mapping[str, Tensor], Inputs]]:
+        for index, (layer, inputs) in enumerate(zip(spec.layers, layer_inputs(checkpoint, texts), strict=True)):
+            assert isinstance(layer, GroupedSpec)
+            yield index, layer, checkpoint.family.read_attention(checkpoint.read, index, layer), inputs
+
+    def fitted(item: tuple[int, GroupedSpec, Mapping[str, Tensor], Inputs]) -> tuple[Change, PreparedLayer]:
+        index, layer, state, inputs = item
         change, loss, off = best_change(
-            states,
+            projected(state, layer, *inputs),
             state,
-            rounded,
+            [code for code in formats if not code.is_wide(index, spec.num_layers)],
             stored.room(index, layer),
             shifts=options.refit,
             longest=longest,
             on_text=bool(texts),
         )
-        changes.append(change)
-        layers.append(PreparedLayer(layer=index, loss=loss, cut=change.cut, off=off))
-    progress("fitting", len(layers), len(layers))
-    return changes, layers
+        return change, PreparedLayer(layer=index, loss=loss, cut=change.cut, off=off)
+
+    found = []
+    progress("fitting", 0, spec.num_layers)
+    for number, pair in enumerate(side_by_side(fitted, read()), 1):
+        found.append(pair)
+        progress("fitting", number, spec.num_layers)
+    return [change for change, _ in found], [layer for _, layer in found]
 
 
 def _stored_layers(checkpoint: Checkpoint) -> GgufLayers | FolderLayers:
