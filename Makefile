@@ -28,7 +28,7 @@ engines: $(READY) $(ENGINES)/.ready
 	$(BIN)/python -m benchmarks.engines --python llama.cpp=$(ENGINES)/llama.cpp/bin/python \
 	  mlx-lm=$(ENGINES)/mlx-lm/bin/python vllm=$(ENGINES)/vllm/bin/python
 	HEADWISE_LLAMA_CPP_PYTHON=$(ENGINES)/llama.cpp/bin/python HEADWISE_MLX_LM_PYTHON=$(ENGINES)/mlx-lm/bin/python \
-	  HEADWISE_VLLM_PYTHON=$(ENGINES)/vllm/bin/python $(BIN)/python -m pytest tests/engines/test_in_engine.py
+	  HEADWISE_VLLM_PYTHON=$(ENGINES)/vllm/bin/python $(BIN)/python -m pytest tests/serving/engines/test_in_engine.py
 
 # An environment for each, because they ask for different versions of the same packages. llama.cpp is compiled, and
 # for no processor in particular: a native build asks for what a virtual processor names and does not allow.

@@ -16,7 +16,7 @@ from benchmarks.kept import run, say
 
 import headwise
 from benchmarks import data
-from headwise.disk import write_whole
+from headwise.base.disk import write_whole
 
 SOURCE = "smollm2-135m"
 

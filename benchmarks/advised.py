@@ -21,13 +21,13 @@ from benchmarks.kept import Kept, say
 
 import headwise
 from benchmarks import data, joined
-from headwise.advice import AS_IT_IS, Question, advise_on, read_points
-from headwise.hf import HeadwiseCache
-from headwise.measurement.timing import spread_interleaved
-from headwise.prediction import Pass, device
-from headwise.profiling.decoder import decode_step
-from headwise.profiling.profile import NAME
-from headwise.specs import read_spec
+from headwise.costs.prediction import Pass, device
+from headwise.decide.advice import AS_IT_IS, Question, advise_on, read_points
+from headwise.measure.profiling.decoder import decode_step
+from headwise.measure.profiling.profile import NAME
+from headwise.measure.timing.timing import spread_interleaved
+from headwise.models.specs import read_spec
+from headwise.runtime.hf import HeadwiseCache
 
 SOURCE = "smollm2-135m"
 GOALS = ("latency", "memory")

@@ -1,6 +1,6 @@
 """Let llama.cpp and vLLM say what they allocate for the caches of toy models.
 
-Tests hold `headwise.prediction.allocation` to it.
+Tests hold `headwise.costs.prediction.allocation` to it.
 
     python -m benchmarks.allocations --llama-cpp SOURCE --python llama.cpp=ENV/bin/python vllm=ENV/bin/python
 
@@ -26,11 +26,11 @@ from benchmarks.kept import Kept, say
 from tests.toy_configs import TOYS
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headwise.cost.layer import cache_values
+from headwise.costs.formulas.layer import cache_values
 from headwise.errors import HeadwiseError
-from headwise.specs import ModelSpec, read_config
-from headwise.specs.indexed_latent import IndexedLatentSpec
-from headwise.specs.latent import LatentSpec
+from headwise.models.specs import ModelSpec, read_config
+from headwise.models.specs.indexed_latent import IndexedLatentSpec
+from headwise.models.specs.latent import LatentSpec
 
 CONTEXTS = ((1000, 1), (30_001, 3), (600, 4), (8192, 2))
 """Tokens of each sequence, and sequences."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from headwise.audit.training import from_document
+from headwise.study.audit.training import from_document
 
 Document = dict[str, Any]
 

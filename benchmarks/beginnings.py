@@ -17,8 +17,8 @@ from benchmarks.kept import Kept, say
 from torch import Tensor
 
 from benchmarks import data
-from headwise.evaluation import Pair, open_pair, score_window
-from headwise.texts import cut_windows, read_text, token_ids, token_windows
+from headwise.measure.evaluation import Pair, open_pair, score_window
+from headwise.measure.texts import cut_windows, read_text, token_ids, token_windows
 
 CACHES = (None, "int4")
 

@@ -18,7 +18,7 @@ from benchmarks.kept import Kept, OtherSettingsError, say
 from benchmarks.samples import SAMPLES, SOURCE, measure, sample
 
 from benchmarks import data
-from headwise.texts import read_text
+from headwise.measure.texts import read_text
 
 BUDGETS = (0.5, 0.43, 0.28, 0.25, 0.19, 0.15, 0.125, 0.094, 0.0625)
 

@@ -21,19 +21,19 @@ from benchmarks.kept import Kept, say
 from torch import Tensor
 
 import headwise
-from headwise.hf import HeadwiseCache
-from headwise.kernels import attend
-from headwise.kernels.native.codes.attention import attend_coded
-from headwise.kernels.native.codes.heads import attend_heads
-from headwise.kernels.native.codes.sizes import TURN
-from headwise.measurement.machine_limits import Probes
-from headwise.measurement.timing import seconds
-from headwise.quantization import SINKS, TransformCode
-from headwise.quantization.formats import TokenFormat, parse_format
-from headwise.quantization.kivi import KiviCode
-from headwise.quantization.layout import heads_layout, kernel_layout
-from headwise.quantization.stored import Read, read_kivi, read_tokenwise
-from headwise.quantization.transform_code import blocks
+from headwise.measure.timing.machine_limits import Probes
+from headwise.measure.timing.timing import seconds
+from headwise.runtime.hf import HeadwiseCache
+from headwise.runtime.kernels import attend
+from headwise.runtime.kernels.native.codes.attention import attend_coded
+from headwise.runtime.kernels.native.codes.heads import attend_heads
+from headwise.runtime.kernels.native.codes.sizes import TURN
+from headwise.runtime.quantization import SINKS, TransformCode
+from headwise.runtime.quantization.formats import TokenFormat, parse_format
+from headwise.runtime.quantization.kivi import KiviCode
+from headwise.runtime.quantization.layout import heads_layout, kernel_layout
+from headwise.runtime.quantization.stored import Read, read_kivi, read_tokenwise
+from headwise.runtime.quantization.transform_code import blocks
 
 LATENT_HEADS, FREQUENCIES = 9, 32
 LATENTS = {"191+192": (191, 192), "240+96": (240, 96)}

@@ -29,14 +29,14 @@ from benchmarks.shared import exam_windows, shared_fractions
 
 import headwise
 from benchmarks import data
-from headwise.checkpoints import Checkpoint, FolderWriter, load_tokenizer, open_checkpoint
 from headwise.conversion.calibrate import collect_statistics
 from headwise.conversion.calibration.saved import write_statistics
 from headwise.conversion.calibration.windows import plain_windows
-from headwise.evaluation import evaluate, evaluate_choices, open_pair, score_window
-from headwise.specs import AttentionSpec, split_budget
-from headwise.texts import calibration_windows, read_text, token_windows
-from headwise.texts.calibration_texts import CalibrationTexts
+from headwise.measure.evaluation import evaluate, evaluate_choices, open_pair, score_window
+from headwise.measure.texts import calibration_windows, read_text, token_windows
+from headwise.measure.texts.calibration_texts import CalibrationTexts
+from headwise.models.checkpoints import Checkpoint, FolderWriter, load_tokenizer, open_checkpoint
+from headwise.models.specs import AttentionSpec, split_budget
 
 SOURCE = "smollm2-135m"
 MLA = ("216", "192", "128", "96")

@@ -31,9 +31,9 @@ from headwise import (
     cost,
     count,
 )
-from headwise.attention import AttentionLayer
-from headwise.counting import peer_counts
-from headwise.measurement import filled_cache
+from headwise.measure.timing import filled_cache
+from headwise.runtime.attention import AttentionLayer
+from headwise.study.counting import peer_counts
 
 E, TOKENS = 512, 1024
 COUNTERS = ("headwise", "thop", "fvcore", "torchinfo", "calflops", "torch")

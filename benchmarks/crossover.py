@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 from benchmarks.kept import Kept, say
 
-from headwise.attention import build
-from headwise.cost.target import convert_spec, parse_target
-from headwise.measurement.layer_latency import filled_cache
-from headwise.measurement.timing import time_interleaved
-from headwise.prediction.crossover import most_absorbed
-from headwise.specs import LatentSpec, layer_spec, read_spec
+from headwise.costs.formulas.target import convert_spec, parse_target
+from headwise.costs.prediction.crossover import most_absorbed
+from headwise.measure.timing.layer_latency import filled_cache
+from headwise.measure.timing.timing import time_interleaved
+from headwise.models.specs import LatentSpec, layer_spec, read_spec
+from headwise.runtime.attention import build
 
 NEW = (1, 8, 32, 64, 96, 128, 192, 256, 384, 512)
 """Numbers of new tokens."""

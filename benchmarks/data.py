@@ -160,7 +160,7 @@ def python_reference(cache: Path = CACHE) -> Path:
     """Python's language reference, as it is installed with the Python that runs this."""
     path = cache / "python-reference.txt"
     if not path.exists():
-        from headwise.texts import language_reference
+        from headwise.measure.texts import language_reference
 
         _write(path, language_reference().encode() + b"\n")
     return path

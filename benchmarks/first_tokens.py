@@ -19,8 +19,8 @@ from benchmarks.recall import converted
 from torch import Tensor
 
 from benchmarks import data
-from headwise.evaluation import open_pair
-from headwise.texts import read_text, token_ids
+from headwise.measure.evaluation import open_pair
+from headwise.measure.texts import read_text, token_ids
 
 CACHES = ("mla:0.5", "mla:0.5 without starts")
 

@@ -17,10 +17,10 @@ from benchmarks.kept import Kept, say
 
 import headwise
 from benchmarks import data
-from headwise.checkpoints import open_checkpoint
-from headwise.cost.default_targets import PLAIN_FORMATS
-from headwise.evaluation import open_pair
-from headwise.evaluation.plain_cache import bfloat16_bytes
+from headwise.costs.formulas.default_targets import PLAIN_FORMATS
+from headwise.measure.evaluation import open_pair
+from headwise.measure.evaluation.plain_cache import bfloat16_bytes
+from headwise.models.checkpoints import open_checkpoint
 
 SOURCE = "smollm2-135m"
 FORMATS = (

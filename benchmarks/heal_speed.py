@@ -21,14 +21,14 @@ from benchmarks.kept import Kept, say
 
 import headwise
 from benchmarks import data
-from headwise.healing.loop import Loop
-from headwise.healing.optimizer import optimizer_of
-from headwise.healing.state import Progressed
-from headwise.healing.windows import open_windows
-from headwise.hf import as_dtype, load, open_decoder
-from headwise.measurement.machine_limits import Probes
-from headwise.measurement.timing import seconds
-from headwise.options.heal import HealOptions
+from headwise.base.options.heal import HealOptions
+from headwise.conversion.healing.loop import Loop
+from headwise.conversion.healing.optimizer import optimizer_of
+from headwise.conversion.healing.state import Progressed
+from headwise.conversion.healing.windows import open_windows
+from headwise.measure.timing.machine_limits import Probes
+from headwise.measure.timing.timing import seconds
+from headwise.runtime.hf import as_dtype, load, open_decoder
 
 REPEATS = {"step": 1, "product": 10}
 """Calls in a row that are timed together: one product is too short for a GPU that has just waited."""

@@ -24,9 +24,9 @@ from benchmarks.kept import Kept, say
 
 import headwise
 from benchmarks import data
-from headwise.cost.target import target_options
-from headwise.evaluation import evaluate_choices, open_pair
-from headwise.options.evaluate import DEPTHS
+from headwise.base.options.evaluate import DEPTHS
+from headwise.costs.formulas.target import target_options
+from headwise.measure.evaluation import evaluate_choices, open_pair
 
 EXAMS = {
     "test": (partial(data.wikitext, "test"), data.brown, data.austen),

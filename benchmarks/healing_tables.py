@@ -6,7 +6,7 @@ import statistics
 from itertools import chain
 from typing import Any
 
-from headwise.healing.report import late_slope
+from headwise.conversion.healing.report import late_slope
 
 Document = dict[str, Any]
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from benchmarks.budgets import BUDGETS
 
-from headwise.evaluation.plain_cache import SAME_BYTES
-from headwise.frontiers.candidate import Candidate, Kind
-from headwise.frontiers.points import Frontier, collect
-from headwise.texts.calibration_texts import NARROWEST
+from headwise.conversion.frontiers.candidate import Candidate, Kind
+from headwise.conversion.frontiers.points import Frontier, collect
+from headwise.measure.evaluation.plain_cache import SAME_BYTES
+from headwise.measure.texts.calibration_texts import NARROWEST
 
 PUBLISHED = {
     "kvquant": "KVQuant",
@@ -33,7 +33,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measured cache, as `headwise.frontiers.points.collect` takes it.
+    """One measured cache, as `headwise.conversion.frontiers.points.collect` takes it.
 
     Attributes:
         target: its name, such as ``kivi4``, ``mla@0.25`` or ``Palu@0.25``.
@@ -43,7 +43,7 @@ class Row:
         fraction: the fraction that it takes.
         ratio: perplexity over the original's on all texts.
         ratios: the same on each text.
-        result: as `headwise.frontiers.results.result_of` returns it.
+        result: as `headwise.conversion.frontiers.results.result_of` returns it.
         versions: of headwise and the libraries that measured it.
     """
 

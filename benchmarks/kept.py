@@ -14,8 +14,8 @@ import torch
 import transformers
 
 import headwise
-from headwise.disk import write_whole
-from headwise.measurement.machine import machine
+from headwise.base.disk import write_whole
+from headwise.measure.timing.machine import machine
 
 
 class OtherSettingsError(ValueError):

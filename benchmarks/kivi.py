@@ -25,9 +25,9 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 import headwise
 from benchmarks import data
-from headwise.checkpoints import load_tokenizer, open_checkpoint
-from headwise.quantization.groups import affine_codes
-from headwise.texts import read_text, token_windows
+from headwise.measure.texts import read_text, token_windows
+from headwise.models.checkpoints import load_tokenizer, open_checkpoint
+from headwise.runtime.quantization.groups import affine_codes
 
 GROUP, BITS = 32, (4, 2)
 WAYS = {"token": -1, "channel": -2}

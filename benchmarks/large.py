@@ -29,12 +29,12 @@ from benchmarks.kept import Kept, say
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from headwise.checkpoints import FolderWriter, TensorInfo, open_checkpoint
 from headwise.conversion.calibration.saved import save_layer, write_statistics
 from headwise.conversion.calibration.windows import plain_windows
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage.layers import LayerFiles
-from headwise.hf import expected_tensors
+from headwise.models.checkpoints import FolderWriter, TensorInfo, open_checkpoint
+from headwise.runtime.hf import expected_tensors
 
 SHAPE = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 32000}
 WINDOWS, WINDOW = 8, 512

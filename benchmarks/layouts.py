@@ -20,7 +20,7 @@ from benchmarks.kept import Kept, say
 from benchmarks.samples import SOURCE, measure, sample
 
 from benchmarks import data
-from headwise.texts import read_text
+from headwise.measure.texts import read_text
 
 
 def _sized(rank: int, rope: int, **more: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from benchmarks.kept import Kept, say
 from benchmarks.recall import converted
 
 from benchmarks import data
-from headwise.evaluation import evaluate, open_pair
+from headwise.measure.evaluation import evaluate, open_pair
 
 CONVERSIONS = ("mla:0.5 on 65536", "mla:0.333 on 65536")
 

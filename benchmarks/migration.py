@@ -19,7 +19,7 @@ from benchmarks.kept import Kept, say
 
 import headwise
 from benchmarks import data
-from headwise.evaluation import open_pair
+from headwise.measure.evaluation import open_pair
 
 TARGETS = ("mla@0.25", "mla@0.1875", "mla@0.125")
 """The sizes that are tried: caches in codes, as parts of the bytes."""

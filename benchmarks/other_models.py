@@ -21,7 +21,7 @@ from benchmarks.small_models import MODELS, WINDOW
 import headwise
 from benchmarks import data
 from headwise.errors import HeadwiseError
-from headwise.texts import read_text
+from headwise.measure.texts import read_text
 
 TRAINED = tuple(name for name in MODELS if name != "glassllm")
 METHODS = ("headwise", "transmla", "mha2mla")

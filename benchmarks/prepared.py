@@ -26,13 +26,13 @@ from benchmarks.kept import Kept, say
 
 import headwise
 from benchmarks import data
-from headwise.checkpoints import load_tokenizer
-from headwise.engines.in_engine import RUNNABLE
-from headwise.engines.process import ask
-from headwise.evaluation.evaluate import prompt_of, read_texts, windows_of
-from headwise.evaluation.model_pair import open_pair
-from headwise.options import EngineOptions
-from headwise.progress import silent
+from headwise.base.options import EngineOptions
+from headwise.base.progress import silent
+from headwise.measure.evaluation.evaluate import prompt_of, read_texts, windows_of
+from headwise.measure.evaluation.model_pair import open_pair
+from headwise.models.checkpoints import load_tokenizer
+from headwise.serving.engines.in_engine import RUNNABLE
+from headwise.serving.engines.process import ask
 
 
 def folder(cache: Path) -> Path:

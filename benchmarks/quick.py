@@ -22,10 +22,10 @@ from torch.nn.functional import kl_div, log_softmax
 
 import headwise
 from benchmarks import data, small_models
-from headwise.checkpoints import load_tokenizer, open_checkpoint
-from headwise.hf import default_cache
-from headwise.texts import read_text
-from headwise.texts.windows import token_windows
+from headwise.measure.texts import read_text
+from headwise.measure.texts.windows import token_windows
+from headwise.models.checkpoints import load_tokenizer, open_checkpoint
+from headwise.runtime.hf import default_cache
 
 WINDOW = 512
 """Tokens of a window, where a model has so many positions."""

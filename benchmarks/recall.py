@@ -25,8 +25,8 @@ from benchmarks.kept import Kept, say
 
 import headwise
 from benchmarks import data
-from headwise.evaluation import open_pair
-from headwise.options.evaluate import DEPTHS
+from headwise.base.options.evaluate import DEPTHS
+from headwise.measure.evaluation import open_pair
 
 TARGETS = ("mla@", "mla:", "same@")
 CACHES = ("own", "mla:0.5", "mla@0.25 without recall", "kivi3:32", "mla@0.15 without recall", "kivi2")

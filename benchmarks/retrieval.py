@@ -24,11 +24,11 @@ from benchmarks.shared import shared_fractions
 
 import headwise
 from benchmarks import data
-from headwise.checkpoints import load_tokenizer, open_checkpoint
-from headwise.evaluation import load_encoder
-from headwise.evaluation.retrieval import Questions, rated
-from headwise.texts import read_jsonl, token_ids
-from headwise.texts.calibration_texts import CalibrationTexts
+from headwise.measure.evaluation import load_encoder
+from headwise.measure.evaluation.retrieval import Questions, rated
+from headwise.measure.texts import read_jsonl, token_ids
+from headwise.measure.texts.calibration_texts import CalibrationTexts
+from headwise.models.checkpoints import load_tokenizer, open_checkpoint
 
 HEADS = (6, 3)
 TOKENS = (16_384, 65_536)

@@ -22,11 +22,11 @@ from benchmarks.shared import exam_windows, shared_fractions
 
 import headwise
 from benchmarks import data
-from headwise.checkpoints import open_checkpoint
-from headwise.disk import write_whole
-from headwise.evaluation import evaluate_choices, open_pair
-from headwise.texts import read_text
-from headwise.texts.calibration_texts import CalibrationTexts
+from headwise.base.disk import write_whole
+from headwise.measure.evaluation import evaluate_choices, open_pair
+from headwise.measure.texts import read_text
+from headwise.measure.texts.calibration_texts import CalibrationTexts
+from headwise.models.checkpoints import open_checkpoint
 
 SOURCE = "smollm2-135m"
 SAMPLES = ("articles 1 of 3", "articles 2 of 3", "articles 3 of 3")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from headwise.checkpoints import Checkpoint, load_tokenizer
-from headwise.texts import read_text, shared_fraction, token_windows
-from headwise.texts.calibration_texts import CalibrationTexts, open_windows
-from headwise.texts.overlap import TOLERATED
+from headwise.measure.texts import read_text, shared_fraction, token_windows
+from headwise.measure.texts.calibration_texts import CalibrationTexts, open_windows
+from headwise.measure.texts.overlap import TOLERATED
+from headwise.models.checkpoints import Checkpoint, load_tokenizer
 
 
 def shared_fractions(

@@ -27,10 +27,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import headwise
 from benchmarks import data, prepared, small_models
-from headwise.checkpoints import load_tokenizer
 from headwise.conversion import export_gguf
-from headwise.hf import default_cache
-from headwise.texts import read_text, token_windows
+from headwise.measure.texts import read_text, token_windows
+from headwise.models.checkpoints import load_tokenizer
+from headwise.runtime.hf import default_cache
 
 IDS = 256
 STEPS = 400

@@ -39,7 +39,7 @@ from transformers import (
 )
 
 from benchmarks import data, glassllm
-from headwise.texts import read_text
+from headwise.measure.texts import read_text
 
 VOCABULARY = 4096
 

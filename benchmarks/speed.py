@@ -28,11 +28,11 @@ from benchmarks.kept import Kept, say
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import headwise
-from headwise.hf import HeadwiseCache
-from headwise.hf.linear import FewTokensLinear
-from headwise.kernels import attend
-from headwise.measurement.machine_limits import Probes
-from headwise.measurement.timing import seconds, spread_interleaved
+from headwise.measure.timing.machine_limits import Probes
+from headwise.measure.timing.timing import seconds, spread_interleaved
+from headwise.runtime.hf import HeadwiseCache
+from headwise.runtime.hf.linear import FewTokensLinear
+from headwise.runtime.kernels import attend
 
 LAYERS = 4
 MODELS = {
@@ -160,7 +160,7 @@ def _status(field: str) -> int:
 @torch.inference_mode()
 def greedy(context: int, new: int) -> dict[str, Any]:
     """Compare greedy tokens of an optimised model with the stock model's, after a prompt of real text."""
-    from headwise.checkpoints import load_tokenizer, model_path, tokenize
+    from headwise.models.checkpoints import load_tokenizer, model_path, tokenize
 
     stock = headwise.load("smollm2-135m", dtype="float32").eval()
     optimized = headwise.optimize(headwise.load("smollm2-135m", dtype="float32").eval())
@@ -181,7 +181,7 @@ def greedy(context: int, new: int) -> dict[str, Any]:
 @torch.inference_mode()
 def int8(windows: int, prompt: int, length: int, step: int) -> dict[str, Any]:
     """Score WikiText-2 by the bundled model, some tokens at a time after a prompt, with a plain and an int8 cache."""
-    from headwise.checkpoints import load_tokenizer, model_path, tokenize
+    from headwise.models.checkpoints import load_tokenizer, model_path, tokenize
 
     model = headwise.optimize(headwise.load("smollm2-135m", dtype="float32").eval())
     text = wikitext("test").read_text(encoding="utf-8")[: 8 * windows * length]

@@ -20,11 +20,11 @@ from typing import Any
 from benchmarks.shared import shared_mark
 
 from benchmarks import audit_tables, healing_tables, joined
+from headwise.conversion.frontiers.verdict import verdict_lines
 from headwise.conversion.methods import all_methods
-from headwise.frontiers.verdict import verdict_lines
-from headwise.prediction import SERVING_ENGINES
-from headwise.specs import read_spec
-from headwise.texts.overlap import SHARED
+from headwise.costs.prediction import SERVING_ENGINES
+from headwise.measure.texts.overlap import SHARED
+from headwise.models.specs import read_spec
 
 RESULTS = Path("benchmarks/results")
 Document = dict[str, Any]

@@ -3,7 +3,7 @@
     python -m benchmarks.tiles          # on a machine with a CUDA GPU; kept in benchmarks/results/tiles-cuda.json
 
 One new token, one sequence, caches that are read in turn from the GPU's memory; calls are replayed from a CUDA graph.
-`headwise.kernels.gpu.split.tile_of` chooses among these tiles.
+`headwise.runtime.kernels.gpu.split.tile_of` chooses among these tiles.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from benchmarks.kept import Kept, say
 from torch import Tensor
 
-from headwise.kernels import attend
-from headwise.kernels.gpu import attend_split, split
-from headwise.measurement.machine_limits import Probes
-from headwise.measurement.timing import recorded, seconds
+from headwise.measure.timing.machine_limits import Probes
+from headwise.measure.timing.timing import recorded, seconds
+from headwise.runtime.kernels import attend
+from headwise.runtime.kernels.gpu import attend_split, split
 
 SHAPES = ("32/8/128", "9/3/64", "16/512+64")
 LENGTHS = (4096, 32768)

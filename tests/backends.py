@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.kernels import BACKENDS, Backend
+from headwise.runtime.kernels import BACKENDS, Backend
 
 SERVING: tuple[Backend, ...] = tuple(backend for backend in BACKENDS if backend not in ("split", "flex", "flash"))
 """Backends for a CPU."""

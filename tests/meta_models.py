@@ -1,4 +1,5 @@
-"""Whole transformers models on the meta device, and the sizes of their parts as in `headwise.cost.model`."""
+"""Whole transformers models on the meta device, and the sizes of their parts as in
+`headwise.costs.formulas.model`."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headwise
-from headwise.checkpoints import open_checkpoint
 from headwise.conversion import LatentOptions, convert_to_latent
-from headwise.specs import GroupedSpec, LatentSpec
+from headwise.models.checkpoints import open_checkpoint
+from headwise.models.specs import GroupedSpec, LatentSpec
 
 
 def convert_to_one_size(source: Path, output: Path, *, kv_lora_rank: int, qk_rope_head_dim: int) -> Path:

@@ -7,9 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from headwise.cost import formulas
-from headwise.cost.stages import Kernel
-from headwise.specs import (
+from headwise.costs.formulas import formulas
+from headwise.costs.formulas.stages import Kernel
+from headwise.models.specs import (
     AttentionSpec,
     BodySpec,
     ExpertLatentSpec,

@@ -1,10 +1,9 @@
-"""The architecture as the code is: rooms of bounded size, imports that only run downwards, short functions."""
+"""The architecture as the code is: ten wings, imports that only run downwards, short functions."""
 
 from __future__ import annotations
 
 import ast
 import importlib
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,95 +13,81 @@ import headwise
 
 PACKAGE = Path(headwise.__file__).parent
 
-ROOMS = (
-    ("errors", "progress", "disk", "documents", "renamed", "type_checks", "hub", "threads", "options"),
-    ("specs",),
-    ("cost",),
-    ("prediction",),
-    ("advice",),
-    ("report",),
-    ("kernels",),
-    ("quantization",),
-    ("attention",),
-    ("processes",),
-    ("checkpoints",),
-    ("caches",),
-    ("hf",),
-    ("parallel",),
-    ("measurement",),
-    ("counting",),
-    ("texts",),
-    ("evaluation",),
-    ("bench",),
-    ("profiling",),
-    ("conversion",),
-    ("engines",),
-    ("preparation",),
-    ("healing",),
-    ("frontiers",),
-    ("migration",),
-    ("audit",),
-    ("cli", "__main__"),
-)
-"""Each room imports only from those above it; those on one line do not import each other in a circle."""
+WINGS = {
+    "errors": (),
+    "base": (),
+    "models": ("specs", "checkpoints"),
+    "costs": ("formulas", "prediction"),
+    "runtime": ("kernels", "quantization", "attention", "caches", "hf", "parallel"),
+    "measure": ("timing", "texts", "points", "evaluation", "profiling"),
+    "serving": ("programs", "exports", "engines"),
+    "conversion": (
+        *("solvers", "codes", "methods", "planning", "storage", "calibration", "budget", "output", ""),
+        *("preparation", "healing", "frontiers", "migration"),
+    ),
+    "decide": ("advice", "report"),
+    "study": ("guide", "counting", "bench", "audit"),
+    "hf": (),
+    "cli": (),
+    "__main__": (),
+}
+"""The wings of the house in order, and what each has in it: each imports only from those before it.
 
-CONVERSION = ("solvers", "codes", "methods", "planning", "storage", "calibration", "budget", "output")
-"""The sub-rooms of ``conversion/`` in order; the files that lie in it directly come last."""
+``""`` stands for the files that lie in a wing directly; wings without a list have no order inside."""
 
-MOST_FILES, MOST_LINES, MEDIAN_LINES = 17, 2540, 150
 LONGEST_BODY, MOST_PARAMETERS = 60, 8
 
 EXEMPT = {
     # Its parameters are those of torch's scaled_dot_product_attention.
-    "kernels/attend.py": "SDPA's signature",
-    "kernels/backend_choice.py": "SDPA's signature",
-    "kernels/gpu/code_kernels.py": "a GPU kernel",
-    "kernels/gpu/kernels.py": "a GPU kernel",
-    "kernels/gpu/latents.py": "a kernel's call",
-    "kernels/native/attention.py": "a kernel's call",
-    "kernels/native/codes/attention.py": "a kernel's call",
-    "kernels/native/codes/heads.py": "a kernel's call",
-    "cost/layer.py:forward_flops": "a formula: each keyword is one of its letters, or says which terms count",
-    "cost/reports/complexity.py:complexity": "the letters of forward_flops, and which layer of a model",
-    "bench/decode.py:bench_decode": "a grid: each keyword is one of its axes",
+    "runtime/kernels/attend.py": "SDPA's signature",
+    "runtime/kernels/backend_choice.py": "SDPA's signature",
+    "runtime/kernels/gpu/code_kernels.py": "a GPU kernel",
+    "runtime/kernels/gpu/kernels.py": "a GPU kernel",
+    "runtime/kernels/gpu/latents.py": "a kernel's call",
+    "runtime/kernels/native/attention.py": "a kernel's call",
+    "runtime/kernels/native/codes/attention.py": "a kernel's call",
+    "runtime/kernels/native/codes/heads.py": "a kernel's call",
+    "costs/formulas/layer.py:forward_flops": "a formula: each keyword is one of its letters, or which terms count",
+    "costs/formulas/reports/complexity.py:complexity": "the letters of forward_flops, and which layer of a model",
+    "study/bench/decode.py:bench_decode": "a grid: each keyword is one of its axes",
 }
 """Files and functions that may take more parameters, and why; layers' constructors may too, of config fields."""
 
 FORWARDED = {
-    "attention/build.py:build": "to a mechanism that is found by its name",
-    "attention/grouped.py:__init__": "to the base class, whose keywords are config fields",
-    "checkpoints/tokenizer.py:decode": "to a tokenizer of transformers",
-    "checkpoints/tokenizer.py:tokenize": "to a tokenizer of transformers",
-    "checkpoints/identity.py:run_identity": "options by name, whatever they are: a digest is made of them",
+    "runtime/attention/build.py:build": "to a mechanism that is found by its name",
+    "runtime/attention/grouped.py:__init__": "to the base class, whose keywords are config fields",
+    "models/checkpoints/tokenizer.py:decode": "to a tokenizer of transformers",
+    "models/checkpoints/tokenizer.py:tokenize": "to a tokenizer of transformers",
+    "models/checkpoints/identity.py:run_identity": "options by name, whatever they are: a digest is made of them",
     "cli/captured_output.py:write": "called as Python's showwarning",
     "cli/options.py:run": "a command's arguments, as typer names them by the signature",
     "cli/printable.py:render_str": "to a method of rich",
     "conversion/solvers/latent.py:convert_to_latent": "an older spelling, which warns and is checked",
-    "counting/module.py:_dot": "called by torch's counter",
-    "counting/module.py:_grouped": "called by torch's counter",
-    "counting/module.py:_mv": "called by torch's counter",
-    "counting/module.py:count": "to the module that is counted",
-    "counting/module.py:flops": "called by torch's counter",
-    "counting/other_counters.py:peer_counts": "to the module that is counted",
-    "evaluation/paired_results.py:__init_subclass__": "to Python's own",
-    "hf/attention.py:forward": "called by transformers",
-    "caches/given.py:update": "called by transformers",
-    "caches/growing.py:update": "called by transformers",
-    "hf/codes.py:save": "a method of transformers in its place",
-    "hf/codes.py:upload": "a method of transformers in its place",
-    "hf/interface.py:attention_forward": "called by transformers",
-    "hf/interface.py:attention_mask": "called by transformers",
-    "hf/layerwise.py:attended": "a method of transformers in its place",
-    "hf/layerwise.py:projected": "a method of transformers in its place",
-    "hf/layerwise.py:record": "a method of transformers in its place",
-    "caches/quantized.py:update": "called by transformers",
-    "hf/models.py:prepare_prompt": "a method of transformers in its place",
-    "options/declare.py:__init_subclass__": "to Python's own",
-    "options/declare.py:of": "to the options class's own constructor",
-    "options/keywords.py:call": "checked against the options class, and shown in the signature",
-    "specs/base.py:__init_subclass__": "to Python's own",
-    "texts/sources.py:_dataset_rows": "to a function of datasets",
-    "type_checks.py:checked": "to the decorated function",
+    "study/counting/module.py:_dot": "called by torch's counter",
+    "study/counting/module.py:_grouped": "called by torch's counter",
+    "study/counting/module.py:_mv": "called by torch's counter",
+    "study/counting/module.py:count": "to the module that is counted",
+    "study/counting/module.py:flops": "called by torch's counter",
+    "study/counting/other_counters.py:peer_counts": "to the module that is counted",
+    "measure/evaluation/paired_results.py:__init_subclass__": "to Python's own",
+    "runtime/hf/attention.py:forward": "called by transformers",
+    "runtime/caches/given.py:update": "called by transformers",
+    "runtime/caches/growing.py:update": "called by transformers",
+    "runtime/hf/codes.py:save": "a method of transformers in its place",
+    "runtime/hf/codes.py:upload": "a method of transformers in its place",
+    "runtime/hf/interface.py:attention_forward": "called by transformers",
+    "runtime/hf/interface.py:attention_mask": "called by transformers",
+    "runtime/hf/layerwise.py:attended": "a method of transformers in its place",
+    "runtime/hf/layerwise.py:projected": "a method of transformers in its place",
+    "runtime/hf/layerwise.py:record": "a method of transformers in its place",
+    "runtime/caches/quantized.py:update": "called by transformers",
+    "runtime/hf/models.py:prepare_prompt": "a method of transformers in its place",
+    "base/options/declare.py:__init_subclass__": "to Python's own",
+    "base/options/declare.py:of": "to the options class's own constructor",
+    "base/options/keywords.py:call": "checked against the options class, and shown in the signature",
+    "models/specs/base.py:__init_subclass__": "to Python's own",
+    "measure/texts/sources.py:_dataset_rows": "to a function of datasets",
+    "base/type_checks.py:checked": "to the decorated function",
 }
 """Functions that take any keywords, and to whom they hand them; all others name theirs."""
 
@@ -134,24 +119,26 @@ def imported(name: str) -> Iterator[str]:
 
 
 def place(name: str) -> tuple[int, int]:
-    """The floor of a module: its room's, and within ``conversion/`` its sub-room's."""
-    room, _, rest = name.partition(".")
-    floor = next(at for at, rooms in enumerate(ROOMS) if room in rooms)
-    if room != "conversion":
-        return floor, 0
-    sub_room = rest.partition(".")[0]
-    return floor, CONVERSION.index(sub_room) if sub_room in CONVERSION else len(CONVERSION)
+    """The place of a module in the order of wings, and of what is in its wing."""
+    wing, _, rest = name.partition(".")
+    rooms = WINGS[wing]
+    room = rest.partition(".")[0]
+    return [*WINGS].index(wing), rooms.index(room if room in rooms else "") if rooms else 0
 
 
-def test_every_room_has_its_place() -> None:
-    rooms = {name.partition(".")[0] for name in MODULES if name}
-    assert rooms == {room for rooms in ROOMS for room in rooms}
+def test_every_wing_has_its_place() -> None:
+    assert {name.partition(".")[0] for name in MODULES if name} == WINGS.keys()
+    for wing, rooms in WINGS.items():
+        if rooms:
+            inside = {name.split(".")[1] for name in MODULES if name.startswith(f"{wing}.")}
+            assert inside >= {*rooms} - {""}
+            assert inside == {*rooms} or "" in rooms
 
 
 @pytest.mark.parametrize("name", sorted(name for name in MODULES if name))
 def test_imports_run_downwards(name: str) -> None:
-    if MODULES[name].name == "__init__.py" and name.partition(".")[0] == name:
-        return  # a room's door names what is in it
+    if name in WINGS and MODULES[name].name == "__init__.py":
+        return  # a wing's door names what is in it
     is_door, room = MODULES[name].name == "__init__.py", name.rpartition(".")[0]
     for other in imported(name):
         assert is_door or not other or other != room, f"{name} imports from the door of its own room"
@@ -180,18 +167,6 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         visit(name, ())
 
 
-@pytest.mark.parametrize("room", sorted({path.parent.relative_to(PACKAGE).as_posix() for path in MODULES.values()}))
-def test_a_room_is_small(room: str) -> None:
-    files = [path for path in (PACKAGE / room).iterdir() if path.suffix in (".py", ".cpp", ".h")]
-    assert len(files) <= MOST_FILES
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= MOST_LINES
-
-
-def test_a_file_is_short() -> None:
-    lines = [len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES.values()]
-    assert statistics.median(lines) <= MEDIAN_LINES
-
-
 @pytest.mark.parametrize("name", sorted(name for name in MODULES if name))
 def test_functions_are_short(name: str) -> None:
     path = MODULES[name]
@@ -203,7 +178,7 @@ def test_functions_are_short(name: str) -> None:
         length = (node.end_lineno or 0) - body[0].lineno + 1
         assert length <= LONGEST_BODY, f"{node.name} has {length} lines"
         arguments = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-        is_layer = file.startswith("attention/") and node.name == "__init__"
+        is_layer = file.startswith("runtime/attention/") and node.name == "__init__"
         if EXEMPT.keys() & {file, f"{file}:{node.name}"} or file.startswith("cli/") or is_layer:
             continue
         named = [one for one in arguments if one not in ("self", "cls")] + unpacked(node, name)
@@ -234,7 +209,7 @@ def test_keywords_have_names() -> None:
 def test_keywords_in_a_dictionary_are_counted() -> None:
     hidden = ast.parse("def attend_with_weights(query, **options: Unpack[AttendOptions]) -> None: ...").body[0]
     assert isinstance(hidden, ast.FunctionDef)
-    assert {"attn_mask", "window", "backend"} < {*unpacked(hidden, "kernels.attend")}
+    assert {"attn_mask", "window", "backend"} < {*unpacked(hidden, "runtime.kernels.attend")}
 
 
 def test_the_chain_in_the_document_names_functions_that_exist_each_once() -> None:

@@ -16,30 +16,30 @@ import pytest
 import torch
 
 import headwise
-from headwise.options import Options
-from headwise.specs import AttentionSpec
+from headwise.base.options import Options
+from headwise.models.specs import AttentionSpec
 
 ROOMS = (
     "headwise",
-    "headwise.cost",
-    "headwise.prediction",
-    "headwise.advice",
-    "headwise.report",
-    "headwise.specs",
-    "headwise.kernels",
-    "headwise.attention",
-    "headwise.checkpoints",
-    "headwise.hf",
-    "headwise.measurement",
-    "headwise.counting",
-    "headwise.texts",
-    "headwise.evaluation",
-    "headwise.bench",
-    "headwise.frontiers",
+    "headwise.costs.formulas",
+    "headwise.costs.prediction",
+    "headwise.decide.advice",
+    "headwise.decide.report",
+    "headwise.models.specs",
+    "headwise.runtime.kernels",
+    "headwise.runtime.attention",
+    "headwise.models.checkpoints",
+    "headwise.runtime.hf",
+    "headwise.measure.timing",
+    "headwise.study.counting",
+    "headwise.measure.texts",
+    "headwise.measure.evaluation",
+    "headwise.study.bench",
+    "headwise.conversion.frontiers",
     "headwise.conversion",
-    "headwise.healing",
-    "headwise.migration",
-    "headwise.parallel",
+    "headwise.conversion.healing",
+    "headwise.conversion.migration",
+    "headwise.runtime.parallel",
 )
 
 SPAN = re.compile(r"``(?P<code>.+?)``(?: is (?:``(?P<literal>.+?)``|(?P<number>-?[\d,]*\d(?:\.\d+)?|True|False)))?")

@@ -15,11 +15,11 @@ from transformers import AutoTokenizer
 
 import headwise
 from benchmarks import glassllm
-from headwise.checkpoints import tokenizer
 from headwise.conversion import export_deepseek
-from headwise.hf import HeadwiseCache
-from headwise.measurement import cache_nbytes
-from headwise.specs.sources import bundled_gguf
+from headwise.measure.timing import cache_nbytes
+from headwise.models.checkpoints import tokenizer
+from headwise.models.specs.sources import bundled_gguf
+from headwise.runtime.hf import HeadwiseCache
 from tests.closeness import assert_close
 from tests.one_size import convert_to_one_size
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from headwise.checkpoints import family_names, family_of
+from headwise.models.checkpoints import family_names, family_of
 from tests.real_models import save_character_tokenizer
 
 _COMMON = {

@@ -26,10 +26,10 @@ from benchmarks.engines.outputs import OUTPUTS, SMOLLM2, make
 from benchmarks.kept import Kept, say
 
 from benchmarks import data
-from headwise.checkpoints import load_tokenizer, model_path
 from headwise.conversion import export_gguf
 from headwise.errors import HeadwiseError
-from headwise.texts import read_text, token_windows
+from headwise.measure.texts import read_text, token_windows
+from headwise.models.checkpoints import load_tokenizer, model_path
 
 WORKERS = {
     "transformers": "with_transformers",

@@ -27,9 +27,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import headwise
-from headwise.checkpoints import load_tokenizer, model_path
-from headwise.quantization.formats import ENGINES
-from headwise.texts import read_text, token_windows
+from headwise.measure.texts import read_text, token_windows
+from headwise.models.checkpoints import load_tokenizer, model_path
+from headwise.runtime.quantization.formats import ENGINES
 
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m"

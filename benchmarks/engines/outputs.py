@@ -124,5 +124,7 @@ def toy(name: str, folder: Path) -> Path:
         # Trained models have large components that all tokens share, and a constant is made of those.
         model.model.embed_tokens.weight += 0.1 * torch.randn(model.config.hidden_size)
     model.save_pretrained(folder)
-    headwise.checkpoints.load_tokenizer(headwise.checkpoints.model_path(SMOLLM2)).save_pretrained(folder)
+    headwise.models.checkpoints.load_tokenizer(headwise.models.checkpoints.model_path(SMOLLM2)).save_pretrained(
+        folder
+    )
     return folder

@@ -29,8 +29,8 @@ from torch import Tensor
 
 import headwise
 from benchmarks import data
-from headwise.checkpoints import load_tokenizer, open_checkpoint
-from headwise.texts import calibration_windows, read_text, token_windows
+from headwise.measure.texts import calibration_windows, read_text, token_windows
+from headwise.models.checkpoints import load_tokenizer, open_checkpoint
 
 SOURCE = "smollm2-135m"
 METHODS: dict[str, Callable[[Study, float], list[Design]]] = {

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
-from headwise.evaluation import score_window
+from headwise.measure.evaluation import score_window
 
 BF16 = 2
 """Bytes of a number that is not quantised."""

@@ -21,10 +21,10 @@ from benchmarks.rivals.simulation import BF16, Design, Rival, Rotary, Study, mea
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from headwise.base.disk import write_whole
 from headwise.conversion.methods.transmla import transmla
 from headwise.conversion.solvers.layer import Layer, rotation_tables
-from headwise.disk import write_whole
-from headwise.specs import GroupedSpec, as_latent, read_config
+from headwise.models.specs import GroupedSpec, as_latent, read_config
 
 FOLDS = (1, 2, 4, 8, 16, 32)
 BEST = 2

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from docs.drawings.plots import BLUE, GREEN, ORANGE, as_svg, figure, log_ticks, rounded, styled
 
-from headwise.quantization.trellis import NOISE
+from headwise.runtime.quantization.trellis import NOISE
 
 DIMS = 128
 BUDGETS = (1, 2, 4)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from docs.drawings.blocks import Box, Diagram, Placed
 
 from headwise import ExpertLatentSpec, GroupedSpec, LatentSpaceSpec, LatentSpec
-from headwise.cost import cache_values
-from headwise.specs import AttentionSpec
+from headwise.costs.formulas import cache_values
+from headwise.models.specs import AttentionSpec
 
 E, H, D = 256, 4, 64
 """The hidden size, the query heads and their width."""

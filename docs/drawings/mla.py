@@ -5,9 +5,9 @@ from __future__ import annotations
 from docs.drawings.plots import BLUE, INK, ORANGE, as_svg, figure, log_ticks, number, rounded, styled
 
 from headwise import LatentSpec
-from headwise.cost import forward_flops
-from headwise.prediction import most_absorbed
-from headwise.specs import layer_spec
+from headwise.costs.formulas import forward_flops
+from headwise.costs.prediction import most_absorbed
+from headwise.models.specs import layer_spec
 
 MODEL = "deepseek-v3"
 TOTAL = 32_768

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from docs.drawings.plots import BLUE, INK, ORANGE, as_svg, figure, log_ticks, number, rounded, styled
 
-from headwise.cost import decode_intensity
-from headwise.prediction import Device, Operator, Pass, device, operators
-from headwise.specs import layer_spec, read_spec
+from headwise.costs.formulas import decode_intensity
+from headwise.costs.prediction import Device, Operator, Pass, device, operators
+from headwise.models.specs import layer_spec, read_spec
 
 DEVICE = "h100"
 DTYPE = "bfloat16"

@@ -10,9 +10,9 @@ from docs.drawings.plots import BLUE, GREEN, ORANGE, as_svg, figure, rounded, st
 from torch import Tensor
 
 from headwise import GroupedSpec, RopeSpec
-from headwise.attention import AttentionLayer, build
 from headwise.conversion.methods.mean import mean_heads
 from headwise.conversion.solvers.aligned import align
+from headwise.runtime.attention import AttentionLayer, build
 
 SPEC = GroupedSpec(hidden_size=64, num_heads=8, num_kv_heads=8, head_dim=16, rope=RopeSpec(dim=16))
 KEPT = 2

@@ -12,125 +12,86 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "ArgumentError": "headwise.errors",
-    "AttentionCache": "headwise.attention",
-    "CalibrateOptions": "headwise.options",
+    "AttentionCache": "headwise.runtime.attention",
+    "CalibrateOptions": "headwise.base.options",
     "Calibration": "headwise.conversion",
     "CheckpointError": "headwise.errors",
-    "ChoiceEvaluation": "headwise.evaluation",
-    "ChoiceOptions": "headwise.options",
-    "Comparison": "headwise.cost",
-    "Complexity": "headwise.cost",
+    "ChoiceEvaluation": "headwise.measure.evaluation",
+    "ChoiceOptions": "headwise.base.options",
+    "Comparison": "headwise.costs.formulas",
+    "Complexity": "headwise.costs.formulas",
     "Conversion": "headwise.conversion",
-    "ConvertOptions": "headwise.options",
-    "Count": "headwise.counting",
-    "EngineOptions": "headwise.options",
-    "EvaluateOptions": "headwise.options",
-    "Evaluation": "headwise.evaluation",
-    "ExpertLatentAttention": "headwise.attention",
-    "ExpertLatentSpec": "headwise.specs",
-    "Frontier": "headwise.frontiers",
-    "FrontierOptions": "headwise.options",
-    "Generation": "headwise.hf",
-    "GroupedQueryAttention": "headwise.attention",
-    "GroupedSpec": "headwise.specs",
+    "ConvertOptions": "headwise.base.options",
+    "Count": "headwise.study.counting",
+    "EngineOptions": "headwise.base.options",
+    "EvaluateOptions": "headwise.base.options",
+    "Evaluation": "headwise.measure.evaluation",
+    "ExpertLatentAttention": "headwise.runtime.attention",
+    "ExpertLatentSpec": "headwise.models.specs",
+    "Frontier": "headwise.conversion.frontiers",
+    "FrontierOptions": "headwise.base.options",
+    "Generation": "headwise.runtime.hf",
+    "GroupedQueryAttention": "headwise.runtime.attention",
+    "GroupedSpec": "headwise.models.specs",
     "HeadwiseError": "headwise.errors",
-    "HealOptions": "headwise.options",
-    "Healing": "headwise.healing",
-    "Inspection": "headwise.cost",
-    "LatentSpaceAttention": "headwise.attention",
-    "LatentSpaceSpec": "headwise.specs",
-    "LatentSpec": "headwise.specs",
-    "LayerCounts": "headwise.counting",
+    "HealOptions": "headwise.base.options",
+    "Healing": "headwise.conversion.healing",
+    "Inspection": "headwise.costs.formulas",
+    "LatentSpaceAttention": "headwise.runtime.attention",
+    "LatentSpaceSpec": "headwise.models.specs",
+    "LatentSpec": "headwise.models.specs",
+    "LayerCounts": "headwise.study.counting",
     "MissingExtraError": "headwise.errors",
-    "MigrateOptions": "headwise.options",
-    "Migration": "headwise.migration",
-    "ModelSpec": "headwise.specs",
-    "MultiHeadAttention": "headwise.attention",
-    "MultiHeadLatentAttention": "headwise.attention",
-    "MultiQueryAttention": "headwise.attention",
-    "PlantedEvaluation": "headwise.evaluation",
-    "PlantedOptions": "headwise.options",
-    "Preparation": "headwise.preparation",
-    "PrepareOptions": "headwise.options",
-    "QuickFrontier": "headwise.frontiers",
-    "QuickFrontierOptions": "headwise.options",
-    "RetrievalEvaluation": "headwise.evaluation",
-    "RetrievalOptions": "headwise.options",
-    "RopeSpec": "headwise.specs",
-    "RotaryEmbedding": "headwise.attention",
-    "Sample": "headwise.texts",
-    "SampleOptions": "headwise.options",
-    "SelfAttention": "headwise.attention",
+    "MigrateOptions": "headwise.base.options",
+    "Migration": "headwise.conversion.migration",
+    "ModelSpec": "headwise.models.specs",
+    "MultiHeadAttention": "headwise.runtime.attention",
+    "MultiHeadLatentAttention": "headwise.runtime.attention",
+    "MultiQueryAttention": "headwise.runtime.attention",
+    "PlantedEvaluation": "headwise.measure.evaluation",
+    "PlantedOptions": "headwise.base.options",
+    "Preparation": "headwise.conversion.preparation",
+    "PrepareOptions": "headwise.base.options",
+    "QuickFrontier": "headwise.conversion.frontiers",
+    "QuickFrontierOptions": "headwise.base.options",
+    "RetrievalEvaluation": "headwise.measure.evaluation",
+    "RetrievalOptions": "headwise.base.options",
+    "RopeSpec": "headwise.models.specs",
+    "RotaryEmbedding": "headwise.runtime.attention",
+    "Sample": "headwise.measure.texts",
+    "SampleOptions": "headwise.base.options",
+    "SelfAttention": "headwise.runtime.attention",
     "SpecError": "headwise.errors",
     "StorageError": "headwise.errors",
-    "attend": "headwise.kernels",
-    "attend_with_weights": "headwise.kernels",
+    "attend": "headwise.runtime.kernels",
+    "attend_with_weights": "headwise.runtime.kernels",
     "calibrate": "headwise.conversion",
-    "choose_backend": "headwise.kernels",
-    "compare": "headwise.cost",
-    "complexity": "headwise.cost",
+    "choose_backend": "headwise.runtime.kernels",
+    "compare": "headwise.costs.formulas",
+    "complexity": "headwise.costs.formulas",
     "convert": "headwise.conversion",
-    "count": "headwise.counting",
-    "count_layer": "headwise.counting",
-    "doctor": "headwise.measurement",
-    "evaluate": "headwise.evaluation",
-    "evaluate_choices": "headwise.evaluation",
-    "evaluate_in_engine": "headwise.engines",
-    "evaluate_planted": "headwise.evaluation",
-    "evaluate_retrieval": "headwise.evaluation",
-    "frontier": "headwise.frontiers",
-    "generate": "headwise.hf",
-    "heal": "headwise.healing",
-    "inspect": "headwise.cost",
-    "load": "headwise.hf",
-    "migrate": "headwise.migration",
-    "optimize": "headwise.hf",
-    "quick_frontier": "headwise.frontiers",
-    "sample": "headwise.texts",
-    "prepare": "headwise.preparation",
+    "count": "headwise.study.counting",
+    "count_layer": "headwise.study.counting",
+    "doctor": "headwise.measure.timing",
+    "evaluate": "headwise.measure.evaluation",
+    "evaluate_choices": "headwise.measure.evaluation",
+    "evaluate_in_engine": "headwise.serving.engines",
+    "evaluate_planted": "headwise.measure.evaluation",
+    "evaluate_retrieval": "headwise.measure.evaluation",
+    "frontier": "headwise.conversion.frontiers",
+    "generate": "headwise.runtime.hf",
+    "heal": "headwise.conversion.healing",
+    "inspect": "headwise.costs.formulas",
+    "load": "headwise.runtime.hf",
+    "migrate": "headwise.conversion.migration",
+    "optimize": "headwise.runtime.hf",
+    "quick_frontier": "headwise.conversion.frontiers",
+    "sample": "headwise.measure.texts",
+    "prepare": "headwise.conversion.preparation",
 }
 
 if TYPE_CHECKING:
-    from headwise.attention import (
-        AttentionCache,
-        ExpertLatentAttention,
-        GroupedQueryAttention,
-        LatentSpaceAttention,
-        MultiHeadAttention,
-        MultiHeadLatentAttention,
-        MultiQueryAttention,
-        RotaryEmbedding,
-        SelfAttention,
-    )
-    from headwise.conversion import Calibration, Conversion, calibrate, convert
-    from headwise.cost import Comparison, Complexity, Inspection, compare, complexity, inspect
-    from headwise.counting import Count, LayerCounts, count, count_layer
-    from headwise.engines import evaluate_in_engine
-    from headwise.errors import (
-        ArgumentError,
-        CheckpointError,
-        HeadwiseError,
-        MissingExtraError,
-        SpecError,
-        StorageError,
-    )
-    from headwise.evaluation import (
-        ChoiceEvaluation,
-        Evaluation,
-        PlantedEvaluation,
-        RetrievalEvaluation,
-        evaluate,
-        evaluate_choices,
-        evaluate_planted,
-        evaluate_retrieval,
-    )
-    from headwise.frontiers import Frontier, QuickFrontier, frontier, quick_frontier
-    from headwise.healing import Healing, heal
-    from headwise.hf import Generation, generate, load, optimize
-    from headwise.kernels import attend, attend_with_weights, choose_backend
-    from headwise.measurement import doctor
-    from headwise.migration import Migration, migrate
-    from headwise.options import (
+    from headwise.base.options import (
         CalibrateOptions,
         ChoiceOptions,
         ConvertOptions,
@@ -145,8 +106,34 @@ if TYPE_CHECKING:
         RetrievalOptions,
         SampleOptions,
     )
-    from headwise.preparation import Preparation, prepare
-    from headwise.specs import (
+    from headwise.conversion import Calibration, Conversion, calibrate, convert
+    from headwise.conversion.frontiers import Frontier, QuickFrontier, frontier, quick_frontier
+    from headwise.conversion.healing import Healing, heal
+    from headwise.conversion.migration import Migration, migrate
+    from headwise.conversion.preparation import Preparation, prepare
+    from headwise.costs import formulas
+    from headwise.costs.formulas import Comparison, Complexity, Inspection, compare, complexity, inspect
+    from headwise.errors import (
+        ArgumentError,
+        CheckpointError,
+        HeadwiseError,
+        MissingExtraError,
+        SpecError,
+        StorageError,
+    )
+    from headwise.measure.evaluation import (
+        ChoiceEvaluation,
+        Evaluation,
+        PlantedEvaluation,
+        RetrievalEvaluation,
+        evaluate,
+        evaluate_choices,
+        evaluate_planted,
+        evaluate_retrieval,
+    )
+    from headwise.measure.texts import Sample, sample
+    from headwise.measure.timing import doctor
+    from headwise.models.specs import (
         ExpertLatentSpec,
         GroupedSpec,
         LatentSpaceSpec,
@@ -154,7 +141,23 @@ if TYPE_CHECKING:
         ModelSpec,
         RopeSpec,
     )
-    from headwise.texts import Sample, sample
+    from headwise.runtime.attention import (
+        AttentionCache,
+        ExpertLatentAttention,
+        GroupedQueryAttention,
+        LatentSpaceAttention,
+        MultiHeadAttention,
+        MultiHeadLatentAttention,
+        MultiQueryAttention,
+        RotaryEmbedding,
+        SelfAttention,
+    )
+    from headwise.runtime.hf import Generation, generate, load, optimize
+    from headwise.runtime.kernels import attend, attend_with_weights, choose_backend
+    from headwise.serving.engines import evaluate_in_engine
+    from headwise.study.counting import Count, LayerCounts, count, count_layer
+
+    cost = formulas
 
 __all__ = [
     "ArgumentError",
@@ -239,7 +242,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "cost":  # a package whose functions are called as headwise.cost.…
-        return importlib.import_module("headwise.cost")
+        return importlib.import_module("headwise.costs.formulas")
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_PUBLIC[name]), name)

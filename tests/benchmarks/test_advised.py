@@ -11,8 +11,8 @@ import pytest
 
 import headwise
 from benchmarks import advised, tables
-from headwise.advice import AS_IT_IS
-from headwise.prediction import device
+from headwise.costs.prediction import device
+from headwise.decide.advice import AS_IT_IS
 from tests.real_models import save_tiny
 
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 import headwise
 from benchmarks import conversion, long, tables
-from headwise.checkpoints import load_tokenizer
 from headwise.conversion.calibration.saved import open_statistics, read_evidence
 from headwise.conversion.storage.layers import LayerFiles
-from headwise.specs import GroupedSpec, RopeSpec, split_budget
-from headwise.texts import calibration_windows
+from headwise.measure.texts import calibration_windows
+from headwise.models.checkpoints import load_tokenizer
+from headwise.models.specs import GroupedSpec, RopeSpec, split_budget
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
 
@@ -201,7 +201,7 @@ def test_what_is_lost_at_length_is_kept_text_by_text(root: Path, monkeypatch: py
     (last,) = (line for line in lines if line.startswith(f"| brown | {scores[-1]['start']:,}–223 "))
     assert last.endswith(f" | {scores[-1]['nll'] - scores[-1]['reference_nll']:+.3f} |")
     half, quarter = (
-        headwise.evaluation.evaluate(
+        headwise.measure.evaluation.evaluate(
             root / "half" / f"source-mla-values-{part}-256",
             text=root / "cache" / "wikitext-2.test.txt",
             against=root / "source",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import recall, tables
-from headwise.options.evaluate import DEPTHS
+from headwise.base.options.evaluate import DEPTHS
 from tests.real_models import save_tiny
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from benchmarks.retrieval import plan, shared_passages, study
 
-from headwise.texts.calibration_texts import CalibrationTexts
-from tests.evaluation.test_retrieval import save_bert
+from headwise.measure.texts.calibration_texts import CalibrationTexts
+from tests.measure.evaluation.test_retrieval import save_bert
 
 
 def test_rows_by_name() -> None:

@@ -29,9 +29,9 @@ from benchmarks.tables import (
     rivals,
 )
 
-from headwise.advice import PREDICTED_ERROR, Measured
-from headwise.prediction import SAFE_LOSS
-from headwise.texts.overlap import SHARED
+from headwise.costs.prediction import SAFE_LOSS
+from headwise.decide.advice import PREDICTED_ERROR, Measured
+from headwise.measure.texts.overlap import SHARED
 
 ROOT = Path(__file__).parents[2]
 

@@ -717,7 +717,7 @@ def test_a_gpu_without_room_is_told_alike(
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12.00 GiB. GPU 0 has 139 GiB in all.")
 
-    monkeypatch.setattr(importlib.import_module("headwise.healing.heal"), "_train", full)
+    monkeypatch.setattr(importlib.import_module("headwise.conversion.healing.heal"), "_train", full)
     (tiny_llama.parent / "text.txt").write_text("a text to train on. " * 40)
     command = ("heal", "tiny", "out", "--teacher", "tiny", "--text", "text.txt", "--no-evaluate")
     assert "out of memory" in refused(*command, status=1)
@@ -949,7 +949,7 @@ def test_configs_of_converted_folders(
 
 
 def test_damaged_gguf(refused: Refused, here: Path, tiny_llama_folder: Path) -> None:
-    from tests.checkpoints.tiny_gguf import write_tiny_gguf
+    from tests.models.checkpoints.tiny_gguf import write_tiny_gguf
 
     path = here / "tiny.gguf"
     write_tiny_gguf(tiny_llama_folder, path)

@@ -20,9 +20,9 @@ import pytest
 import rich.progress
 
 import headwise
+from headwise.base.progress import TimedProgress, TrainingProgress
 from headwise.cli.app import progress_bar
 from headwise.cli.printable import PrintableConsole
-from headwise.progress import TimedProgress, TrainingProgress
 from tests.cli.conftest import Result
 from tests.tiny_families import save_family
 
@@ -262,7 +262,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing(here: Path, tiny_llama: Path, overw
 
 SLOWLY = """
 import time
-from headwise.checkpoints import FolderWriter
+from headwise.models.checkpoints import FolderWriter
 from headwise.cli import main
 
 add = FolderWriter.add

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headwise import complexity, cost, count_layer
-from headwise.specs import catalog, read_spec
+from headwise.models.specs import catalog, read_spec
 from tests.cli.conftest import Result
 
 REFUSED = {"qwen3-next-80b-a3b", "deepseek-v4-flash"}

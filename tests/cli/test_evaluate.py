@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Result
-from tests.evaluation.test_retrieval import save_bert
+from tests.measure.evaluation.test_retrieval import save_bert
 
 SMALL = ("--window", "16", "--windows", "2", "--context", "8")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints.test_resume import full_disk
 from tests.cli.conftest import Result
+from tests.models.checkpoints.test_resume import full_disk
 from tests.real_models import save_tiny
 
 KEPT = "what is done is kept in .out.headwise-partial, and the same command continues from there"

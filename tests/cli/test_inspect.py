@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headwise.cli.commands.from_configs.inspect import _names_of
-from headwise.specs import catalog
+from headwise.models.specs import catalog
 from tests.cli.conftest import Result
 from tests.toy_configs import TOYS
 

@@ -10,10 +10,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from headwise.base.options import Options, Rule, at_least, not_empty, option
 from headwise.cli.app import Json
 from headwise.cli.options import takes_options
 from headwise.errors import ArgumentError
-from headwise.options import Options, Rule, at_least, not_empty, option
 
 _Texts = str | Path | Sequence[str | Path]
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import headwise
-from headwise.checkpoints import open_checkpoint
 from headwise.conversion.calibration.saved import open_statistics, read_evidence
 from headwise.conversion.storage.layers import LayerFiles
+from headwise.models.checkpoints import open_checkpoint
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
 
@@ -135,7 +135,7 @@ class StoppedError(ArgumentError):
 @app.app.command()
 def fail(rank: int, how: str):
     with as_one_process():
-        from headwise.processes import barrier
+        from headwise.base.processes import barrier
         barrier()
         if int(os.environ["RANK"]) == rank:
             if how == "killed":

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 import headwise
 from headwise.conversion.storage.activations import Activations
 from headwise.errors import HeadwiseError
-from headwise.hf import HeadwiseCache
-from headwise.quantization.files import FILE, read_codes
-from headwise.specs import LatentSpec, read_config
+from headwise.models.specs import LatentSpec, read_config
+from headwise.runtime.hf import HeadwiseCache
+from headwise.runtime.quantization.files import FILE, read_codes
 from tests.closeness import assert_close
 from tests.conversion.test_resumed import TEXT, StoppedError, stop_at
 from tests.real_models import save_tiny

@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 
 import headwise
-from headwise.checkpoints import load_tokenizer
-from headwise.cost import dtype_bytes
+from headwise.costs.formulas import dtype_bytes
+from headwise.models.checkpoints import load_tokenizer
 from tests.real_models import save_tiny
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import headwise
-from headwise.checkpoints import load_tokenizer, open_checkpoint
 from headwise.conversion.methods.mha2mla import mha2mla
 from headwise.conversion.methods.transmla import transmla
-from headwise.hf import HostedLatentAttention
-from headwise.specs import GroupedSpec, LatentSpec
+from headwise.models.checkpoints import load_tokenizer, open_checkpoint
+from headwise.models.specs import GroupedSpec, LatentSpec
+from headwise.runtime.hf import HostedLatentAttention
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family

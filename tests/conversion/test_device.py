@@ -95,7 +95,7 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     def empty(*_: Any, device: torch.device) -> None:
         asked.append(str(device))
 
-    monkeypatch.setattr(sys.modules["headwise.hf.load"], "process_count", lambda: 6)
+    monkeypatch.setattr(sys.modules["headwise.runtime.hf.load"], "process_count", lambda: 6)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.empty", empty)  # how a device is tried

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import headwise
-from headwise.checkpoints import family_of, open_checkpoint
 from headwise.conversion import convert_spec, parse_target
-from headwise.measurement import cache_nbytes
-from headwise.specs import GroupedSpec, read_config
+from headwise.measure.timing import cache_nbytes
+from headwise.models.checkpoints import family_of, open_checkpoint
+from headwise.models.specs import GroupedSpec, read_config
 from tests.closeness import assert_close
 from tests.conversion.test_resumed import TEXT
 from tests.tiny_families import FAMILIES, NORMED, STOCK, answer, noise, save_family
@@ -382,7 +382,7 @@ def test_statistics_of_inputs_do_not_serve_mla_behind_norms(tmp_path: Path) -> N
     ],
 )
 def test_what_mla_cannot_hold_is_refused_by_name(field: str, value: object, beside: dict[str, Any]) -> None:
-    model = headwise.specs.read_spec("llama-3-8b")
+    model = headwise.models.specs.read_spec("llama-3-8b")
     layers = (model.layers[0], replace(model.layers[0], **{field: value}, **beside), *model.layers[2:])
     with pytest.raises(
         headwise.SpecError, match=rf"^{field} = {value!r}: a layer with it cannot be converted to mla"

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import headwise
-from headwise.advice import read_measured
-from headwise.cost.target import parse_target, target_options
-from headwise.documents import MEASURED
+from headwise.base.documents import MEASURED
+from headwise.conversion.frontiers.candidate import read_target
+from headwise.costs.formulas.target import parse_target, target_options
+from headwise.decide.advice import read_measured
+from headwise.decide.report import read_folder
 from headwise.errors import CheckpointError, StorageError
-from headwise.frontiers.candidate import read_target
-from headwise.report import read_folder
-from headwise.specs import read_spec
+from headwise.models.specs import read_spec
 from tests.real_models import save_tiny
 
 TEXT = "".join(f"{index:04d} the quick brown fox jumps over the lazy dog. " for index in range(60))

@@ -6,8 +6,8 @@ import torch
 
 from headwise.conversion import convert_to_latent
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.profiling.memory import peak_bytes
-from headwise.specs import GroupedSpec, RopeSpec, as_latent
+from headwise.measure.profiling.memory import peak_bytes
+from headwise.models.specs import GroupedSpec, RopeSpec, as_latent
 
 WIDTH = 256
 

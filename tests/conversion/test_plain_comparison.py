@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import headwise
-from headwise.checkpoints import open_checkpoint
 from headwise.conversion import closing_evaluation, plain_comparison
-from headwise.evaluation import evaluate_windows
-from headwise.evaluation.plain_cache import bfloat16_bytes
+from headwise.measure.evaluation import evaluate_windows
+from headwise.measure.evaluation.plain_cache import bfloat16_bytes
+from headwise.models.checkpoints import open_checkpoint
 from tests.real_models import save_tiny
 
 TEXT = "".join(f"{index:04d} the quick brown fox jumps over the lazy dog. " for index in range(60))

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from headwise.checkpoints import open_checkpoint
+from headwise.models.checkpoints import open_checkpoint
 from headwise.conversion.storage.activations import Activations
-from headwise.processes import all_sum, barrier, my_windows, process_index
-from headwise.hf import LayerwiseModel
+from headwise.base.processes import all_sum, barrier, my_windows, process_index
+from headwise.runtime.hf import LayerwiseModel
 
 source, out, windows = Path(sys.argv[1]), Path(sys.argv[2]), 5
 torch.set_grad_enabled(False)

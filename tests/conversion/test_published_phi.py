@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import headwise
-from headwise.caches import HeadwiseCache
-from headwise.checkpoints import load_tokenizer, open_checkpoint
-from headwise.evaluation import evaluate
-from headwise.specs import read_config
+from headwise.measure.evaluation import evaluate
+from headwise.models.checkpoints import load_tokenizer, open_checkpoint
+from headwise.models.specs import read_config
+from headwise.runtime.caches import HeadwiseCache
 from tests.closeness import assert_close
 from tests.conversion.test_resumed import TEXT
 from tests.tiny_families import save_family

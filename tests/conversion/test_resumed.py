@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import headwise
-from headwise.checkpoints import Checkpoint, FolderWriter
 from headwise.conversion import layer_loop as layers
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.planning.plan import Place
 from headwise.conversion.storage.activations import Activations
 from headwise.conversion.storage.layers import LayerFiles
-from headwise.texts import sources
+from headwise.measure.texts import sources
+from headwise.models.checkpoints import Checkpoint, FolderWriter
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 

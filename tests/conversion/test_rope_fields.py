@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import headwise
-from headwise.checkpoints import open_checkpoint
 from headwise.conversion import export_gguf
-from headwise.engines import engines
-from headwise.specs import read_config
+from headwise.models.checkpoints import open_checkpoint
+from headwise.models.specs import read_config
+from headwise.serving.engines import engines
 from tests.closeness import assert_close
 from tests.tiny_families import NORMED, answer, save_family
 

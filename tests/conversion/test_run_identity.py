@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 import headwise
-from headwise.checkpoints import run_identity
-from headwise.frontiers import results
-from headwise.options import (
+from headwise.base.options import (
     CalibrateOptions,
     ConvertOptions,
     FrontierOptions,
@@ -24,6 +22,8 @@ from headwise.options import (
     SampleOptions,
     declarations,
 )
+from headwise.conversion.frontiers import results
+from headwise.models.checkpoints import run_identity
 from tests.real_models import save_tiny
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
@@ -147,9 +147,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], ModuleType, type[Options]]] = {
     "convert": (headwise.convert, sys.modules["headwise.conversion.convert"], ConvertOptions),
     "calibrate": (headwise.calibrate, sys.modules["headwise.conversion.calibrate"], CalibrateOptions),
     "frontier": (headwise.frontier, results, FrontierOptions),
-    "heal": (headwise.heal, sys.modules["headwise.healing.heal"], HealOptions),
-    "sample": (headwise.sample, sys.modules["headwise.texts.sample"], SampleOptions),
-    "migrate": (headwise.migrate, sys.modules["headwise.migration.migrate"], MigrateOptions),
+    "heal": (headwise.heal, sys.modules["headwise.conversion.healing.heal"], HealOptions),
+    "sample": (headwise.sample, sys.modules["headwise.measure.texts.sample"], SampleOptions),
+    "migrate": (headwise.migrate, sys.modules["headwise.conversion.migration.migrate"], MigrateOptions),
 }
 """Each function that continues a killed run, the module that makes its identity, and its options."""
 

@@ -12,10 +12,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import headwise
-from headwise.checkpoints import family_of, open_checkpoint
 from headwise.conversion import export_gguf
-from headwise.cost import model as cost
-from headwise.specs import read_spec
+from headwise.costs.formulas import model as cost
+from headwise.models.checkpoints import family_of, open_checkpoint
+from headwise.models.specs import read_spec
 from tests.byte_level import save_byte_level
 from tests.closeness import assert_close
 from tests.conversion.test_resumed import TEXT

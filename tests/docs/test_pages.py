@@ -216,7 +216,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     import headwise
     from headwise.conversion import export_gguf
-    from headwise.texts import language_reference
+    from headwise.measure.texts import language_reference
     from tests.byte_level import save_byte_level
     from tests.real_models import save_character_tokenizer, tiny_model
 
@@ -249,7 +249,9 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def processes() -> Any:
     """A way to start processes that have imported torch already, which takes longer than most pages."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["headwise.cli.commands.convert", "headwise.conversion", "headwise.evaluation"])
+    context.set_forkserver_preload(
+        ["headwise.cli.commands.convert", "headwise.conversion", "headwise.measure.evaluation"]
+    )
     return context
 
 
@@ -356,7 +358,9 @@ class Page:
         return any(os.path.exists(name) for name in named)
 
     def _bundled(self) -> contextlib.AbstractContextManager[Any]:
-        return mock.patch("headwise.specs.sources.bundled_gguf", return_value=self.given / "gguf" / "model.gguf")
+        return mock.patch(
+            "headwise.models.specs.sources.bundled_gguf", return_value=self.given / "gguf" / "model.gguf"
+        )
 
 
 def quoted(code: str) -> set[str]:

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from headwise.attention import MultiHeadLatentAttention
 from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import headwise
 import headwise_vllm
-from headwise.attention import MultiHeadLatentAttention
-from headwise.engines import rules
+from headwise.serving.engines import rules
 from headwise_vllm.config import FAMILIES, ROPES, LatentLayer, latent_layers, register_configs
 from headwise_vllm.paged import Decoders, Request, _absorbed, _expanded, attend, attend_to_latents, store
 from tests.tiny_families import save_family
@@ -218,7 +218,7 @@ def test_headwise_keeps_its_own_config_classes() -> None:
 
     assert headwise.hf
     register_configs()
-    assert CONFIG_MAPPING["headwise_qwen2"].__module__.startswith("headwise.hf")
+    assert CONFIG_MAPPING["headwise_qwen2"].__module__.startswith("headwise.runtime.hf")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

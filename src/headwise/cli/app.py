@@ -16,10 +16,10 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from headwise.base.documents import finite
+from headwise.base.progress import Progress, TimeLeft
 from headwise.cli.captured_output import held_back
 from headwise.cli.printable import PrintableConsole, printable_json
-from headwise.documents import finite
-from headwise.progress import Progress, TimeLeft
 
 app = typer.Typer(
     name="headwise",

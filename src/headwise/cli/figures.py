@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headwise.advice import Advice, Option
-    from headwise.audit import MechanismBench
-    from headwise.cost import Comparison
-    from headwise.prediction import Prediction, Timed
+    from headwise.costs.formulas import Comparison
+    from headwise.costs.prediction import Prediction, Timed
+    from headwise.decide.advice import Advice, Option
+    from headwise.study.audit import MechanismBench
 
 _BEST, _ALLOWED, _REFUSED = "#d98218", "#3f7fd9", "#a8adb5"
 _LEAST_LOSS = 1e-3
@@ -62,7 +62,7 @@ def _of_five(number: float, _: int) -> str:
 
 def _point(axes: Any, option: Option, advice: Advice, y: float, *, is_hollow: bool) -> None:
     """One option in one plot, with its name."""
-    from headwise.advice import AS_IT_IS
+    from headwise.decide.advice import AS_IT_IS
 
     is_best = advice.best is not None and option.target == advice.best.target
     colour = _BEST if is_best else _ALLOWED if option.refused is None else _REFUSED

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
+from headwise.base.options import Declaration, Options, declarations
 from headwise.errors import ArgumentError
-from headwise.options import Declaration, Options, declarations
 
 _NO = "no_"
 """Prefix of a parameter whose flag sets a field to False."""

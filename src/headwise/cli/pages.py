@@ -13,18 +13,18 @@ from headwise.cli.app import out
 from headwise.errors import HeadwiseError, naming
 
 if TYPE_CHECKING:
-    from headwise.advice import Measured, Question
-    from headwise.prediction import Device
-    from headwise.report import Section
-    from headwise.specs import ModelSpec
+    from headwise.costs.prediction import Device
+    from headwise.decide.advice import Measured, Question
+    from headwise.decide.report import Section
+    from headwise.models.specs import ModelSpec
 
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a web page.")]
 
 
 def refuse_no_page(html: Path | None, *, has_plots: bool = True) -> None:
     """Refuse a page that cannot be made or written, before any work; nothing where none is asked for."""
-    from headwise.disk import refuse_no_file
-    from headwise.report import refuse_no_plotly
+    from headwise.base.disk import refuse_no_file
+    from headwise.base.documents import refuse_no_plotly
 
     if html is not None:
         if has_plots:
@@ -34,7 +34,7 @@ def refuse_no_page(html: Path | None, *, has_plots: bool = True) -> None:
 
 def write_page(html: Path, text: str, *, is_silent: bool = False) -> None:
     """Write a page whole or not at all, and say so."""
-    from headwise.disk import clearly, write_among_others
+    from headwise.base.disk import clearly, write_among_others
 
     with clearly("html", html):
         write_among_others(html, text.encode())
@@ -44,9 +44,9 @@ def write_page(html: Path, text: str, *, is_silent: bool = False) -> None:
 
 def first_question(model: ModelSpec, *, context: int = 4096, batch: int = 1, dtype: str = "bfloat16") -> Question:
     """What a page begins with where a command names no device; its reader may choose another."""
-    from headwise.advice import Question
-    from headwise.prediction import Pass, device
-    from headwise.report import DEFAULT_HARDWARE
+    from headwise.costs.prediction import Pass, device
+    from headwise.decide.advice import Question
+    from headwise.decide.report import DEFAULT_HARDWARE
 
     most = model.body.positions if model.body is not None and model.body.positions else context
     with naming(total="context"):
@@ -65,7 +65,7 @@ def model_page(
 ) -> str:
     """The page of a model with the results of a command below it; of results alone where its body is not known."""
     from headwise import __version__
-    from headwise.report import measured_steps, page, page_data, sections
+    from headwise.decide.report import measured_steps, page, page_data, sections
 
     results: list[Section] = [section for document in documents for section in sections(document)]
     notes: list[str] = []

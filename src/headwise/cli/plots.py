@@ -22,7 +22,7 @@ _KINDS = ("png", "svg")
 
 def refuse_no_plot(plot: Path | None) -> None:
     """Refuse a picture that cannot be drawn or written, before any work; nothing where none is asked for."""
-    from headwise.disk import refuse_no_file
+    from headwise.base.disk import refuse_no_file
 
     if plot is None:
         return
@@ -43,7 +43,7 @@ def write_plot(plot: Path, draw: Callable[[], Any], *, is_silent: bool = False) 
     """
     import matplotlib as mpl
 
-    from headwise.disk import clearly, write_among_others
+    from headwise.base.disk import clearly, write_among_others
 
     kind = plot.suffix.lower().removeprefix(".")
     data = io.BytesIO()

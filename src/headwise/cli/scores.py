@@ -10,8 +10,8 @@ from rich.markup import escape
 from headwise.cli.app import numbers_table, out
 
 if TYPE_CHECKING:
-    from headwise.evaluation import ChoiceEvaluation, Evaluation, PlantedEvaluation, Rate, RetrievalEvaluation
-    from headwise.evaluation.paired_results import Paired
+    from headwise.measure.evaluation import ChoiceEvaluation, Evaluation, PlantedEvaluation, Rate, RetrievalEvaluation
+    from headwise.measure.evaluation.paired_results import Paired
 
 COLUMNS = ("model", "reference")
 

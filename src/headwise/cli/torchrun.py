@@ -34,7 +34,7 @@ def as_one_process() -> Iterator[None]:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    from headwise.processes import WAIT
+    from headwise.base.processes import WAIT
 
     if int(os.environ["RANK"]) > 0:
         err.quiet = True

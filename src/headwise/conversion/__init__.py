@@ -7,15 +7,14 @@ from headwise.conversion.methods.first_head import first_head
 from headwise.conversion.methods.mha2mla import mha2mla
 from headwise.conversion.methods.transmla import transmla
 from headwise.conversion.one_layer import convert_to_grouped
-from headwise.conversion.output.deepseek import common_spec, deepseek_config, deepseek_layer, export_deepseek
 from headwise.conversion.output.formats import FORMATS, StockReport
-from headwise.conversion.output.gguf import export_gguf
 from headwise.conversion.report import Conversion
 from headwise.conversion.solvers.joint_latent import joint_latent
 from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
 from headwise.conversion.solvers.rope_channels import Channels, concentrate, keep_rotation, mean_rotation
-from headwise.cost.target import Target, convert_spec, parse_target
-from headwise.renamed import moved_names, moved_to
+from headwise.costs.formulas.target import Target, convert_spec, parse_target
+from headwise.serving.exports.deepseek import common_spec, deepseek_config, deepseek_layer, export_deepseek
+from headwise.serving.exports.gguf import export_gguf
 
 __all__ = [
     "FORMATS",
@@ -48,12 +47,3 @@ __all__ = [
     "parse_target",
     "transmla",
 ]
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        **moved_to("headwise.frontiers", "Frontier", "Point", "frontier"),
-        "plan_layers": "headwise.conversion.convert_spec",
-        "one_plan": "headwise.conversion.common_spec",
-    },
-)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from headwise.costs.prediction import Pass, operators
 from headwise.errors import HeadwiseError
-from headwise.prediction import Pass, operators
-from headwise.specs import ModelSpec
+from headwise.models.specs import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)

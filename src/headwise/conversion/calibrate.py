@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity
+from headwise.base.disk import clearly, refuse_input_within
+from headwise.base.options import CalibrateOptions, takes_options
+from headwise.base.processes import first_enters, my_windows, process_index
+from headwise.base.progress import Progress, silent
+from headwise.base.type_checks import typed
 from headwise.conversion.calibration.saved import ABOUT, save_layer, write_statistics
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
 from headwise.conversion.calibration.source_stream import begin_streams, sensitivity_windows, traced
@@ -21,16 +25,12 @@ from headwise.conversion.solvers.device import computing_on, own_device
 from headwise.conversion.solvers.statistics import statistics_of
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.conversion.unsolvable import refuse_unsolvable
-from headwise.cost.target import refuse_latent
-from headwise.disk import clearly, refuse_input_within
-from headwise.hf import AttentionCall, LayerwiseModel
-from headwise.measurement import peak_rss_bytes
-from headwise.options import CalibrateOptions, takes_options
-from headwise.processes import first_enters, my_windows, process_index
-from headwise.progress import Progress, silent
-from headwise.texts.calibration_texts import check_texts, open_windows, refuse_cross_layers
-from headwise.texts.sources import refuse_texts_within
-from headwise.type_checks import typed
+from headwise.costs.formulas.target import refuse_latent
+from headwise.measure.texts.calibration_texts import check_texts, open_windows, refuse_cross_layers
+from headwise.measure.texts.sources import refuse_texts_within
+from headwise.measure.timing import peak_rss_bytes
+from headwise.models.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity
+from headwise.runtime.hf import AttentionCall, LayerwiseModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,15 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headwise.attention.rope import change_note
-from headwise.checkpoints import Checkpoint, load_tokenizer
+from headwise.base.options import EVALUATION_WINDOWS
+from headwise.base.progress import Progress, silent
 from headwise.errors import ArgumentError, SpecError
-from headwise.evaluation import WINDOW, Evaluation, Pair, evaluate_windows, open_pair
-from headwise.measurement import available_bytes
-from headwise.options import EVALUATION_WINDOWS
-from headwise.progress import Progress, silent
-from headwise.specs import ModelSpec
-from headwise.texts import (
+from headwise.measure.evaluation import WINDOW, Evaluation, Pair, evaluate_windows, open_pair
+from headwise.measure.texts import (
     begun,
     cut_windows,
     first_ids,
@@ -31,7 +27,11 @@ from headwise.texts import (
     usual_window,
     windows_beyond,
 )
-from headwise.texts.calibration_texts import NO_TEXTS, CalibrationTexts, open_windows, refuse_unknown_tokens
+from headwise.measure.texts.calibration_texts import NO_TEXTS, CalibrationTexts, open_windows, refuse_unknown_tokens
+from headwise.measure.timing import available_bytes
+from headwise.models.checkpoints import Checkpoint, load_tokenizer
+from headwise.models.specs import ModelSpec
+from headwise.runtime.attention.rope import change_note
 
 REFERENCE = "Python's language reference"
 _PARTS = (slice(None), slice(0, None, 2), slice(1, None, 2))
@@ -82,7 +82,7 @@ def choose_exam(
 
     Args:
         checkpoint: the source.
-        named: the texts that the user names; see `headwise.texts.read_source`.
+        named: the texts that the user names; see `headwise.measure.texts.read_source`.
         calibrate: the calibration texts.
         calibrated_on: the `text_identity` of other texts that the result is calibrated on.
         window: tokens in each window; when None 2048, or the model's positions or the tokens of a single named text

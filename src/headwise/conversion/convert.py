@@ -11,8 +11,12 @@ from typing import Any
 
 import torch
 
-from headwise.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, open_checkpoint, run_identity
-from headwise.checkpoints.writer import MODEL
+from headwise.base.disk import refuse_input_within
+from headwise.base.documents import MEASURED
+from headwise.base.options import ConvertOptions, takes_options
+from headwise.base.processes import first_enters, process_count, process_index
+from headwise.base.progress import Progress, TimedProgress, silent
+from headwise.base.type_checks import typed
 from headwise.conversion.balance import balance
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
 from headwise.conversion.closing_evaluation import (
@@ -35,20 +39,29 @@ from headwise.conversion.report import Conversion, describe, notes_before
 from headwise.conversion.solvers.device import computing_on, own_device, peak_bytes, reset_peak
 from headwise.conversion.unsolvable import refuse_unsolvable
 from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, write_folder
-from headwise.cost.model import cache_bytes_per_token
-from headwise.cost.target import Target, parse_target
-from headwise.disk import refuse_input_within
-from headwise.documents import MEASURED
+from headwise.costs.formulas.model import cache_bytes_per_token
+from headwise.costs.formulas.target import Target, parse_target
+from headwise.costs.prediction import check_engine
 from headwise.errors import ArgumentError, HeadwiseError
-from headwise.hf import as_dtype
-from headwise.measurement import peak_rss_bytes
-from headwise.options import ConvertOptions, takes_options
-from headwise.prediction import check_engine
-from headwise.processes import first_enters, process_count, process_index
-from headwise.progress import Progress, TimedProgress, silent
-from headwise.specs import read_config
-from headwise.texts import CalibrationTexts, check_texts, named_texts, refuse_cross_layers, refuse_texts_within
-from headwise.type_checks import typed
+from headwise.measure.texts import (
+    CalibrationTexts,
+    check_texts,
+    named_texts,
+    refuse_cross_layers,
+    refuse_texts_within,
+)
+from headwise.measure.timing import peak_rss_bytes
+from headwise.models.checkpoints import (
+    Checkpoint,
+    FolderWriter,
+    check_output,
+    dtype_name,
+    open_checkpoint,
+    run_identity,
+)
+from headwise.models.checkpoints.writer import MODEL
+from headwise.models.specs import read_config
+from headwise.runtime.hf import as_dtype
 
 UNKNOWN_SPREAD = "the text decides how the cache is spread over layers; parameters and disk depend on it"
 """The note of a dry run about sizes that it does not compute."""
@@ -68,7 +81,8 @@ def convert(
     key–value heads. Other results, and MLA, are the family's model with headwise's attention: load them with
     ``headwise.load``, or with transformers after ``import headwise.hf``.
 
-    ``calibrate`` and ``evaluate`` take the sources that `headwise.texts.read_source` reads. The evaluation also
+    ``calibrate`` and ``evaluate`` take the sources that `headwise.measure.texts.read_source` reads. The evaluation
+    also
     measures what plain quantisation of the source loses at about these bytes. ``evaluate=False`` skips both; if one
     of them is not possible, a note of the report says why.
 

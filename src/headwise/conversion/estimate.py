@@ -8,6 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headwise.base.processes import process_count, temporary_folder
+from headwise.base.progress import Progress, silent
 from headwise.conversion.budget.layer_trials import SPREADING
 from headwise.conversion.budget.shared_channels import CHOOSING
 from headwise.conversion.budget.spread import PIECES, TOKENS
@@ -23,11 +25,9 @@ from headwise.conversion.plain_comparison import COMPARING
 from headwise.conversion.planning.plan import ConversionPlan, Place
 from headwise.conversion.solvers.device import clock
 from headwise.conversion.storage.store import LayerStore
-from headwise.hf import LayerwiseModel
-from headwise.kernels import attend
-from headwise.processes import process_count, temporary_folder
-from headwise.progress import Progress, silent
-from headwise.texts import NO_TEXTS, CalibrationTexts
+from headwise.measure.texts import NO_TEXTS, CalibrationTexts
+from headwise.runtime.hf import LayerwiseModel
+from headwise.runtime.kernels import attend
 
 _WINDOWS, _STEPS = 4, 6
 """The numbers of windows and of descent steps that are timed."""

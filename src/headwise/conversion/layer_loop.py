@@ -10,22 +10,22 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from headwise.attention import RotaryEmbedding
-from headwise.checkpoints import FolderWriter
+from headwise.base.processes import process_index
+from headwise.base.progress import Progress, silent
 from headwise.conversion.budget.shared_channels import compare_own_channels
 from headwise.conversion.calibration.base import Calibrator
 from headwise.conversion.methods import Evidence
-from headwise.conversion.output.deepseek import input_norm
-from headwise.conversion.output.latent_norm import constant_of_inputs, without_biases
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.output.rotary_factors import with_even_pairs
+from headwise.conversion.output.without_biases import constant_of_inputs, without_biases
 from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
 from headwise.conversion.solvers.device import CPU, moved
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.storage.store import ConvertedLayer, LayerStore
-from headwise.processes import process_index
-from headwise.progress import Progress, silent
-from headwise.quantization import TransformCode
+from headwise.models.checkpoints import FolderWriter
+from headwise.runtime.attention import RotaryEmbedding
+from headwise.runtime.quantization import TransformCode
+from headwise.serving.exports.deepseek import input_norm
 
 CONVERTING = "converting"
 """The name of the stage, for progress."""

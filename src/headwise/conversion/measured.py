@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
+from headwise.base.documents import finite
+from headwise.base.options import ConvertOptions
 from headwise.conversion.planning.plan import ConversionPlan
 from headwise.conversion.report import Conversion
-from headwise.cost.model import cache_bytes_per_token
-from headwise.cost.target import Target
-from headwise.documents import finite
-from headwise.options import ConvertOptions
+from headwise.costs.formulas.model import cache_bytes_per_token
+from headwise.costs.formulas.target import Target
 
 
 def measured_json(plan: ConversionPlan, target: Target, options: ConvertOptions, report: Conversion) -> str | None:

@@ -11,7 +11,7 @@ from headwise.conversion.methods.repeat import repeat_heads
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.errors import ArgumentError
-from headwise.specs import GroupedSpec, as_grouped
+from headwise.models.specs import GroupedSpec, as_grouped
 
 
 def convert_to_grouped(
@@ -31,7 +31,7 @@ def convert_to_grouped(
         state: the layer's tensors by its own names (``q_proj.weight`` …).
         source: the layer's spec.
         target: the layer's spec with a multiple or a divisor of the key–value heads, from
-            `headwise.specs.as_grouped`.
+            `headwise.models.specs.as_grouped`.
         method: the name of the method that merges heads; repeating copies the source's numbers bit for bit.
         statistics: for ``aligned``, means over a text; None to align by weights alone.
         sensitivity: for ``aligned``, ``[E, E]``, the cost of an error of the output.

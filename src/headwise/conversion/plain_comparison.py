@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from headwise.checkpoints import Checkpoint, open_checkpoint
+from headwise.base.documents import as_document
+from headwise.base.progress import Progress, silent
 from headwise.conversion.closing_evaluation import EVALUATING, Exam, prove
-from headwise.documents import as_document
+from headwise.costs.prediction import check_engine
 from headwise.errors import HeadwiseError
-from headwise.evaluation import Evaluation
-from headwise.evaluation.plain_cache import A_POINT, bfloat16_bytes, margin, nearest_formats, served_bytes
-from headwise.prediction import check_engine
-from headwise.progress import Progress, silent
+from headwise.measure.evaluation import Evaluation
+from headwise.measure.evaluation.plain_cache import A_POINT, bfloat16_bytes, margin, nearest_formats, served_bytes
+from headwise.models.checkpoints import Checkpoint, open_checkpoint
 
 COMPARING = "comparing with plain quantisation"
 """The name of the stage, for progress."""
@@ -31,7 +31,7 @@ class ComparedFormat:
         format: the format.
         bytes_per_token: of the source's cache in it.
         loses: whether the format loses less than the conversion, as much or more, by
-            `headwise.evaluation.plain_cache.margin`.
+            `headwise.measure.evaluation.plain_cache.margin`.
         evaluation: the source with the format beside the source without it.
     """
 

@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headwise.checkpoints import TensorInfo, dtype_name
-from headwise.checkpoints.gguf import GgufCheckpoint
+from headwise.base.documents import as_document
 from headwise.conversion.balance import Balance
 from headwise.conversion.budget.spread import Spread
 from headwise.conversion.output.card import parameters_of
 from headwise.conversion.output.formats import OutputFormat, StockReport
 from headwise.conversion.plain_comparison import PlainComparison
 from headwise.conversion.planning.plan import ConversionPlan
-from headwise.cost import model as cost
-from headwise.documents import as_document
-from headwise.evaluation import Evaluation
-from headwise.quantization import SINKS
-from headwise.quantization.files import FILE
-from headwise.specs import read_config
+from headwise.costs.formulas import model as cost
+from headwise.measure.evaluation import Evaluation
+from headwise.models.checkpoints import TensorInfo, dtype_name
+from headwise.models.checkpoints.gguf import GgufCheckpoint
+from headwise.models.specs import read_config
+from headwise.runtime.quantization import SINKS
+from headwise.runtime.quantization.files import FILE
 
 
 @dataclass(frozen=True, kw_only=True)

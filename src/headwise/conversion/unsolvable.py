@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from headwise.checkpoints import Checkpoint
 from headwise.errors import CheckpointError
+from headwise.models.checkpoints import Checkpoint
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import Checkpoint, FolderWriter, TensorInfo, dtype_name, open_checkpoint
+from headwise.base.processes import barrier, first_enters, process_index
+from headwise.base.progress import Progress, silent
 from headwise.conversion.budget.shared_channels import choose_shared_channels
 from headwise.conversion.budget.spread import Spread, find_spread
 from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
@@ -24,11 +25,10 @@ from headwise.conversion.planning.plan import ConversionPlan
 from headwise.conversion.solvers.device import CPU, computing_on, moved
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.conversion.storage.store import LayerStore
-from headwise.processes import barrier, first_enters, process_index
-from headwise.progress import Progress, silent
-from headwise.quantization import TransformCode
-from headwise.quantization.files import FILE, codes_content
-from headwise.texts import NO_TEXTS, CalibrationTexts
+from headwise.measure.texts import NO_TEXTS, CalibrationTexts
+from headwise.models.checkpoints import Checkpoint, FolderWriter, TensorInfo, dtype_name, open_checkpoint
+from headwise.runtime.quantization import TransformCode
+from headwise.runtime.quantization.files import FILE, codes_content
 
 TOKENS = 512
 """The number of tokens that the two formats of an exported folder are compared on."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import torch
-from headwise.specs.tied import TiedSpec
+from headwise.models.specs.tied import TiedSpec
 from torch.utils.flop_counter import FlopCounterMode
 
 from headwise import compare, cost, inspect
-from headwise.attention import build
-from headwise.measurement import measure_layers
-from headwise.specs import ModelSpec, read_config, spec_from_dict
+from headwise.measure.timing import measure_layers
+from headwise.models.specs import ModelSpec, read_config, spec_from_dict
+from headwise.runtime.attention import build
 
 SPEC = TiedSpec(hidden_size=24, num_heads=3, head_dim=10)
 

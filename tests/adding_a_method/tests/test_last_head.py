@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headwise
-from headwise.checkpoints import open_checkpoint
 from headwise.conversion import find_method
-from headwise.frontiers.ladder import list_candidates
+from headwise.conversion.frontiers.ladder import list_candidates
+from headwise.models.checkpoints import open_checkpoint
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 import headwise
 from headwise import Conversion
-from headwise.checkpoints import open_checkpoint
 from headwise.conversion.budget import layer_trials, spread
 from headwise.conversion.budget.layer_trials import LayerTrials, sizes_to_try
 from headwise.conversion.budget.trial import Trial, held_pieces
@@ -28,8 +27,9 @@ from headwise.conversion.solvers.layer import Layer, State, rotation_tables
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.solvers.statistics import Statistics, statistics_of
 from headwise.conversion.storage.layers import LayerFiles
-from headwise.hf import LayerwiseModel
-from headwise.specs import GroupedSpec, LatentSpec, RopeSpec, as_latent
+from headwise.models.checkpoints import open_checkpoint
+from headwise.models.specs import GroupedSpec, LatentSpec, RopeSpec, as_latent
+from headwise.runtime.hf import LayerwiseModel
 from tests.real_models import save_tiny
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40

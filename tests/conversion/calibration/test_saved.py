@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import load_file, save
 
 import headwise
-from headwise.checkpoints import load_tokenizer, open_checkpoint
 from headwise.conversion import layer_loop
 from headwise.conversion.calibration import saved
 from headwise.conversion.calibration.saved import _triangle, _whole, open_statistics, read_evidence
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.closing_evaluation import REFERENCE
 from headwise.conversion.storage.layers import LayerFiles
-from headwise.hf import LayerwiseModel
-from headwise.texts import calibration_windows
+from headwise.measure.texts import calibration_windows
+from headwise.models.checkpoints import load_tokenizer, open_checkpoint
+from headwise.runtime.hf import LayerwiseModel
 from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.real_models import save_tiny
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 import headwise
-from headwise.checkpoints import open_checkpoint
 from headwise.conversion.calibration.starts import DRAWN, Starts, start_ids
 from headwise.conversion.calibration.windows import plain_windows
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers.layer import rotation_tables
 from headwise.conversion.solvers.refit import OUTLIER, Cost, OutputRefit
-from headwise.hf import LayerwiseModel
-from headwise.specs import GroupedSpec
-from headwise.texts.windows import begun
+from headwise.measure.texts.windows import begun
+from headwise.models.checkpoints import open_checkpoint
+from headwise.models.specs import GroupedSpec
+from headwise.runtime.hf import LayerwiseModel
 from tests.conversion.calibration.test_text import MODELS, ids, opened
 from tests.real_models import save_tiny
 

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 import headwise
-from headwise.checkpoints import open_checkpoint
 from headwise.conversion.calibration.candidate_layer import Candidate
 from headwise.conversion.calibration.sensitivity import drawn_labels, output_sensitivities
 from headwise.conversion.calibration.text import TextCalibrator, descent_steps
@@ -24,8 +23,9 @@ from headwise.conversion.solvers.refit import RIDGES, Cost, OutputRefit, refine
 from headwise.conversion.solvers.statistics import Statistics, WindowStatistics, output_metric, root
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.errors import CheckpointError
-from headwise.hf import LayerwiseModel
-from headwise.specs import GroupedSpec
+from headwise.models.checkpoints import open_checkpoint
+from headwise.models.specs import GroupedSpec
+from headwise.runtime.hf import LayerwiseModel
 from tests.real_models import save_tiny
 
 MODELS = {

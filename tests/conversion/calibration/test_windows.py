@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwise.checkpoints import open_checkpoint
 from headwise.conversion.calibration.windows import (
     ALIKE,
     PASSAGES,
@@ -21,8 +20,9 @@ from headwise.conversion.calibration.windows import (
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers.rope_channels import mean_rotation
 from headwise.conversion.solvers.statistics import statistics_of
-from headwise.hf import LayerwiseModel
-from headwise.specs import GroupedSpec, ModelSpec, RopeSpec
+from headwise.models.checkpoints import open_checkpoint
+from headwise.models.specs import GroupedSpec, ModelSpec, RopeSpec
+from headwise.runtime.hf import LayerwiseModel
 from tests.real_models import save_tiny
 
 ROPE = RopeSpec(dim=16)

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise.conversion.codes.shares import code_shape, whole_shares
-from headwise.quantization.transform_code import blocks
-from headwise.specs import LatentSpec
+from headwise.models.specs import LatentSpec
+from headwise.runtime.quantization.transform_code import blocks
 
 
 def layer(rank: int, rotary: int) -> LatentSpec:

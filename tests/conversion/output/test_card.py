@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from headwise.conversion.output.card import CardFacts, base_model_of, model_card, source_license
-from headwise.cost import model as cost
-from headwise.evaluation.results import Evaluation, PositionScore, TextScore
-from headwise.specs import GroupedSpec, LatentSpec, ModelSpec
+from headwise.costs.formulas import model as cost
+from headwise.measure.evaluation.results import Evaluation, PositionScore, TextScore
+from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec
 
 E, H, K, D = 64, 8, 4, 8
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import headwise
-from headwise.checkpoints import FolderWriter, open_checkpoint
+from headwise.base.progress import silent
 from headwise.conversion import parse_target
 from headwise.conversion.budget import shared_channels
 from headwise.conversion.budget.shared_channels import choose_shared_channels, rotary_losses
@@ -29,8 +29,8 @@ from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage.activations import Activations
 from headwise.conversion.storage.layers import LayerFiles
 from headwise.conversion.storage.store import LayerStore
-from headwise.progress import silent
-from headwise.specs import GroupedSpec, LatentSpec
+from headwise.models.checkpoints import FolderWriter, open_checkpoint
+from headwise.models.specs import GroupedSpec, LatentSpec
 from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family

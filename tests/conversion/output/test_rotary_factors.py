@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.conversion.output.latent_norm import CONSTANT_WEIGHT, without_biases
 from headwise.conversion.output.rotary_factors import with_even_pairs
+from headwise.conversion.output.without_biases import without_biases
 from headwise.conversion.solvers.layer import Layer, Rotation, attention_weights
-from headwise.quantization.ggml import GgmlCode
-from headwise.specs import LatentSpec
+from headwise.models.specs import LatentSpec
+from headwise.runtime.quantization.ggml import GgmlCode
+from headwise.serving.exports.latent_norm import CONSTANT_WEIGHT
 from tests.closeness import assert_close
 
 E, R, P, H, N, V, T = 48, 32, 32, 3, 16, 16, 200

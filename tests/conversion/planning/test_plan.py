@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from headwise.checkpoints import open_checkpoint
 from headwise.conversion import parse_target
 from headwise.conversion.methods import STAGES
 from headwise.conversion.planning.plan import LayerSize, Place, make_plan, read_layer
-from headwise.specs import LatentSpec
+from headwise.models.checkpoints import open_checkpoint
+from headwise.models.specs import LatentSpec
 from tests.real_models import save_tiny
 
 EVEN = tuple(stage for stage in STAGES if stage != "spread")

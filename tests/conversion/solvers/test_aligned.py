@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise.attention.grouped import from_spec
-from headwise.checkpoints import open_checkpoint
 from headwise.conversion import convert_to_grouped
 from headwise.conversion.solvers import aligned
 from headwise.conversion.solvers.head_groups import Group, group_heads
@@ -21,7 +19,9 @@ from headwise.conversion.solvers.metrics import KEY_WEIGHT, centred
 from headwise.conversion.solvers.rope_channels import as_rotated, to_complex
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.errors import ArgumentError, SpecError
-from headwise.specs import GroupedSpec, RopeSpec, as_grouped, rotated_dims
+from headwise.models.checkpoints import open_checkpoint
+from headwise.models.specs import GroupedSpec, RopeSpec, as_grouped, rotated_dims
+from headwise.runtime.attention.grouped import from_spec
 from tests.closeness import assert_close
 from tests.tiny_families import FAMILIES, STOCK, save_family
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headwise.attention.grouped import from_spec
 from headwise.conversion import convert_to_grouped
 from headwise.errors import ArgumentError
-from headwise.specs import GroupedSpec, as_grouped
+from headwise.models.specs import GroupedSpec, as_grouped
+from headwise.runtime.attention.grouped import from_spec
 
 SOURCE = GroupedSpec(
     hidden_size=10, num_heads=12, num_kv_heads=6, head_dim=4, v_head_dim=3, bias=("q_proj", "k_proj", "v_proj")

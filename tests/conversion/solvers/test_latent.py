@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.checkpoints import open_checkpoint
 from headwise.conversion.planning.plan import Place, read_layer
 from headwise.conversion.solvers.aligned import align
 from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
 from headwise.conversion.solvers.latent_sizes import solve_sizes
 from headwise.conversion.solvers.layer import Layer, rotation_tables
 from headwise.conversion.solvers.statistics import statistics_of
-from headwise.specs import GroupedSpec, as_latent
+from headwise.models.checkpoints import open_checkpoint
+from headwise.models.specs import GroupedSpec, as_latent
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
 

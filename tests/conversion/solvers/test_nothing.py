@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headwise
-from headwise.checkpoints import open_checkpoint
+from headwise.base.progress import silent
 from headwise.conversion.budget.shared_channels import choose_shared_channels, rotary_losses
 from headwise.conversion.calibration.base import NOTHING_KNOWN
 from headwise.conversion.methods import headwise as own_method
@@ -20,9 +20,9 @@ from headwise.conversion.solvers.joint_latent import Part, joint_latent
 from headwise.conversion.solvers.refit import Cost, OutputRefit
 from headwise.conversion.solvers.rope_channels import keep_rotation
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.cost.target import parse_target
-from headwise.progress import silent
-from headwise.specs import LatentSpec
+from headwise.costs.formulas.target import parse_target
+from headwise.models.checkpoints import open_checkpoint
+from headwise.models.specs import LatentSpec
 from tests.real_models import save_tiny
 
 TEXT = "".join(f"{index} the quick brown fox jumps over the lazy dog and {index * 7} more. " for index in range(20))

@@ -12,16 +12,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import headwise
-from headwise.attention import RotaryEmbedding
-from headwise.attention.latent import constructor_arguments
-from headwise.checkpoints import open_checkpoint
 from headwise.conversion.methods.first_head import first_head
 from headwise.conversion.methods.mha2mla import mha2mla
 from headwise.conversion.methods.random_heads import random_heads
 from headwise.conversion.methods.transmla import rotate_rope, transmla
 from headwise.conversion.solvers.orthogonal_channels import principal, share_out
-from headwise.hf import HostedLatentAttention
-from headwise.specs import GroupedSpec, LatentSpec, RopeSpec, as_grouped, as_latent
+from headwise.models.checkpoints import open_checkpoint
+from headwise.models.specs import GroupedSpec, LatentSpec, RopeSpec, as_grouped, as_latent
+from headwise.runtime.attention import RotaryEmbedding
+from headwise.runtime.attention.latent import constructor_arguments
+from headwise.runtime.hf import HostedLatentAttention
 from tests.closeness import assert_close
 from tests.conversion.test_lossless import MODELS
 from tests.real_models import save_tiny

@@ -16,8 +16,8 @@ from headwise.cli.app import Json, app, emit, numbers_table, out, progress_bar
 from headwise.cli.pages import Html, refuse_no_page, write_page
 
 if TYPE_CHECKING:
-    from headwise.audit import Audit
-    from headwise.audit.training import FromScratch
+    from headwise.study.audit import Audit
+    from headwise.study.audit.training import FromScratch
 
 TRAINED = Path("headwise-trained.json")
 """Where losses are kept unless the user names another file."""
@@ -46,15 +46,15 @@ def audit(
 ) -> None:
     """Test every claim of the guides that headwise began with, and say which hold, with the evidence."""
     refuse_no_page(html, has_plots=False)
-    from headwise.audit.audit import audit as run_audit
-    from headwise.audit.audit import chosen
+    from headwise.study.audit.audit import audit as run_audit
+    from headwise.study.audit.audit import chosen
 
     chosen(claim)
     losses = trained or (TRAINED if train or TRAINED.is_file() else None)
     scratch: FromScratch | None = None
     with progress_bar() as progress:
         if train:
-            from headwise.audit.training import train as train_decoders
+            from headwise.study.audit.training import train as train_decoders
 
             assert losses is not None
             scratch = train_decoders(losses, text=text, tokens=tokens, seeds=seeds, device=device, progress=progress)
@@ -66,7 +66,7 @@ def audit(
             _print_losses(scratch)
         _print(report)
     if html is not None:
-        from headwise.audit.page import page
+        from headwise.study.audit.page import page
 
         write_page(html, page(report, shlex.join(["headwise", *sys.argv[1:]])), is_silent=as_json)
 

@@ -17,8 +17,8 @@ from headwise.cli.plots import Plot, refuse_no_plot, write_plot
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from headwise.audit import MechanismBench
-    from headwise.bench import Bench, Case
+    from headwise.study.audit import MechanismBench
+    from headwise.study.bench import Bench, Case
 
 OURS = "headwise"
 
@@ -56,7 +56,7 @@ def decode(
     """Time one decoding step of attention: headwise, SDPA, FlexAttention, and keys repeated for every head."""
     with progress_bar() as progress:
         _prepare(threads, html)
-        from headwise.bench import Shape, bench_decode
+        from headwise.study.bench import Shape, bench_decode
 
         report = bench_decode(
             shapes=[Shape.parse(text) for text in shape or ()],
@@ -86,7 +86,7 @@ def prefill(
     """Time causal attention over a prompt."""
     with progress_bar() as progress:
         _prepare(threads, html)
-        from headwise.bench import Shape, bench_prefill
+        from headwise.study.bench import Shape, bench_prefill
 
         report = bench_prefill(
             shapes=[Shape.parse(text) for text in shape or ()],
@@ -114,7 +114,7 @@ def module(
     """Time whole attention layers: headwise, transformers, x-transformers, torch, and a textbook layer."""
     with progress_bar() as progress:
         _prepare(threads, html)
-        from headwise.bench import bench_module
+        from headwise.study.bench import bench_module
 
         report = bench_module(
             hidden_size=hidden_size,
@@ -147,7 +147,7 @@ def generate(
     """Time a whole model that generates token by token: as loaded, optimised, and in other engines."""
     with progress_bar() as progress:
         _prepare(threads, html)
-        from headwise.bench import bench_generate
+        from headwise.study.bench import bench_generate
 
         report = bench_generate(
             source,
@@ -178,7 +178,7 @@ def mechanisms(
     refuse_no_plot(plot)
     with progress_bar() as progress:
         _prepare(threads, None)
-        from headwise.audit.mechanisms import LENGTHS, bench_mechanisms
+        from headwise.study.audit.mechanisms import LENGTHS, bench_mechanisms
 
         report = bench_mechanisms(
             hidden_size=hidden_size,
@@ -236,7 +236,7 @@ def _show(report: Bench, html: Path | None, *, as_json: bool) -> None:
     else:
         _print(report)
     if html is not None:
-        from headwise.bench import page
+        from headwise.study.bench import page
 
         write_page(html, page(report, command), is_silent=as_json)
 

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from headwise.base.options import CalibrateOptions
 from headwise.cli.app import SOURCES, Json, app, bytes_text, emit, out, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.torchrun import as_one_process
-from headwise.options import CalibrateOptions
 
 
 @app.command(epilog="Example: headwise calibrate smollm2-135m ./smollm2-statistics --calibrate text.txt")

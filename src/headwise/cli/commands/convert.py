@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from headwise.base.options import ConvertOptions
 from headwise.cli.app import SOURCES, Json, app, bytes_text, emit, out, progress_bar, say
 from headwise.cli.options import takes_options
 from headwise.cli.scores import show_text
 from headwise.cli.torchrun import as_one_process
-from headwise.options import ConvertOptions
 
 if TYPE_CHECKING:
     from headwise.conversion import Conversion
@@ -40,8 +40,8 @@ def convert(
 
 
 def _show(report: Conversion) -> None:
-    from headwise.cost.layer import dtype_bytes
-    from headwise.specs import HOSTED_PREFIX
+    from headwise.costs.formulas.layer import dtype_bytes
+    from headwise.models.specs import HOSTED_PREFIX
 
     before, after = report.kv_bytes_per_token_before, report.kv_bytes_per_token_after
     dry_run = " (dry run)" if report.dry_run else ""

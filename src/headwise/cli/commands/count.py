@@ -19,7 +19,7 @@ def count(
     as_json: Json = False,
 ) -> None:
     """Run one layer with random weights and compare counters: thop, fvcore, torchinfo, calflops, torch."""
-    from headwise.counting import count_layer
+    from headwise.study.counting import count_layer
 
     counts = count_layer(source, tokens, context, index=layer)
     if as_json:

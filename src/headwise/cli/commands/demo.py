@@ -13,9 +13,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from headwise.base.progress import Progress
 from headwise.cli.app import Json, app, bytes_text, count_text, emit, err, numbers_table, out, progress_bar
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.progress import Progress
 
 CONVERSIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mha", {"to": "mha"}),
@@ -37,9 +37,9 @@ def demo(
     start = time.perf_counter()
     console = err if as_json else out
     import headwise
-    from headwise.checkpoints import load_tokenizer
-    from headwise.specs.sources import bundled_gguf
-    from headwise.texts import write_reference_texts
+    from headwise.measure.texts import write_reference_texts
+    from headwise.models.checkpoints import load_tokenizer
+    from headwise.models.specs.sources import bundled_gguf
 
     _check_weights()
     if windows < 1:
@@ -82,7 +82,7 @@ def _check_weights() -> None:
     Raises:
         CheckpointError: the file has another digest.
     """
-    from headwise.specs.sources import BUNDLED_SHA256, bundled_gguf
+    from headwise.models.specs.sources import BUNDLED_SHA256, bundled_gguf
 
     digest = hashlib.sha256(bundled_gguf().read_bytes()).hexdigest()
     if not digest.startswith(BUNDLED_SHA256):
@@ -92,7 +92,7 @@ def _check_weights() -> None:
 def _unpack_and_count(original: Path, console: Console, progress: Progress) -> dict[str, Any]:
     """Run the first three steps: unpack the model, inspect it and compare mechanisms."""
     import headwise
-    from headwise.specs.sources import BUNDLED
+    from headwise.models.specs.sources import BUNDLED
 
     console.print("[bold]1 unpack[/bold] SmolLM2-135M-Instruct, dequantised from Q4_1, as a model folder")
     headwise.convert(BUNDLED, original, to="gqa:3", evaluate=False, overwrite=True, progress=progress)

@@ -11,7 +11,7 @@ from headwise.cli.app import Json, app, emit, out, progress_bar
 def doctor(as_json: Json = False) -> None:
     """Check whether headwise's kernels run on this machine, and measure its limits."""
     with progress_bar() as progress:
-        from headwise.measurement.machine import doctor as examine
+        from headwise.measure.timing.machine import doctor as examine
 
         health = examine(progress=progress)
     if as_json:

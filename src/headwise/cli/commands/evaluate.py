@@ -8,13 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.cli.app import SOURCES, Json, app, emit, progress_bar
-from headwise.cli.options import takes_options
-from headwise.cli.pages import Html, first_question, model_page, refuse_no_page, write_page
-from headwise.cli.scores import SHOW
-from headwise.cli.torchrun import as_one_process
-from headwise.errors import ArgumentError, naming
-from headwise.options import (
+from headwise.base.options import (
     CACHE,
     ENGINE,
     ChoiceOptions,
@@ -28,7 +22,13 @@ from headwise.options import (
     TextOptions,
     option,
 )
-from headwise.progress import Progress
+from headwise.base.progress import Progress
+from headwise.cli.app import SOURCES, Json, app, emit, progress_bar
+from headwise.cli.options import takes_options
+from headwise.cli.pages import Html, first_question, model_page, refuse_no_page, write_page
+from headwise.cli.scores import SHOW
+from headwise.cli.torchrun import as_one_process
+from headwise.errors import ArgumentError, naming
 
 
 class TaskOptions(TextOptions, ItemOptions, FactOptions, PythonOptions):
@@ -74,7 +74,7 @@ def evaluate(
     """Evaluate a model on text (perplexity, divergence, agreement, cache bytes, time a token) and on tasks."""
     refuse_no_page(html)
     with as_one_process(), progress_bar() as progress:
-        from headwise.processes import process_index
+        from headwise.base.processes import process_index
 
         _check_caches(options)
         found = [_results(model, options, cache, progress) for cache in options.cache or (None,)]
@@ -83,7 +83,7 @@ def evaluate(
         return
     documents = [_document(model, options.against, results) for results in found]
     if html is not None:
-        from headwise.specs import read_spec
+        from headwise.models.specs import read_spec
 
         spec = read_spec(model)
         write_page(html, model_page(model, spec, first_question(spec), documents=documents), is_silent=as_json)
@@ -98,8 +98,8 @@ def evaluate(
 
 def _check_caches(options: TaskOptions) -> None:
     """Refuse formats that there are none of before the first of several is measured."""
-    from headwise.engines import RUNNABLE
-    from headwise.quantization.formats import parse_format
+    from headwise.runtime.quantization.formats import parse_format
+    from headwise.serving.engines import RUNNABLE
 
     for cache in options.cache:
         if options.engine is None:
@@ -119,7 +119,7 @@ def _results(model: str, options: TaskOptions, cache: str | None, progress: Prog
     from headwise import evaluation
 
     if options.engine is not None:
-        from headwise.engines import evaluate_in_engine
+        from headwise.serving.engines import evaluate_in_engine
 
         return {"text": evaluate_in_engine(model, EngineOptions.of(options, cache=cache), progress=progress)}
     in_pair: dict[str, Any] = dict.fromkeys(("against", "dtype", "device"))  # an open pair has its own

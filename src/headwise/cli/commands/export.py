@@ -23,8 +23,8 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a model as one GGUF file, which llama.cpp loads."""
-    from headwise.checkpoints import open_checkpoint
     from headwise.conversion import export_gguf
+    from headwise.models.checkpoints import open_checkpoint
 
     with progress_bar() as progress:
         notes = open_checkpoint(source).notes

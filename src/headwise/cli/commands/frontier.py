@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from headwise.base.options import FrontierOptions, QuickFrontierOptions, declarations
 from headwise.cli.app import SOURCES, Json, app, duration, emit, numbers_table, out, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.pages import Html, first_question, model_page, refuse_no_page, write_page
 from headwise.cli.torchrun import as_one_process
 from headwise.errors import ArgumentError
-from headwise.options import FrontierOptions, QuickFrontierOptions, declarations
 
 if TYPE_CHECKING:
-    from headwise.frontiers.points import Frontier
+    from headwise.conversion.frontiers.points import Frontier
 
 
 @app.command(epilog="Example: headwise frontier smollm2-135m --calibrate study.txt --evaluate exam.txt --output out")
@@ -53,10 +53,10 @@ def frontier(
         raise ArgumentError("output", None, "is required, unless --quick asks for predictions alone")
     refuse_no_page(html)
     with as_one_process(), progress_bar() as progress:
-        from headwise.frontiers import frontier as measure
-        from headwise.frontiers.page import how, tables, title
-        from headwise.frontiers.points import advice
-        from headwise.processes import process_index
+        from headwise.base.processes import process_index
+        from headwise.conversion.frontiers import frontier as measure
+        from headwise.conversion.frontiers.page import how, tables, title
+        from headwise.conversion.frontiers.points import advice
 
         result = measure(source, output, options, progress=progress)
         is_first = process_index() == 0
@@ -108,7 +108,7 @@ def _refuse_what_measures(options: FrontierOptions, others: Mapping[str, str | P
 def _quick(source: str, output: str | None, options: FrontierOptions, *, as_json: bool) -> None:
     """Print predictions, and write them where an output is named."""
     with progress_bar() as progress:
-        from headwise.frontiers import quick_frontier
+        from headwise.conversion.frontiers import quick_frontier
 
         own = {name: getattr(options, name) for name in declarations(QuickFrontierOptions)}
         result = quick_frontier(source, QuickFrontierOptions(**own), output=output, progress=progress)
@@ -134,8 +134,8 @@ def _quick(source: str, output: str | None, options: FrontierOptions, *, as_json
 
 def _write_page(html: Path, source: str, result: Frontier, *, is_silent: bool) -> None:
     """Write the page of the model with what was measured of it."""
-    from headwise.advice import USUAL_LOSS, read_points
-    from headwise.specs import read_spec
+    from headwise.decide.advice import USUAL_LOSS, read_points
+    from headwise.models.specs import read_spec
 
     model, document = read_spec(source), result.to_dict()
     measured = {} if result.methods else read_points(document, model)

@@ -21,7 +21,7 @@ def generate(
 ) -> None:
     """Continue a prompt greedily."""
     with progress_bar() as progress:
-        from headwise.hf import generate as generate_text
+        from headwise.runtime.hf import generate as generate_text
 
         progress("generating", 0, 1)
         continuation = generate_text(model, prompt, max_new_tokens=max_new_tokens, dtype=dtype, device=device)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from headwise.base.options.heal import HealOptions
 from headwise.cli.app import Json, app, count_text, emit, out, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.scores import show_text
 from headwise.cli.torchrun import as_one_process
-from headwise.options.heal import HealOptions
 
 if TYPE_CHECKING:
-    from headwise.healing import Healing
+    from headwise.conversion.healing import Healing
 
 
 @app.command(epilog="Example: headwise heal ./half ./healed --teacher smollm2-135m --text text.txt --tokens 200000")
@@ -31,7 +31,7 @@ def heal(
 ) -> None:
     """Train a converted or prepared model until it behaves like its source, and write the result in its format."""
     with as_one_process(), progress_bar() as progress:
-        from headwise.healing import heal as heal_model
+        from headwise.conversion.healing import heal as heal_model
 
         report = heal_model(model, output, options, progress=progress)
     if as_json:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from headwise.base.options.migrate import MigrateOptions
 from headwise.cli.app import SOURCES, Json, app, emit, numbers_table, out, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.torchrun import as_one_process
-from headwise.options.migrate import MigrateOptions
 
 if TYPE_CHECKING:
-    from headwise.migration import Migration
+    from headwise.conversion.migration import Migration
 
 
 @app.command(
@@ -28,7 +28,7 @@ def migrate(
 ) -> None:
     """Find the smallest cache whose loss is allowed: verify, convert, train, verify."""
     with as_one_process(), progress_bar() as progress:
-        from headwise.migration import migrate as migrate_source
+        from headwise.conversion.migration import migrate as migrate_source
 
         report = migrate_source(source, output, options, progress=progress)
     if as_json:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from headwise.base.options.prepare import PrepareOptions
 from headwise.cli.app import SOURCES, Json, app, emit, numbers_table, out, progress_bar, say
 from headwise.cli.options import takes_options
-from headwise.options.prepare import PrepareOptions
 
 if TYPE_CHECKING:
-    from headwise.preparation import Preparation
-    from headwise.preparation.proof import Loss
+    from headwise.conversion.preparation import Preparation
+    from headwise.conversion.preparation.proof import Loss
 
 
 @app.command(epilog="Example: headwise prepare model.gguf prepared.gguf --for llama.cpp:q4_0")
@@ -30,8 +30,8 @@ def prepare(
     as_json: Json = False,
 ) -> None:
     """Change a model's queries and keys, and nothing that it computes, so that an engine's small cache loses less."""
-    from headwise.advice.serving import serving_commands
-    from headwise.preparation import prepare as write_prepared
+    from headwise.conversion.preparation import prepare as write_prepared
+    from headwise.serving.programs import serving_commands
 
     with progress_bar() as progress:
         made = write_prepared(source, output, options, progress=progress)

@@ -12,7 +12,7 @@ from headwise.cli.app import Json, app, emit, numbers_table, out, progress_bar
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from headwise.profiling import Check
+    from headwise.measure.profiling import Check
 
 
 @app.command(epilog="Example: headwise profile --check")
@@ -38,19 +38,19 @@ def profile(
 
     With --check, a profile that FILE has already is kept.
     """
-    from headwise.disk import refuse_no_file
+    from headwise.base.disk import refuse_no_file
 
     if not 1 <= places <= 1000:
         raise ArgumentError("places", places, "must be from 1 to 1000")
     import torch
 
-    from headwise.hf.load import as_device
-    from headwise.prediction import device as device_of
-    from headwise.profiling import check as checked
-    from headwise.profiling import profile as measured
-    from headwise.profiling import write_profile
-    from headwise.profiling.grids import grids_of
-    from headwise.profiling.profile import name_of
+    from headwise.costs.prediction import device as device_of
+    from headwise.measure.profiling import check as checked
+    from headwise.measure.profiling import profile as measured
+    from headwise.measure.profiling import write_profile
+    from headwise.measure.profiling.grids import grids_of
+    from headwise.measure.profiling.profile import name_of
+    from headwise.runtime.hf.load import as_device
 
     place = as_device(device)
     if place.type not in ("cpu", "cuda"):
@@ -86,7 +86,7 @@ def profile(
 
 
 def _print_check(result: Check) -> None:
-    from headwise.profiling.check import by_kind
+    from headwise.measure.profiling.check import by_kind
 
     table = numbers_table("ms", "measured", "predicted", "error")
     for name, points in by_kind(result.points).items():

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
+from headwise.base.options.sample import SampleOptions
 from headwise.cli.app import SOURCES, Json, app, emit, out, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.torchrun import as_one_process
-from headwise.options.sample import SampleOptions
 
 
 @app.command(epilog="Example: headwise sample smollm2-135m own.txt --tokens 200000")
@@ -22,7 +22,7 @@ def sample(
 ) -> None:
     """Let a model write text, to calibrate and train on where none is at hand."""
     with as_one_process(), progress_bar() as progress:
-        from headwise.texts import sample as write_sample
+        from headwise.measure.texts import sample as write_sample
 
         written = write_sample(model, output, options, progress=progress)
     if as_json:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from headwise.errors import ArgumentError
-from headwise.quantization import wide_bytes
+from headwise.runtime.quantization import wide_bytes
 
 STEP = 8
 """The cached values a token of one step; 2 where the even share of some layer is below `COARSE`."""

@@ -19,7 +19,7 @@ from headwise.conversion.solvers.device import CPU
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
-from headwise.specs import GroupedSpec, LatentSpec, rotary_width
+from headwise.models.specs import GroupedSpec, LatentSpec, rotary_width
 
 CODE_BITS = (2.0, 2.5, 3.0, 4.0, 5.0, 6.5)
 """The numbers of bits a value, on average, of the codes that are tried at a layer's even size."""

@@ -17,6 +17,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from headwise.base.processes import all_sum, barrier, process_count, process_index
+from headwise.base.progress import Progress
+from headwise.base.threads import side_by_side
 from headwise.conversion.budget.allocation import Node
 from headwise.conversion.budget.trial import Trial
 from headwise.conversion.calibration.saved import read_evidence, save_layer
@@ -30,10 +33,7 @@ from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.solvers.normed import seen_by_mla
 from headwise.conversion.solvers.statistics import root
 from headwise.conversion.storage.layers import LayerFiles
-from headwise.processes import all_sum, barrier, process_count, process_index
-from headwise.progress import Progress
-from headwise.specs import GroupedSpec, LatentSpec, rotary_width
-from headwise.threads import side_by_side
+from headwise.models.specs import GroupedSpec, LatentSpec, rotary_width
 
 SPREADING = "spreading the cache"
 """The name of the stage, for progress."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headwise.base.progress import Progress
 from headwise.conversion.calibration.base import Calibrator
 from headwise.conversion.methods import Evidence, LayerTarget, Method
 from headwise.conversion.planning.plan import ConversionPlan
@@ -24,8 +25,7 @@ from headwise.conversion.solvers.latent import rotary_channels
 from headwise.conversion.solvers.layer import Layer, State
 from headwise.conversion.solvers.rope_channels import keep_rotation
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.progress import Progress
-from headwise.specs import GroupedSpec, LatentSpec
+from headwise.models.specs import GroupedSpec, LatentSpec
 
 CHOOSING = "choosing rotary channels"
 """The name of the stage, for progress."""

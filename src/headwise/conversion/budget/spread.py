@@ -17,6 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headwise.base.disk import clearly, write_whole
+from headwise.base.processes import barrier, process_index
+from headwise.base.progress import Progress
 from headwise.conversion.budget.allocation import allocate, coded_curve, curve, step_of
 from headwise.conversion.budget.coded_trials import EVEN_BITS, CodedTrials
 from headwise.conversion.budget.layer_trials import LayerLosses, LayerTrials
@@ -29,12 +32,9 @@ from headwise.conversion.solvers.device import CPU, computing_on
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.storage.layers import LayerFiles
-from headwise.disk import clearly, write_whole
 from headwise.errors import ArgumentError
-from headwise.processes import barrier, process_index
-from headwise.progress import Progress
-from headwise.quantization import wide_bytes
-from headwise.specs import as_latent
+from headwise.models.specs import as_latent
+from headwise.runtime.quantization import wide_bytes
 
 TOKENS = 512
 """Tokens in a piece of held-out text. Single layers are tried on one piece, or with codes on all; whole allocations

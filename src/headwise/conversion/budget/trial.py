@@ -14,8 +14,8 @@ from torch import Tensor
 
 from headwise.conversion.calibration.sensitivity import PIECE
 from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_rows
-from headwise.hf import LayerwiseModel
-from headwise.specs import GroupedSpec
+from headwise.models.specs import GroupedSpec
+from headwise.runtime.hf import LayerwiseModel
 
 ROWS = 128
 """The number of queries of a piece at which a layer's own error is measured, and of next-token distributions that are

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import Checkpoint, dtype_name, load_tokenizer, model_identity, versions
+from headwise.base.disk import sync
+from headwise.base.progress import Progress, silent
 from headwise.conversion.calibration.base import Calibrator
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.methods import Evidence
@@ -32,10 +33,9 @@ from headwise.conversion.solvers.device import moved
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage.layers import LOST, LayerFiles
-from headwise.disk import sync
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.progress import Progress, silent
-from headwise.texts import first_ids, text_identity
+from headwise.measure.texts import first_ids, text_identity
+from headwise.models.checkpoints import Checkpoint, dtype_name, load_tokenizer, model_identity, versions
 
 ABOUT = "statistics.json"
 FORMAT = 2

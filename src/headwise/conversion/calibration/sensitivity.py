@@ -20,15 +20,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from headwise.base.disk import clearly
+from headwise.base.processes import all_sum, barrier, my_windows, process_index
+from headwise.base.progress import Progress, silent
+from headwise.base.threads import side_by_side
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.solvers.device import CPU, moved, quick_products
 from headwise.conversion.storage.layers import LOST, LayerFiles
-from headwise.disk import clearly
 from headwise.errors import CheckpointError
-from headwise.hf import LayerwiseModel
-from headwise.processes import all_sum, barrier, my_windows, process_index
-from headwise.progress import Progress, silent
-from headwise.threads import side_by_side
+from headwise.runtime.hf import LayerwiseModel
 
 MEASURING = "measuring sensitivities"
 """The name of the stage, for progress."""

@@ -13,6 +13,8 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from headwise.base.processes import my_windows
+from headwise.base.threads import side_by_side
 from headwise.conversion.calibration.sensitivity import refuse_no_numbers
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.solvers.device import quick_products
@@ -20,10 +22,8 @@ from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.normed import seen_by_mla
 from headwise.conversion.solvers.statistics import Statistics, statistics_of
 from headwise.conversion.storage.activations import Activations
-from headwise.hf import AttentionCall, LayerwiseModel
-from headwise.processes import my_windows
-from headwise.specs import ModelSpec
-from headwise.threads import side_by_side
+from headwise.models.specs import ModelSpec
+from headwise.runtime.hf import AttentionCall, LayerwiseModel
 
 Result = TypeVar("Result")
 

@@ -19,6 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from headwise.base.processes import all_sum, barrier, my_windows, process_index
+from headwise.base.progress import Progress, silent
+from headwise.base.threads import side_by_side
 from headwise.conversion.calibration.base import Calibrator, Refined
 from headwise.conversion.calibration.candidate_layer import Candidate, TrainingWindows, descend
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
@@ -41,14 +44,11 @@ from headwise.conversion.solvers.statistics import Statistics, root
 from headwise.conversion.storage.activations import Activations, Spill
 from headwise.conversion.storage.layers import LOST, LayerFiles
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.hf import AttentionCall, LayerwiseModel
-from headwise.kernels.native import built
-from headwise.processes import all_sum, barrier, my_windows, process_index
-from headwise.progress import Progress, silent
-from headwise.quantization import SINKS
-from headwise.specs import GroupedSpec
-from headwise.texts import CalibrationTexts, open_windows
-from headwise.threads import side_by_side
+from headwise.measure.texts import CalibrationTexts, open_windows
+from headwise.models.specs import GroupedSpec
+from headwise.runtime.hf import AttentionCall, LayerwiseModel
+from headwise.runtime.kernels.native import built
+from headwise.runtime.quantization import SINKS
 
 STEPS = 5
 """The number of steps that a layer's descent takes on every `STRETCH` tokens of the training windows."""

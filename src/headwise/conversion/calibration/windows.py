@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.solvers.layer import Rotation, rotation_tables
-from headwise.hf import LayerwiseModel, seen_positions
-from headwise.specs import AttentionSpec, GroupedSpec, ModelSpec
+from headwise.models.specs import AttentionSpec, GroupedSpec, ModelSpec
+from headwise.runtime.hf import LayerwiseModel, seen_positions
 
 EVERY = 3
 """One window in so many repeats passages."""

@@ -21,8 +21,8 @@ from headwise.conversion.solvers.device import CPU, moved
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.layer import Layer, Rotation
 from headwise.conversion.solvers.refit import OUTLIER
-from headwise.quantization import SINKS, TransformCode
-from headwise.specs import GroupedSpec, LatentSpec
+from headwise.models.specs import GroupedSpec, LatentSpec
+from headwise.runtime.quantization import SINKS, TransformCode
 
 
 class _Tap:

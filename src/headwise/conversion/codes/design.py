@@ -13,7 +13,7 @@ from torch import Tensor
 from headwise.conversion.codes.basis import channel_statistics, decorrelated
 from headwise.conversion.codes.scales import ROUNDS, SAMPLE, ScaleTable, allot, fit_scales
 from headwise.conversion.solvers.layer import Layer, Rotation
-from headwise.quantization.transform_code import code_shape
+from headwise.runtime.quantization.transform_code import code_shape
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headwise.kernels.native.codes.sizes import CHANNELS
-from headwise.quantization import TransformCode
-from headwise.quantization.transform_code import blocks
-from headwise.quantization.trellis import encode
+from headwise.runtime.kernels.native.codes.sizes import CHANNELS
+from headwise.runtime.quantization import TransformCode
+from headwise.runtime.quantization.transform_code import blocks
+from headwise.runtime.quantization.trellis import encode
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
 """The numbers of bits of a channel. None may be dropped: the rank is the better place to save."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from headwise.quantization.transform_code import blocks, code_shape
-from headwise.specs import GroupedSpec, LatentSpec
+from headwise.models.specs import GroupedSpec, LatentSpec
+from headwise.runtime.quantization.transform_code import blocks, code_shape
 
 
 def whole_shares(wanted: Sequence[float], specs: Sequence[GroupedSpec | LatentSpec]) -> tuple[int, ...]:

@@ -3,9 +3,9 @@
 A file of this folder that assigns ``METHOD`` is a method; nothing else lists them.
 """
 
+from headwise.base.options import STAGES
 from headwise.conversion.methods.base import LONGEST, Evidence, LatentMethod, LayerTarget, Method
 from headwise.conversion.methods.find import all_methods, choose_method, find_method
-from headwise.options import STAGES
 
 __all__ = [
     "LONGEST",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headwise.conversion.methods.base import Evidence, MergingMethod
 from headwise.conversion.solvers.aligned import align, refuse_unaligned
-from headwise.specs import GroupedSpec, ModelSpec
+from headwise.models.specs import GroupedSpec, ModelSpec
 
 
 class Aligned(MergingMethod):

@@ -13,7 +13,7 @@ from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
 from headwise.conversion.solvers.normed import is_normed, seen_by_mla, with_norms, without_norms
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.specs import GroupedSpec, LatentSpec, ModelSpec, as_latent
+from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec, as_latent
 
 LONGEST = 2048
 """The longest distance between query and key that counts without a text, in tokens."""

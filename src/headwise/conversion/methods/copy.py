@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headwise.conversion.methods.base import kv_heads
 from headwise.conversion.methods.repeat import Repeat
-from headwise.specs import ModelSpec
+from headwise.models.specs import ModelSpec
 
 
 class Copy(Repeat):

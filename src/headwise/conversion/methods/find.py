@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headwise.conversion.methods.base import Method
 from headwise.errors import ArgumentError
-from headwise.specs import ModelSpec
+from headwise.models.specs import ModelSpec
 
 _PACKAGE = __name__.rpartition(".")[0]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.methods.base import Evidence, MergingMethod
-from headwise.specs import GroupedSpec
+from headwise.models.specs import GroupedSpec
 
 
 class FirstHead(MergingMethod):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.conversion.methods.base import Evidence, MergingMethod
 from headwise.conversion.methods.repeat import head_tensors
-from headwise.specs import GroupedSpec
+from headwise.models.specs import GroupedSpec
 
 
 class Mean(MergingMethod):

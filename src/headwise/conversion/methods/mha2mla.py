@@ -17,7 +17,7 @@ from headwise.conversion.solvers.orthogonal_channels import (
     share_out,
 )
 from headwise.conversion.solvers.rope_channels import rotated_pairs
-from headwise.specs import GroupedSpec, LatentSpec, ModelSpec
+from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec
 
 
 class Mha2Mla(LatentMethod):
@@ -66,7 +66,7 @@ def mha2mla(
     Args:
         state: the layer's tensors by its own names (``q_proj.weight`` …).
         source: the layer's spec.
-        target: the MLA layer's spec, from `headwise.specs.as_latent`.
+        target: the MLA layer's spec, from `headwise.models.specs.as_latent`.
         moments: ``[E, E]`` or ``[E + 1, E + 1]``, E[x xᵀ]: norms are then those of queries and keys on a text, as in
             the paper; those of the weights when None. The SVD is of weights in any case.
 

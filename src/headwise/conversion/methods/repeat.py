@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.methods.base import Evidence, GroupedMethod, kv_heads
-from headwise.specs import GroupedSpec, ModelSpec
+from headwise.models.specs import GroupedSpec, ModelSpec
 
 
 class Repeat(GroupedMethod):

@@ -22,7 +22,7 @@ from headwise.conversion.solvers.orthogonal_channels import (
 from headwise.conversion.solvers.rope_channels import rotated_pairs
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.errors import ArgumentError
-from headwise.specs import GroupedSpec, LatentSpec, ModelSpec
+from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def transmla(
     Args:
         state: the layer's tensors by its own names.
         source: the layer's spec.
-        target: the MLA layer's spec, from `headwise.specs.as_latent`.
+        target: the MLA layer's spec, from `headwise.models.specs.as_latent`.
         moments: ``[E, E]`` or ``[E + 1, E + 1]``, E[x xᵀ] on a text: keys and values are linear in x, so that their
             PCA follows from it.
         recalibrated: E[x xᵀ] in the same shape, of the model whose layers have all lost the rotations that the

@@ -11,13 +11,13 @@ from typing import Any, Literal, NamedTuple
 
 from huggingface_hub import ModelCardData, metadata_load
 
-from headwise.checkpoints import TensorInfo, dtype_name, versions
 from headwise.conversion.planning.plan import ConversionPlan
-from headwise.cost import layer as layer_cost
-from headwise.cost import model as model_cost
-from headwise.hf import auto_class
-from headwise.specs import HOSTED_PREFIX, AttentionSpec, ModelSpec, read_config
-from headwise.specs.sources import BUNDLED
+from headwise.costs.formulas import layer as layer_cost
+from headwise.costs.formulas import model as model_cost
+from headwise.models.checkpoints import TensorInfo, dtype_name, versions
+from headwise.models.specs import HOSTED_PREFIX, AttentionSpec, ModelSpec, read_config
+from headwise.models.specs.sources import BUNDLED
+from headwise.runtime.hf import auto_class
 
 Layout = Literal["stock", "headwise", "deepseek", "gguf"]
 """The owner of the classes that load a folder."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import Checkpoint
-from headwise.hf import LayerwiseModel
+from headwise.models.checkpoints import Checkpoint
+from headwise.runtime.hf import LayerwiseModel
 
 
 @torch.no_grad()

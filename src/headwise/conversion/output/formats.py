@@ -10,18 +10,19 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from headwise.checkpoints import Checkpoint, FolderWriter, GgufFile, TensorInfo, dtype_name, tokenizer_fields
-from headwise.checkpoints.writer import MODEL
-from headwise.conversion.output.deepseek import add_deepseek, deepseek_config
-from headwise.conversion.output.gguf import engine_config, engine_tensors, gguf_type
-from headwise.conversion.output.layout import OutputLayout, tensors_of
-from headwise.conversion.output.padding import parse_padding
+from headwise.base.progress import Progress
+from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.planning.plan import ConversionPlan
 from headwise.conversion.solvers.rope_channels import keep_comb, keep_rotation
 from headwise.errors import ArgumentError, SpecError
-from headwise.progress import Progress
-from headwise.quantization.ggml import BLOCK
-from headwise.specs import GGUF_ARCHITECTURES, LatentSpec
+from headwise.models.checkpoints import Checkpoint, FolderWriter, GgufFile, TensorInfo, dtype_name, tokenizer_fields
+from headwise.models.checkpoints.writer import MODEL
+from headwise.models.specs import GGUF_ARCHITECTURES, LatentSpec
+from headwise.runtime.hf import tensors_of
+from headwise.runtime.quantization.ggml import BLOCK
+from headwise.serving.exports.deepseek import add_deepseek, deepseek_config
+from headwise.serving.exports.gguf import engine_config, engine_tensors, gguf_type
+from headwise.serving.exports.padding import parse_padding
 
 
 class OutputFormat(ABC):

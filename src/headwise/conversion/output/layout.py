@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import TensorInfo, dtype_name
 from headwise.conversion.planning.plan import ConversionPlan, Place
 from headwise.conversion.solvers.device import CPU
 from headwise.conversion.solvers.layer import Layer
 from headwise.errors import CheckpointError
-from headwise.hf import expected_tensors, model_class, stock_config
-from headwise.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, hosted_attention
+from headwise.models.checkpoints import TensorInfo, dtype_name
+from headwise.models.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, hosted_attention
+from headwise.runtime.hf import model_class, stock_config, tensors_of
 
 _OF_A_LOADED_MODEL = {
     "_attn_implementation",
@@ -128,11 +128,6 @@ class OutputLayout:
         spec = self.plan.layer_target(place).spec
         assert isinstance(spec, GroupedSpec)
         return list(family.stored_shapes(place.index, spec, cross=place.cross))
-
-
-def tensors_of(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, TensorInfo]:
-    """All tensors of a config's model, in its order, as they are stored in one dtype."""
-    return {name: TensorInfo(shape, dtype) for name, shape in expected_tensors(dict(config)).items()}
 
 
 def _with_one_rope(config: dict[str, Any]) -> dict[str, Any]:

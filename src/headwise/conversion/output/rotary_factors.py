@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.layer import Layer
-from headwise.specs import LatentSpec
+from headwise.models.specs import LatentSpec
 
 _QUERIES, _KEYS = 0.25, 0.375
 """The powers of the mean squares of queries and keys in a factor. Noise that is even over a block asks for ¼ of both,

@@ -10,18 +10,16 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import Checkpoint
 from headwise.conversion.codes.shares import whole_shares
 from headwise.conversion.methods import LONGEST, LayerTarget, Method, choose_method
 from headwise.conversion.solvers.device import CPU, moved
 from headwise.conversion.solvers.layer import NORM_EPS, Layer
 from headwise.conversion.solvers.metrics import KEY_WEIGHT
-from headwise.cost import formulas
-from headwise.cost.target import Target, code_bytes, convert_spec, refuse_codes, refuse_latent
+from headwise.costs.formulas import formulas
+from headwise.costs.formulas.target import Target, code_bytes, convert_spec, refuse_codes, refuse_latent
 from headwise.errors import ArgumentError
-from headwise.hf import check_complete
-from headwise.quantization import wide_bytes
-from headwise.specs import (
+from headwise.models.checkpoints import Checkpoint
+from headwise.models.specs import (
     HOSTED_PREFIX,
     AttentionSpec,
     GroupedSpec,
@@ -31,6 +29,8 @@ from headwise.specs import (
     as_normed,
     split_in_blocks,
 )
+from headwise.runtime.hf import check_complete
+from headwise.runtime.quantization import wide_bytes
 
 Calibration = Literal["text", "statistics"]
 

@@ -33,7 +33,7 @@ from headwise.conversion.solvers.metrics import (
 from headwise.conversion.solvers.rope_channels import as_rotated, to_complex
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.errors import SpecError
-from headwise.specs import GroupedSpec, rotated_dims
+from headwise.models.specs import GroupedSpec, rotated_dims
 
 
 def align(

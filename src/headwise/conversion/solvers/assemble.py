@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.specs import GroupedSpec, LatentSpec
+from headwise.models.specs import GroupedSpec, LatentSpec
 
 
 class LatentParts(NamedTuple):

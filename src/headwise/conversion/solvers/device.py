@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
-from headwise.hf import as_device
+from headwise.runtime.hf import as_device
 
 CPU = torch.device("cpu")
 

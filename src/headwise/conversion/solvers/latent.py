@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.attention import RotaryEmbedding
 from headwise.conversion.solvers.assemble import LatentParts, assemble, is_biased, with_bias
 from headwise.conversion.solvers.joint_latent import NOTHING, Part, joint_latent, whole_latent
 from headwise.conversion.solvers.metrics import (
@@ -45,7 +44,8 @@ from headwise.conversion.solvers.rope_channels import (
 )
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.errors import SpecError
-from headwise.specs import GroupedSpec, LatentSpec, rotated_dims
+from headwise.models.specs import GroupedSpec, LatentSpec, rotated_dims
+from headwise.runtime.attention import RotaryEmbedding
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def convert_to_latent(
     Args:
         state: the layer's tensors by its own names (``q_proj.weight`` …).
         source: the layer's spec.
-        target: the MLA layer's spec, from `headwise.specs.as_latent`.
+        target: the MLA layer's spec, from `headwise.models.specs.as_latent`.
         statistics: means over a text; when None, all inputs count alike and near tokens are attended to more.
         sensitivity: ``[E, E]``, the cost of an error of the output; equal in every direction when None.
         options: other settings; their defaults when None.

@@ -17,7 +17,7 @@ from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent,
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.metrics import centred
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.specs import GroupedSpec, LatentSpec, as_latent
+from headwise.models.specs import GroupedSpec, LatentSpec, as_latent
 
 
 def solve_sizes(

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.attention import RotaryEmbedding
-from headwise.attention.rope import rotate
-from headwise.kernels import attend
-from headwise.quantization import SINKS, TransformCode
-from headwise.specs import AttentionSpec, GroupedSpec, LatentSpec
+from headwise.models.specs import AttentionSpec, GroupedSpec, LatentSpec
+from headwise.runtime.attention import RotaryEmbedding
+from headwise.runtime.attention.rope import rotate
+from headwise.runtime.kernels import attend
+from headwise.runtime.quantization import SINKS, TransformCode
 
 NORM_EPS = 1e-6
 """The epsilon of norms of queries and keys, where a config does not name one."""

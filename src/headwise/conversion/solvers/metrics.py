@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.solvers.joint_latent import Part, weighted
-from headwise.specs import GroupedSpec
+from headwise.models.specs import GroupedSpec
 
 KEY_WEIGHT = 0.5
 """The share of the predicted cost of an error of the keys that counts: softmax forgives some. A spread of the cache

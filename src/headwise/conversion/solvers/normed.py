@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.solvers.layer import Layer, normed_heads
-from headwise.specs import GroupedSpec, LatentSpec
+from headwise.models.specs import GroupedSpec, LatentSpec
 
 _OWN = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "q_norm.weight", "k_norm.weight")
 """The tensors of the source that the converted layer keeps."""

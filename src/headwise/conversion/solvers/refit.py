@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from headwise.base.threads import WORKERS, workers
 from headwise.conversion.solvers.joint_latent import NOTHING
-from headwise.threads import WORKERS, workers
 
 Drawn = TypeVar("Drawn")
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.solvers.joint_latent import NOTHING
-from headwise.specs import GroupedSpec, rotated_dims
+from headwise.models.specs import GroupedSpec, rotated_dims
 
 _FLOOR = 1e-9
 """The least root of a key head's query energy, as a share of the largest one."""

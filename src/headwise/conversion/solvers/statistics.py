@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headwise.base.processes import all_sum
+from headwise.base.threads import side_by_side
 from headwise.conversion.solvers.layer import Layer, attention_weights, rotation_tables, sample_rows
-from headwise.processes import all_sum
-from headwise.specs import GroupedSpec
-from headwise.threads import side_by_side
+from headwise.models.specs import GroupedSpec
 
 SAMPLES = 2304
 """The number of attention rows (queries times heads) sampled in a window: 256 queries of nine heads."""

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.checkpoints import dtype_name
+from headwise.base.disk import clearly
+from headwise.base.processes import all_sum, barrier, process_index
 from headwise.conversion.solvers.device import CPU, moved
-from headwise.disk import clearly
 from headwise.errors import CheckpointError
-from headwise.processes import all_sum, barrier, process_index
+from headwise.models.checkpoints import dtype_name
 
 _STATE = "activations.json"
 _PIECE = 1 << 20

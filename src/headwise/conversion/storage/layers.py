@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from headwise.checkpoints.safetensors_shards import tensor_bytes
-from headwise.disk import clearly, write_whole
+from headwise.base.disk import clearly, write_whole
+from headwise.models.checkpoints.safetensors_shards import tensor_bytes
 
 _KEY = "headwise"
 LOST = "an earlier run's result is lost; the same command begins anew"

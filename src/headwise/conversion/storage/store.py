@@ -13,8 +13,8 @@ from torch import Tensor
 
 from headwise.conversion.planning.plan import Place
 from headwise.conversion.storage.layers import LayerFiles
-from headwise.quantization import TransformCode
-from headwise.quantization.files import code_from, code_tensors
+from headwise.runtime.quantization import TransformCode
+from headwise.runtime.quantization.files import code_from, code_tensors
 
 _CODE = "cache code."
 """Before the names of a code's tensors, which no tensor of a model has."""

@@ -34,8 +34,9 @@ from headwise.cli.plots import Plot, refuse_no_plot, write_plot
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from headwise.advice import Advice, Guidance, Measured, Option, Question, Thresholds
-    from headwise.specs import ModelSpec
+    from headwise.decide.advice import Advice, Measured, Option, Question
+    from headwise.models.specs import ModelSpec
+    from headwise.study.guide import Guidance, Thresholds
 
 _COST, _GUIDE, _DESIGN = "Costs and measurements", "The guide", "A model that does not exist yet, without SOURCE"
 _DIGITS = 18
@@ -159,8 +160,8 @@ def advise(
         words |= {"context": context, "goal": goal or "balanced", "thresholds": _thresholds(threshold or ())}
         _follow_guide(source, heads, parameters, words, as_json=as_json)
         return
-    from headwise.advice import USUAL_LOSS, Question, advise_on
-    from headwise.prediction import MOST, Pass, counted_in, device, devices
+    from headwise.costs.prediction import MOST, Pass, counted_in, device, devices
+    from headwise.decide.advice import USUAL_LOSS, Question, advise_on
 
     unasked: dict[str, object] = {name: value or None for name, value in words.items()}
     _refuse(unasked | {"heads": heads, "threshold": threshold}, "goes with --guide")
@@ -199,7 +200,7 @@ def _known(
     source: str, model: ModelSpec, question: Question, measured: Sequence[Path], texts: Sequence[str]
 ) -> tuple[dict[str, Measured], tuple[str, ...]]:
     """What was measured, and with texts what formats of which nothing is known are predicted to lose; and notes."""
-    from headwise.advice import advise_on, predictable, read_measured, read_points
+    from headwise.decide.advice import advise_on, predictable, read_measured, read_points
 
     points = read_measured(measured, model)
     if not texts:
@@ -210,7 +211,7 @@ def _known(
         raise ArgumentError("calibrate", texts[0], rule)
     advise_on(model, question, points)  # refuses impossible questions before the work
     with progress_bar() as progress:
-        from headwise.frontiers import quick_frontier
+        from headwise.conversion.frontiers import quick_frontier
 
         result = quick_frontier(source, calibrate=texts, targets=targets, progress=progress)
     read = f"{result.tokens:,} tokens of {', '.join(result.calibrate)}"
@@ -221,7 +222,7 @@ def _model(source: str | None, sizes: Mapping[str, int | None]) -> tuple[str, Mo
     """The name and the spec of a model that is named, or of one whose sizes are given."""
     given = {name: value for name, value in sizes.items() if value is not None}
     if source is not None:
-        from headwise.specs import read_spec
+        from headwise.models.specs import read_spec
 
         _refuse(given, "goes without SOURCE, or with --guide")
         return source, read_spec(source)
@@ -229,8 +230,8 @@ def _model(source: str | None, sizes: Mapping[str, int | None]) -> tuple[str, Mo
         raise ArgumentError(
             "source", None, "is required, or --guide, or the sizes of a model that does not exist yet"
         )
-    from headwise.advice import design
-    from headwise.cost.model import weights
+    from headwise.costs.formulas.model import weights
+    from headwise.decide.advice import design
 
     model = design(**given)
     return f"a design of {count_text(weights(model).total)} parameters, {model.num_layers} layers", model
@@ -240,7 +241,7 @@ def _follow_guide(
     source: str | None, heads: int | None, parameters: int | None, words: Mapping[str, Any], *, as_json: bool
 ) -> None:
     """Print what the guide says of needs in its words."""
-    from headwise.advice import Needs, guide
+    from headwise.study.guide import Needs, guide
 
     found, stored = _sizes(source, heads, parameters)
     guidance = guide(Needs(heads=found, parameters=stored, **words))
@@ -263,8 +264,8 @@ def _sizes(source: str | None, heads: int | None, parameters: int | None) -> tup
     if (heads, parameters) != (None, None):
         name, given = ("heads", heads) if heads is not None else ("parameters", parameters)
         raise ArgumentError(name, given, "goes without SOURCE, which says it")
-    from headwise.cost.model import weights
-    from headwise.specs import RecurrentSpec, read_spec
+    from headwise.costs.formulas.model import weights
+    from headwise.models.specs import RecurrentSpec, read_spec
 
     model = read_spec(source)
     mixers = (layer for layer in model.layers if not isinstance(layer, RecurrentSpec))
@@ -276,7 +277,7 @@ def _sizes(source: str | None, heads: int | None, parameters: int | None) -> tup
 
 def _thresholds(given: list[str] | tuple[str, ...]) -> Thresholds:
     """The guide's thresholds with the user's, each ``NAME=NUMBER``."""
-    from headwise.advice import Thresholds
+    from headwise.study.guide import Thresholds
 
     names = [field.name for field in fields(Thresholds)]
     values = {}
@@ -289,7 +290,7 @@ def _thresholds(given: list[str] | tuple[str, ...]) -> Thresholds:
 
 
 def _print_advice(result: Advice, *, is_design: bool) -> None:
-    from headwise.advice import MOST_SEQUENCES
+    from headwise.decide.advice import MOST_SEQUENCES
 
     question, step, best = result.question, result.question.step, result.best
     many = f"{step.ranks} × " if step.ranks > 1 else ""
@@ -331,8 +332,8 @@ def _print_advice(result: Advice, *, is_design: bool) -> None:
 
 def _verdict(result: Advice, *, is_design: bool) -> str:
     """The recommendation in a sentence."""
-    from headwise.advice import AS_IT_IS, PREDICTED_ERROR
-    from headwise.prediction import SAFE_LOSS
+    from headwise.costs.prediction import SAFE_LOSS
+    from headwise.decide.advice import AS_IT_IS, PREDICTED_ERROR
 
     best = result.best
     if best is None:
@@ -380,7 +381,7 @@ def _pasted(title: str, commands: Sequence[str]) -> list[str]:
 
 def _measuring(result: Advice) -> list[str]:
     """What to measure next, and the command lines that do it."""
-    from headwise.advice.serving import with_weights
+    from headwise.serving.programs import with_weights
 
     target, next_one = result.to_measure, result.measure_next
     if target is None:
@@ -417,7 +418,7 @@ def _measuring(result: Advice) -> list[str]:
 
 
 def _notes(result: Advice) -> list[str]:
-    from headwise.prediction import Efficiency
+    from headwise.costs.prediction import Efficiency
 
     lines = beyond(result.trained_context, result.question.step.total)
     if result.weights != result.question.step.dtype:

@@ -40,18 +40,18 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare the costs of mechanisms: cache, parameters, FLOPs, intensity. Reads only the config."""
-    from headwise.cost import compare as compare_source
+    from headwise.costs.formulas import compare as compare_source
 
     refuse_no_page(html)
     refuse_no_plot(plot)
     comparison = compare_source(source, context=context, batch=batch, dtype=dtype, match=match)
     if measure:
-        from headwise.measurement import measure_comparison
+        from headwise.measure.timing import measure_comparison
 
         with progress_bar() as progress:
             comparison = measure_comparison(comparison, progress=progress)
     if html is not None:
-        from headwise.specs import read_spec
+        from headwise.models.specs import read_spec
 
         model = read_spec(source)
         question = first_question(model, context=context, batch=batch, dtype=dtype)

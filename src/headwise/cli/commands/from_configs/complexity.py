@@ -38,9 +38,9 @@ def complexity(
     as_json: Json = False,
 ) -> None:
     """Print one layer's time and space by stage, as formulas and as numbers. Reads only the config."""
-    from headwise.cost import Complexity
-    from headwise.cost import complexity as complexity_of
-    from headwise.cost.reports.complexity import SYMBOLS
+    from headwise.costs.formulas import Complexity
+    from headwise.costs.formulas import complexity as complexity_of
+    from headwise.costs.formulas.reports.complexity import SYMBOLS
 
     report: Complexity = complexity_of(
         source, tokens, context, index=layer, batch=batch, causal=causal, impl=impl, kernel=kernel, dtype=dtype

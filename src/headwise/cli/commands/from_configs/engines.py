@@ -10,7 +10,7 @@ from rich.markup import escape
 from headwise.cli.app import SOURCES, Json, app, emit, out, say
 
 if TYPE_CHECKING:
-    from headwise.engines import Verdict
+    from headwise.serving.engines import Verdict
 
 _SHOWN = 2
 """The most caches of an engine that are shown."""
@@ -23,7 +23,7 @@ def engines(
     as_json: Json = False,
 ) -> None:
     """Say which engines serve a model, why others do not, and what to write for them. Nothing is run."""
-    from headwise.engines import engines as check
+    from headwise.serving.engines import engines as check
 
     report = check(source, tensor_parallel=tensor_parallel)
     if as_json:

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
 from headwise.errors import ArgumentError
-from headwise.specs.recurrent import NAMES as RECURRENT_NAMES
+from headwise.models.specs.recurrent import NAMES as RECURRENT_NAMES
 
 if TYPE_CHECKING:
-    from headwise.cost import Inspection
+    from headwise.costs.formulas import Inspection
 
 _NAMES = {**RECURRENT_NAMES, "none": "without attention", "short_conv": "short convolution"}
 _LONGEST_LIST = 20
@@ -31,8 +31,8 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Describe a model layer by layer: what it stores, caches and computes. Reads only the config."""
-    from headwise.cost import inspect as inspect_source
-    from headwise.specs import catalog
+    from headwise.costs.formulas import inspect as inspect_source
+    from headwise.models.specs import catalog
 
     if names:
         if as_json:
@@ -152,7 +152,7 @@ def _weights_table(report: Inspection) -> Table:
 
 
 def _is_quantized(report: Inspection) -> bool:
-    from headwise.cost.layer import DTYPE_BYTES
+    from headwise.costs.formulas.layer import DTYPE_BYTES
 
     return report.weight_format not in DTYPE_BYTES or bool(report.weight_notes)
 

@@ -17,7 +17,7 @@ from headwise.cli.plots import Plot, refuse_no_plot, write_plot
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from headwise.prediction import Prediction
+    from headwise.costs.prediction import Prediction
 
 DTYPE = "Of weights and activations; quantised weights as they are stored, all else bfloat16, by default."
 """Help of the option."""
@@ -39,8 +39,8 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Predict how fast a model runs on a device, what memory it takes, and what fits. Reads only the config."""
-    from headwise.prediction import device, devices
-    from headwise.prediction import predict as predicted
+    from headwise.costs.prediction import device, devices
+    from headwise.costs.prediction import predict as predicted
 
     refuse_no_plot(plot)
     if names:
@@ -77,7 +77,7 @@ def predict(
 
 
 def _print_prediction(result: Prediction) -> None:
-    from headwise.prediction import MOST
+    from headwise.costs.prediction import MOST
 
     step, memory, shares = result.step, result.memory, result.efficiency
     many = f"{step.ranks} × " if step.ranks > 1 else ""

@@ -31,9 +31,9 @@ def report(
 ) -> None:
     """Write one web page: what to do with a model's cache, and every result that its folder holds."""
     from headwise import __version__
-    from headwise.advice import USUAL_LOSS
-    from headwise.prediction import device, devices
-    from headwise.report import page, page_data, read_folder
+    from headwise.costs.prediction import device, devices
+    from headwise.decide.advice import USUAL_LOSS
+    from headwise.decide.report import page, page_data, read_folder
 
     file = html or (Path(folder) if Path(folder).is_dir() else Path()) / "report.html"
     results = read_folder(folder, source=source)

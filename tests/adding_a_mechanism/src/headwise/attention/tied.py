@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from headwise.specs.tied import TiedSpec
+from headwise.models.specs.tied import TiedSpec
 from torch import Tensor, nn
 
-from headwise.attention.base import AttentionLayer, Call, Cut, HeadSplit, merge_heads, split_heads
+from headwise.runtime.attention.base import AttentionLayer, Call, Cut, HeadSplit, merge_heads, split_heads
 
 
 class TiedAttention(AttentionLayer):

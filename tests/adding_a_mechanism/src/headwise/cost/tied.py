@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from headwise.specs.tied import TiedSpec
+from headwise.models.specs.tied import TiedSpec
 
-from headwise.cost.size import Size
-from headwise.cost.stages import Core, Linear, Stage
+from headwise.costs.formulas.size import Size
+from headwise.costs.formulas.stages import Core, Linear, Stage
 
 IMPLS = ("direct",)
 

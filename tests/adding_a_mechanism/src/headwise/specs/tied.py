@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headwise.specs.base import AttentionSpec, positive
+from headwise.models.specs.base import AttentionSpec, positive
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""What everything stands on: progress, files that survive a kill, processes, threads, options declared once."""

@@ -1,0 +1,83 @@
+"""How options are declared, and the options of each public function; nothing here imports torch."""
+
+from headwise.base.options.convert import (
+    BITS,
+    EVALUATION_WINDOWS,
+    KV_BUDGET,
+    SIZES,
+    STAGES,
+    TARGET,
+    CalibrateOptions,
+    CalibrationOptions,
+    ConvertOptions,
+)
+from headwise.base.options.declare import (
+    Declaration,
+    Options,
+    Rule,
+    at_least,
+    declarations,
+    each_of,
+    not_empty,
+    option,
+)
+from headwise.base.options.evaluate import (
+    CACHE,
+    ENGINE,
+    ChoiceOptions,
+    EngineOptions,
+    EvaluateOptions,
+    FactOptions,
+    ItemOptions,
+    PassageOptions,
+    PlantedOptions,
+    PythonOptions,
+    RetrievalOptions,
+    TextOptions,
+)
+from headwise.base.options.frontier import FrontierOptions, QuickFrontierOptions
+from headwise.base.options.heal import HealOptions
+from headwise.base.options.keywords import takes_options
+from headwise.base.options.migrate import MOST_LOSS, MigrateOptions
+from headwise.base.options.prepare import PrepareOptions
+from headwise.base.options.sample import SampleOptions
+
+__all__ = [
+    "BITS",
+    "CACHE",
+    "ENGINE",
+    "EVALUATION_WINDOWS",
+    "KV_BUDGET",
+    "MOST_LOSS",
+    "SIZES",
+    "STAGES",
+    "TARGET",
+    "CalibrateOptions",
+    "CalibrationOptions",
+    "ChoiceOptions",
+    "ConvertOptions",
+    "Declaration",
+    "EngineOptions",
+    "EvaluateOptions",
+    "FactOptions",
+    "FrontierOptions",
+    "HealOptions",
+    "ItemOptions",
+    "MigrateOptions",
+    "Options",
+    "PassageOptions",
+    "PlantedOptions",
+    "PrepareOptions",
+    "PythonOptions",
+    "QuickFrontierOptions",
+    "RetrievalOptions",
+    "Rule",
+    "SampleOptions",
+    "TextOptions",
+    "at_least",
+    "declarations",
+    "each_of",
+    "not_empty",
+    "option",
+    "takes_options",
+]

@@ -1,5 +1,0 @@
-"""Caches of transformers models: with spare memory, quantised, or in the codes of a converted model."""
-
-from headwise.caches.cache import HeadwiseCache, default_cache
-
-__all__ = ["HeadwiseCache", "default_cache"]

@@ -1,0 +1,326 @@
+"""`quick_frontier`: what every format of a model's cache loses, predicted from one pass over a little text."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise.base.documents import PREDICTED, as_document, finite, read_document
+from headwise.base.options import QuickFrontierOptions, takes_options
+from headwise.base.progress import Progress, silent
+from headwise.base.type_checks import typed
+from headwise.conversion.frontiers.candidate import Candidate, read_target
+from headwise.conversion.frontiers.results import refuse_output, write_file
+from headwise.conversion.frontiers.streams import stream_losses
+from headwise.costs.formulas.default_targets import PLAIN_FORMATS, PlainFormat
+from headwise.costs.prediction import SERVING_ENGINES
+from headwise.errors import ArgumentError, HeadwiseError, SpecError
+from headwise.measure.evaluation.plain_cache import bfloat16_bytes
+from headwise.measure.points import PREDICTED_ERROR
+from headwise.measure.texts import refuse_texts_within
+from headwise.measure.texts.calibration_texts import CalibrationTexts, check_texts, open_windows
+from headwise.models.checkpoints import Checkpoint, open_checkpoint
+from headwise.models.specs import GroupedSpec, ModelSpec
+from headwise.runtime.hf import LayerwiseModel, as_device
+from headwise.runtime.quantization.formats import ENGINES, EngineFormat, parse_format
+from headwise.serving.programs import served_by
+
+TOKENS = 2048
+"""Tokens of the text that are read where the user says nothing."""
+
+LEAST = 256
+"""The fewest tokens of a text that are enough to predict anything."""
+
+EVERY = 16
+"""One token in so many is run in every format, at positions drawn at random."""
+
+_OWN = (
+    "int4",
+    "int3",
+    "int2",
+    "int4+hadamard",
+    "int3+hadamard",
+    "int2+hadamard",
+    "fp8",
+)
+"""headwise's formats beside those that conversions are compared with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickPoint:
+    """A format of a model's cache, and what it is predicted to lose.
+
+    Attributes:
+        target: the format, as ``headwise evaluate --cache`` takes it.
+        runs_in: the program that has such a cache.
+        cache_bytes_per_token: what the cache takes, with what is in no codes in bfloat16.
+        cache_fraction: the same, of the model's cache in bfloat16.
+        kl: KL(full cache ‖ format), in nats a token; infinite where logits are not finite.
+    """
+
+    target: str
+    runs_in: str
+    cache_bytes_per_token: float
+    cache_fraction: float
+    kl: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickFrontier:
+    """What the formats of a model's cache are predicted to lose.
+
+    Attributes:
+        source: the model, as the user named it.
+        label: the mechanism and sizes of its layers.
+        calibrate: the texts that were read.
+        tokens: how many of their tokens.
+        points: the formats, from what loses least on.
+        error: how far such predictions were off where they were measured, in words.
+        notes: what a user should know; formats that are left out are named.
+        seconds: that it took.
+    """
+
+    source: str
+    label: str
+    calibrate: tuple[str, ...]
+    tokens: int
+    points: tuple[QuickPoint, ...]
+    error: str
+    notes: tuple[str, ...]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON-able values, and ``is_predicted``, by which `headwise.decide.advice.read_points` tells
+        them."""
+        document: dict[str, Any] = finite(as_document(self))
+        return document | {"is_predicted": True}
+
+
+@takes_options(QuickFrontierOptions)
+@typed
+def quick_frontier(
+    source: str | Path,
+    options: QuickFrontierOptions,
+    *,
+    output: str | Path | None = None,
+    progress: Progress = silent,
+) -> QuickFrontier:
+    """Predict what every format of a model's cache loses, headwise's own and those of engines, in minutes.
+
+    For example ``quick_frontier("smollm2-135m", calibrate="text.txt").points[0].target``.
+
+    A text of 2,048 tokens is run through the model one layer at a time, in windows of 512. One token in 16 is run
+    once more for each format, and attends to all keys and values of the window as the format stores them
+    (`headwise.conversion.frontiers.streams`). In two formats whole windows are run, and how much all of their tokens
+    lose beside those few corrects the others.
+
+    Args:
+        source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``; a decoder.
+        options: the keywords below as one object, in place of them. Without ``calibration_tokens``, 2,048 are read;
+            targets may be formats alone.
+        output: the folder to write ``predicted.json`` into, if any: new, empty, or an earlier frontier's. What it
+            keeps of other formats, from the same text, stays and is in the result.
+        progress: told of each layer.
+
+    Raises:
+        ArgumentError: an argument is outside its rule, a text is too short, or a target is no format.
+        SpecError: the model is no decoder, or has a layer without keys and values of heads.
+        CheckpointError: the source cannot be read, or the output cannot be written.
+    """
+    start = time.perf_counter()
+    texts = check_texts(options.calibrate, options.calibration_tokens or TOKENS, options.calibration_window)
+    if output is not None:
+        refuse_output(Path(output))
+        refuse_texts_within(Path(output), texts.sources, name="calibrate")
+    device = as_device(options.device)
+    checkpoint = open_checkpoint(source)
+    check_heads(checkpoint)
+    formats, notes = list_formats(checkpoint, options.targets)
+    ids = open_windows(checkpoint, texts).ids
+    if ids.numel() < LEAST:
+        raise ArgumentError("calibrate", f"{ids.numel()} tokens", f"must be at least {LEAST} tokens to predict from")
+    kept = {} if output is None else _kept(Path(output) / PREDICTED, str(source), texts, ids.numel())
+    losses = predict(checkpoint, ids, list(formats), device=device, progress=progress)
+    whole = bfloat16_bytes(checkpoint, TOKENS)
+    points = kept | {
+        name: QuickPoint(
+            target=name,
+            runs_in=served_by(name, checkpoint.spec),
+            cache_bytes_per_token=taken,
+            cache_fraction=taken / whole,
+            kl=math.inf if math.isnan(losses[name]) else losses[name],
+        )
+        for name, taken in formats.items()
+    }
+    result = QuickFrontier(
+        source=str(source),
+        label=checkpoint.spec.layers[0].label,
+        calibrate=tuple(map(str, texts.sources)),
+        tokens=ids.numel(),
+        points=tuple(sorted(points.values(), key=lambda point: (point.kl, point.cache_fraction))),
+        error=PREDICTED_ERROR,
+        notes=(*checkpoint.notes, *notes),
+        seconds=time.perf_counter() - start,
+    )
+    if output is not None:
+        document = json.dumps(result.to_dict(), indent=2, ensure_ascii=False)
+        write_file(Path(output) / PREDICTED, f"{document}\n")
+    return result
+
+
+def _kept(file: Path, source: str, texts: CalibrationTexts, tokens: int) -> dict[str, QuickPoint]:
+    """What is kept of the same model on the same text, by target; empty where nothing is.
+
+    Raises:
+        ArgumentError: other predictions are kept, which this run would replace.
+    """
+    if not file.is_file():
+        return {}
+    document = read_document(file) or {}
+    same = {"source": source, "calibrate": [*map(str, texts.sources)], "tokens": tokens}
+    with suppress(KeyError, TypeError):  # of a file that something else wrote
+        if same == {name: document[name] for name in same}:
+            points = document["points"]
+            return {
+                each["target"]: QuickPoint(**each | {"kl": math.inf if each["kl"] is None else each["kl"]})
+                for each in points
+            }
+    rule = "keeps predictions of another model, text or number of tokens; give a new folder, or remove the file"
+    raise ArgumentError("output", str(file), rule)
+
+
+def check_heads(checkpoint: Checkpoint) -> None:
+    """Refuse a model that predicts no next token of a text, or has a layer without keys and values of heads.
+
+    Raises:
+        SpecError: it is one.
+    """
+    if not checkpoint.spec.is_causal or checkpoint.spec.cross_layers:
+        raise SpecError("model_type", checkpoint.spec.model_type, "must be of a decoder of text")
+    for index, layer in enumerate(checkpoint.spec.layers):
+        if not isinstance(layer, GroupedSpec) or layer.shares_kv:
+            raise SpecError(f"layer {index}", layer.label, "must have keys and values of heads, which formats round")
+
+
+def list_formats(checkpoint: Checkpoint, targets: Sequence[str] = ()) -> tuple[dict[str, float], list[str]]:
+    """List the formats to predict, with their bytes a token, and notes of those that are left out and why.
+
+    For example ``list_formats(open_checkpoint("smollm2-135m"), ["kivi4"])[0]`` is ``{"kivi4": 6480.0}``.
+
+    Args:
+        checkpoint: the model.
+        targets: formats that the user names; all of headwise's and of all engines without any.
+
+    Raises:
+        ArgumentError: a target is no format, or does not suit the model's heads.
+    """
+    if targets:
+        named = dict.fromkeys(map(read_target, targets))
+        for target in named:
+            if Candidate(target).cache is None:
+                raise ArgumentError("target", target, "is no format of a cache, which alone is predicted")
+        return {target: bfloat16_bytes(checkpoint, TOKENS, target) for target in named}, []
+    formats: dict[str, float] = {}
+    reasons: dict[str, list[str]] = {}
+    for name in _every_format(checkpoint.spec):
+        try:
+            formats[name] = bfloat16_bytes(checkpoint, TOKENS, name)
+        except HeadwiseError as error:
+            reasons.setdefault(error.rule, []).append(name)
+    reasons["as wide as a full cache"] = [name for name in _engine_formats() if not _rounds(name)]
+    known = {*_every_format(checkpoint.spec), *_engine_formats()}
+    reasons["headwise does not round as it does"] = [
+        f"{engine.name}:{cache.name}"
+        for engine in SERVING_ENGINES.values()
+        for cache in engine.caches
+        if f"{engine.name}:{cache.name}" not in known
+    ]
+    return formats, [f"not predicted: {', '.join(names)} ({reason})" for reason, names in reasons.items() if names]
+
+
+def _every_format(spec: ModelSpec) -> list[str]:
+    """All formats that could be predicted; some may not suit the model."""
+    plain = [str(form.fitted(spec)) for form in PLAIN_FORMATS]
+    mixed = [f"llama.cpp:{keys}/{values}" for keys, values in (("q8_0", "q4_0"),)]
+    return [*dict.fromkeys((*plain, *_OWN, *filter(_rounds, _engine_formats()), *mixed))]
+
+
+def _engine_formats() -> list[str]:
+    return [f"{engine}:{name}" for engine, formats in ENGINES.items() for name in formats]
+
+
+def _rounds(name: str) -> bool:
+    """Whether a format of an engine's stores codes, and not numbers."""
+    code = parse_format(name)
+    return isinstance(code, EngineFormat) and code.keys.rounds
+
+
+def predict(
+    checkpoint: Checkpoint,
+    ids: torch.Tensor,
+    formats: Sequence[str],
+    *,
+    device: torch.device | None = None,
+    progress: Progress = silent,
+) -> dict[str, float]:
+    """Predict what each format loses: KL(full cache ‖ format), in nats a token.
+
+    For example ``predict(checkpoint, ids, ["int4"])["int4"]``.
+
+    Args:
+        checkpoint: the model.
+        ids: windows of tokens, ``[B, W]``.
+        formats: to predict.
+        device: to compute on; the CPU when None.
+        progress: told of each layer.
+    """
+    window = ids.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    few = max(window // EVERY, 1)
+    positions = ((torch.arange(few) + torch.rand(few, generator=generator)) * window / few).long()
+    model = LayerwiseModel(checkpoint, torch.float32, device=device)
+    references = _references(checkpoint.spec, window)
+    wholes, parts = stream_losses(model, ids, references, formats, positions=positions, progress=progress)
+    known = sorted((_typical(whole[:, positions]), float(whole.double().mean())) for whole in wholes.values())
+    return {name: _corrected(_typical(part), known) for name, part in parts.items()}
+
+
+def _references(spec: ModelSpec, window: int) -> list[str]:
+    """Two formats that whole windows are run in: one of middling loss, and one that loses much.
+
+    Keys by channel lose about as much in all models; by token, those of some models lose everything.
+    """
+    by_channel = [PlainFormat(bits, bits, has_blocks=True).fitted(spec) for bits in (3, 2)]
+    if all(form.suits(spec) and window >= form.group for form in by_channel):
+        return [str(form) for form in by_channel]
+    return [str(PlainFormat(bits, bits).fitted(spec)) for bits in (4, 3)]
+
+
+def _typical(losses: torch.Tensor) -> float:
+    """The square of the mean root of what tokens lose: of few tokens, the mean is that of a few which lose most."""
+    return float(losses.double().clamp_min(0.0).sqrt().mean().square())
+
+
+def _corrected(typical: float, known: Sequence[tuple[float, float]]) -> float:
+    """The mean loss of all tokens, from what is typical of few: by the ratios of the formats that both are known of.
+
+    Between two formats the logarithm of the ratio is interpolated.
+
+    Args:
+        typical: of the format.
+        known: what is typical of each reference, and its mean, from the least on.
+    """
+    (low, of_low), (high, of_high) = known[0], known[-1]
+    if typical <= 0 or low <= 0:
+        return typical
+    place = math.log(typical / low) / math.log(high / low) if high > low else 0.0
+    place = min(max(place, 0.0), 1.0)
+    return typical * math.exp((1 - place) * math.log(of_low / low) + place * math.log(of_high / high))

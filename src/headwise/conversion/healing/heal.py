@@ -1,0 +1,432 @@
+"""`heal`: train a converted model until it behaves like the model it was converted from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from headwise.base.disk import empty_folder, refuse_input_within, working_folder, write_whole
+from headwise.base.documents import HEALING, finite
+from headwise.base.options import takes_options
+from headwise.base.options.heal import HealOptions
+from headwise.base.processes import barrier, first_enters, process_count, process_index
+from headwise.base.progress import Progress, silent
+from headwise.base.type_checks import typed
+from headwise.conversion.calibration.windows import CalibrationWindows
+from headwise.conversion.closing_evaluation import Exam, choose_exam, prove
+from headwise.conversion.healing.card import CONVERSION, healed_card
+from headwise.conversion.healing.curriculum import WINDOWS, FadingChannels, RankCurriculum, order_channels
+from headwise.conversion.healing.engine_format import check_file_cache, round_in_training, trained_format
+from headwise.conversion.healing.loop import Loop, learning_rate, run_model
+from headwise.conversion.healing.optimizer import optimizer_of
+from headwise.conversion.healing.report import Healing
+from headwise.conversion.healing.sharded import shard, whole
+from headwise.conversion.healing.state import Progressed, TrainingState
+from headwise.conversion.healing.teacher import StoredTeacher, bytes_per_token
+from headwise.conversion.healing.trained import (
+    NOTHING_TO_TRAIN,
+    refuse_unwritten,
+    select,
+    trained_numbers,
+    trained_tensors,
+)
+from headwise.conversion.healing.windows import HealingWindows, open_windows
+from headwise.conversion.preparation.gguf_file import check_file, copied_files
+from headwise.conversion.solvers.device import is_quick, own_device
+from headwise.errors import ArgumentError, naming
+from headwise.measure.evaluation import Evaluation
+from headwise.measure.texts import CalibrationTexts, named_texts, refuse_texts_within, text_identity
+from headwise.measure.timing import peak_rss_bytes
+from headwise.models.checkpoints import (
+    Checkpoint,
+    FolderWriter,
+    GgufCheckpoint,
+    TensorInfo,
+    check_output,
+    dtype_name,
+    model_identity,
+    refuse_other_tokens,
+    run_identity,
+)
+from headwise.runtime.hf import as_dtype, load, open_decoder
+from headwise.runtime.kernels.native import built
+from headwise.runtime.quantization.files import FILE as CODES
+from headwise.runtime.quantization.formats import EngineFormat
+
+TRAINING = 6
+"""The number of the way of training, which rises when equal options come to train otherwise."""
+
+NOTHING_GAINED = (
+    "no step lowered the held-out loss, so the result is the model it was given: train on more tokens, or at a lower "
+    "learning rate"
+)
+"""Said of a run that changed nothing."""
+
+NOTHING_GAINED_LATER = (
+    "no step lowered the held-out loss after the channels were gone: train on more tokens, or at a lower learning "
+    "rate"
+)
+"""Said of a run with a rank curriculum whose second half changed nothing."""
+
+
+@takes_options(HealOptions)
+@typed
+@torch.inference_mode(False)
+def heal(model: str | Path, output: str | Path, options: HealOptions, *, progress: Progress = silent) -> Healing:
+    """Train a converted or prepared model on text until it behaves like its source, and write the result.
+
+    For example ``heal("./half", "./healed", teacher="smollm2-135m", text="text.txt", tokens=200_000)``.
+
+    The result has the given model's format, sizes and codes; only values of its tensors differ, unless
+    ``rank_curriculum`` makes its latents narrower. A cache in codes is rounded while the model is trained, and with
+    ``cache`` one as an engine has it. A killed run is continued by the same call, and computes what an uninterrupted
+    one would have.
+
+    Args:
+        model: a converted folder, or any model folder or ``.gguf`` with the teacher's vocabulary. Of a ``.gguf`` what
+            is in blocks of codes stays as it is, byte for byte.
+        output: the folder to write, which must not exist, or be empty, unless ``overwrite``; a ``.gguf`` for a
+            ``.gguf``.
+        options: the keywords below as one object, in place of them.
+        progress: told of each step.
+
+    Raises:
+        ArgumentError: an argument is outside its rule, or the vocabularies differ.
+        SpecError: a model is no text decoder.
+        CheckpointError: a model cannot be read, the output cannot be written, or the loss stays not finite.
+    """
+    prepared = _prepare(model, Path(output), options)
+    checkpoint = prepared.checkpoint
+    if isinstance(checkpoint, GgufCheckpoint):
+        return _heal_file(checkpoint, prepared, progress)
+    writer = FolderWriter(
+        prepared.output,
+        prepared.tensors,
+        run=prepared.run,
+        overwrite=options.overwrite,
+        work_bytes=_work_bytes(prepared),
+    )
+    with first_enters(writer):
+        before = _evaluate(checkpoint.path, prepared, progress)
+        trained, done, count = _train(prepared, writer.work, progress)
+        _write(prepared, trained, writer)
+        del trained  # the evaluation loads it again, as users will
+        after = _evaluate(writer.folder, prepared, progress)
+        report = _report(prepared, done, count, before, after)
+        if process_index() == 0:
+            writer.write_text("README.md", healed_card(checkpoint.path, prepared.config, report))
+            writer.write_text(HEALING, json.dumps(finite(report.to_dict()), indent=1) + "\n")
+    return replace(report, notes=(*report.notes, *writer.notes))
+
+
+def _heal_file(checkpoint: GgufCheckpoint, prepared: _Prepared, progress: Progress) -> Healing:
+    """`heal` a ``.gguf``."""
+    out = prepared.output
+    work = out.with_name(f".{out.name}.headwise-partial")
+    with first_enters(working_folder(work, out)):
+        if process_index() == 0:
+            _take_up(work, prepared.run)
+        barrier()
+        before = _evaluate(checkpoint.path, prepared, progress)
+        trained, done, count = _train(prepared, work, progress)
+        tensors = {name: whole(made()).cpu() for name, made in trained_tensors(trained, checkpoint).items()}
+        del trained  # the evaluation loads it again, as users will
+        after = None
+        if process_index() == 0:
+            check_file(checkpoint.files, out, overwrite=prepared.options.overwrite)  # it took a while
+            with copied_files(checkpoint.files, out) as copies:
+                checkpoint.write(tensors, copies)
+                after = _evaluate(copies[checkpoint.path], prepared, progress)
+    return _report(prepared, done, count, before, after)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """A healing whose inputs have been checked.
+
+    Attributes:
+        model: the converted model, as the user named it.
+        output: the folder to write.
+        options: the user's options.
+        checkpoint: of the converted model.
+        teacher: of the teacher.
+        windows: to train on.
+        exam: the windows to evaluate on; may be empty.
+        device: of this process.
+        dtype: of matrix products.
+        curriculum: where channels fade out.
+        code: the engine's format that keys and values are rounded to.
+    """
+
+    model: str
+    output: Path
+    options: HealOptions
+    checkpoint: Checkpoint
+    teacher: Checkpoint
+    windows: HealingWindows
+    exam: Exam
+    device: torch.device
+    dtype: torch.dtype
+    curriculum: RankCurriculum | None
+    code: EngineFormat | None
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Of the result."""
+        return self.checkpoint.config if self.curriculum is None else self.curriculum.config
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Of the result."""
+        return self.checkpoint.tensors if self.curriculum is None else self.curriculum.tensors
+
+    @property
+    def run(self) -> str:
+        """A digest of all that decides the output."""
+        texts = [text_identity(text, name="text") for text in named_texts(self.options.text)]
+        decides = self.options.identity() | {
+            "teacher": model_identity(self.teacher),
+            "text": texts,
+            "dtype": dtype_name(self.dtype),
+            "training": TRAINING,
+        }
+        return run_identity(self.checkpoint, **decides)
+
+
+def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared:
+    """Check all inputs before any work."""
+    device = own_device(options.device)
+    if options.batch % process_count():
+        raise ArgumentError("batch", options.batch, f"must be a multiple of {process_count()}, the processes")
+    with naming(source="model"):
+        checkpoint = open_decoder(model)
+    with naming(source="teacher"):
+        teacher = open_decoder(options.teacher)
+    if isinstance(checkpoint, GgufCheckpoint):
+        check_file(checkpoint.files, output, overwrite=options.overwrite)
+        check_file_cache(options.cache)
+        if options.train == "lora":
+            rule = "must be another for a .gguf: its matrices are in blocks of codes, to which no change can be added"
+            raise ArgumentError("train", options.train, rule)
+    elif checkpoint.path.is_dir():
+        check_output(output, overwrite=options.overwrite)
+    else:
+        rule = "must be a model folder or a .gguf: the result is written in its format"
+        raise ArgumentError("model", str(model), rule)
+    sizes = [one.config.get("vocab_size") for one in (checkpoint, teacher)]
+    if sizes[0] != sizes[1]:
+        raise ArgumentError(
+            "teacher", str(options.teacher), f"has a vocabulary of {sizes[1]}, the model of {sizes[0]}"
+        )
+    for path, kind in ((checkpoint.path, "the model"), (teacher.path, "the teacher")):
+        refuse_input_within(output, path, kind)
+    texts = named_texts(options.text)
+    refuse_texts_within(output, texts, name="text")
+    refuse_texts_within(output, named_texts(options.evaluate), name="evaluate")
+    if options.hidden > 0:
+        _refuse_other_shape(checkpoint, teacher)
+    if options.teacher_top is not None and sizes[0] is not None and options.teacher_top > sizes[0]:
+        raise ArgumentError("teacher_top", options.teacher_top, f"must be at most {sizes[0]}, the vocabulary")
+    if options.train == "new" and not trained_numbers(checkpoint, teacher, options):
+        raise ArgumentError("train", options.train, NOTHING_TO_TRAIN)
+    code = None if options.cache is None else trained_format(checkpoint, options.cache)
+    part = options.rank_curriculum
+    curriculum = None if part is None else RankCurriculum(checkpoint, part)
+    windows = open_windows(checkpoint, options, teacher.spec)
+    refuse_other_tokens(checkpoint.path, teacher.path, name="teacher", source=str(teacher.path))
+    exam: Exam = []
+    if options.evaluate is not False:
+        trained_on = CalibrationTexts(tuple(texts), tokens=windows.read_tokens, window=windows.width)
+        exam = choose_exam(
+            teacher, named_texts(options.evaluate), calibrate=trained_on, windows=options.evaluation_windows
+        )
+    dtype = as_dtype(options.dtype or ("bfloat16" if is_quick(device) else "float32"))
+    return _Prepared(
+        model=str(model),
+        output=output,
+        options=options,
+        checkpoint=checkpoint,
+        teacher=teacher,
+        windows=windows,
+        exam=exam,
+        device=device,
+        dtype=dtype,
+        curriculum=curriculum,
+        code=code,
+    )
+
+
+def _work_bytes(prepared: _Prepared) -> int:
+    """The bytes that a run keeps on disk while it works."""
+    options, windows = prepared.options, prepared.windows
+    # Float32 parameters and at most two moments each, in two saves and one that is being written; the best ones.
+    saved = (3 * 3 + 2) * 4 * trained_numbers(prepared.checkpoint, prepared.teacher, options)
+    read = min(windows.steps * windows.batch, len(windows.train)) + len(windows.held_out)
+    stored = read * windows.width * bytes_per_token(options.teacher_top) if options.teacher_top else 0
+    return saved + stored + (0 if prepared.curriculum is None else prepared.curriculum.work_bytes)
+
+
+def _refuse_other_shape(checkpoint: Checkpoint, teacher: Checkpoint) -> None:
+    """Refuse a teacher whose layers' outputs are not those of the model's layers."""
+    one, two = checkpoint.spec, teacher.spec
+    sizes = (one.layers[0].hidden_size, two.layers[0].hidden_size), (one.num_layers, two.num_layers)
+    for field, (own, other) in zip(("hidden_size", "num_layers"), sizes, strict=True):
+        if own != other:
+            raise ArgumentError(
+                "hidden", field, f"is {other} in the teacher and {own} in the model; leave hidden out"
+            )
+
+
+def _evaluate(folder: Path, prepared: _Prepared, progress: Progress) -> Evaluation | str | None:
+    """A model beside the teacher; a note where that cannot be done, and None in all processes but the first."""
+    if not prepared.exam or process_index() > 0:
+        return None
+    options, device = prepared.options, str(prepared.device)
+    return prove(folder, options.teacher, prepared.exam, progress, cache=options.cache, device=device)
+
+
+def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, Progressed, int]:
+    """Train the model; its parameters, what was done and how many parameters were trained."""
+    options = prepared.options
+    needs_teacher = options.objective == "distill" or options.hidden > 0
+    teacher = _teacher(prepared, folder, progress) if needs_teacher else None  # first: one that is stored leaves
+    model = load(prepared.checkpoint.path, dtype=torch.float32, device=str(prepared.device))
+    if prepared.code is not None:
+        round_in_training(model, prepared.checkpoint, prepared.code)
+    if options.checkpointing:
+        _compute_layers_twice(model)
+    fading = None
+    if prepared.curriculum is not None:
+        _order_channels(model, prepared, folder, progress)
+        fading = FadingChannels(model, prepared.curriculum)
+    select(model, prepared.checkpoint, options.train, prepared.teacher, rank=options.lora_rank)
+    refuse_unwritten(model, prepared.checkpoint)
+    shard(model)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = optimizer_of(model, parameters, options.optimizer, dtype=prepared.dtype)
+    if prepared.device.type == "cpu":
+        built()  # here, where Ctrl-C ends a compiler; windows are worked on in other threads
+    loop = Loop(model, teacher, parameters, prepared.windows, options, prepared.dtype, fading)
+    done = loop.run(TrainingState(folder, parameters, optimizer), optimizer, progress)
+    return model, done, sum(parameter.numel() for parameter in parameters.values())
+
+
+def _compute_layers_twice(model: Any) -> None:
+    """Compute each layer again in the backward pass."""
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():  # in training mode alone, and what is in them stays without dropout
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+            if isinstance(getattr(module, "dropout", None), float):  # OPT's layers call it themselves
+                module.dropout = 0.0
+
+
+def _order_channels(model: Any, prepared: _Prepared, folder: Path, progress: Progress) -> None:
+    """Order the channels of a model's latents; see `order_channels`."""
+
+    def logits(windows: CalibrationWindows) -> torch.Tensor:
+        result: torch.Tensor = run_model(model, windows, prepared.dtype).logits
+        return result
+
+    model.requires_grad_(False)  # but for what is watched; `select` says what is trained
+    order_channels(model, prepared.windows.train[:WINDOWS], folder / "channels", logits, progress)
+
+
+def _teacher(prepared: _Prepared, folder: Path, progress: Progress) -> Any | StoredTeacher:
+    """The teacher, or what is kept of it on disk."""
+
+    @cache
+    def model() -> Any:
+        return load(prepared.teacher.path, dtype=prepared.dtype, device=str(prepared.device))
+
+    if prepared.options.teacher_top is None:
+        return model()
+    stored, windows = StoredTeacher(folder / "teacher", prepared.options.teacher_top), prepared.windows
+    if process_index() == 0:
+
+        @torch.no_grad()
+        def logits(window: CalibrationWindows) -> torch.Tensor:  # only of windows that are not stored yet
+            result: torch.Tensor = run_model(model(), window, prepared.dtype).logits[0]
+            return result
+
+        stored.store(logits, windows.read_in_order(), windows.steps * windows.batch + len(windows.held_out), progress)
+    barrier()
+    return stored
+
+
+def _write(prepared: _Prepared, model: Any, writer: FolderWriter) -> None:
+    """Write the folder with the trained tensors, but for its card and what was measured."""
+    checkpoint, is_first = prepared.checkpoint, process_index() == 0
+    if is_first:
+        writer.add_companions(checkpoint)
+        writer.write_json("config.json", prepared.config)
+        card = CONVERSION if (checkpoint.path / CONVERSION).is_file() else "README.md"  # of a model healed before
+        for name, new in ((CODES, CODES), (card, CONVERSION)):
+            if (checkpoint.path / name).is_file():
+                writer.write_bytes(new, (checkpoint.path / name).read_bytes())
+    turned = frozenset() if prepared.curriculum is None else prepared.curriculum.turned
+    trained = trained_tensors(model, checkpoint, also=turned)
+    for name in checkpoint.tensors:
+        tensor = whole(trained[name]()) if name in trained else None
+        if is_first and not writer.has(name):
+            tensor = checkpoint.read(name) if tensor is None else tensor
+            if prepared.curriculum is not None:
+                tensor = prepared.curriculum.cut(name, tensor)
+            writer.add(name, tensor.cpu().to(checkpoint.tensors[name].dtype))
+
+
+def _take_up(folder: Path, run: str) -> None:
+    """Keep what an earlier run of the same identity left in a working folder, and remove anything else."""
+    known = folder / "run"
+    if not known.is_file() or known.read_text(encoding="utf-8") != run:
+        known.unlink(missing_ok=True)  # first, so that no run takes over a folder that is half removed
+        empty_folder(folder)
+        write_whole(known, run.encode())
+
+
+def _report(
+    prepared: _Prepared, done: Progressed, count: int, before: Evaluation | str | None, after: Evaluation | str | None
+) -> Healing:
+    options, windows = prepared.options, prepared.windows
+    notes = [*prepared.checkpoint.notes, *(one for one in (before, after) if isinstance(one, str))]
+    if done.best_step == 0:
+        notes.append(NOTHING_GAINED)
+    elif options.rank_curriculum is not None and done.best_step == done.counted[0][0] < done.step:
+        notes.append(NOTHING_GAINED_LATER)
+    return Healing(
+        model=prepared.model,
+        output=str(prepared.output),
+        teacher=str(options.teacher),
+        objective=options.objective,
+        objective_settings=options.objective_settings,
+        texts=tuple(map(str, named_texts(options.text))),
+        trained=options.train,
+        trained_parameters=count,
+        optimizer=options.optimizer,
+        learning_rate=learning_rate(options, done.held_out[0][1]),
+        rank_curriculum=options.rank_curriculum,
+        cache=options.cache,
+        steps=done.step,
+        planned_steps=windows.steps,
+        tokens=done.step * windows.batch * windows.width,
+        window=windows.width,
+        batch=windows.batch,
+        losses=tuple(done.losses),
+        held_out=tuple(done.held_out),
+        best_step=done.best_step,
+        counted_from=done.counted_from,
+        stopped=done.stopped,
+        rollbacks=done.rollbacks,
+        seconds=done.seconds,
+        peak_rss_bytes=peak_rss_bytes(),
+        before=None if isinstance(before, str | None) else replace(before, model=prepared.model),
+        after=None if isinstance(after, str | None) else replace(after, model=str(prepared.output)),
+        notes=tuple(dict.fromkeys(notes)),
+    )

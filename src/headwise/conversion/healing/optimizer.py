@@ -1,0 +1,122 @@
+"""What moves the trained parameters: Muon for matrices, AdamW for embeddings, the output head and vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise.base.options.heal import Optimizer
+from headwise.base.threads import side_by_side
+from headwise.conversion.healing.sharded import is_alone_on_cpu, like, whole
+
+BETAS = (0.9, 0.95)
+"""AdamW's."""
+
+MOMENTUM = 0.95
+"""Muon's."""
+
+_ITERATIONS = 5
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration, chosen by Jordan et al. so that small singular values rise fastest."""
+
+_SIZE = 0.2
+"""The root mean square of a step at rate 1, which is about AdamW's (Liu et al., 2025), so that both share a rate."""
+
+
+def optimizer_of(
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    kind: Optimizer,
+    *,
+    rate: float = 0.0,
+    dtype: torch.dtype,
+) -> torch.optim.AdamW:
+    """The optimizer of a run.
+
+    Args:
+        model: whose embeddings and output head are told from its other matrices.
+        parameters: that are trained, by name.
+        kind: ``muon``, or ``adamw`` for all parameters.
+        rate: the learning rate; a `Loop` sets it anew before each step.
+        dtype: of Muon's matrix products.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    if output is not None:
+        embeddings.add(id(output.weight))
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in parameters.values():
+        is_matrix = parameter.ndim in (2, 3) and id(parameter) not in embeddings  # 3: those of experts, stacked
+        groups[kind == "muon" and is_matrix].append(parameter)
+    return Muon(groups[True], groups[False], rate=rate, dtype=dtype)
+
+
+class Muon(torch.optim.AdamW):
+    """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) for matrices, AdamW for the others.
+
+    A matrix moves along the semi-orthogonal matrix nearest to the moving mean of its gradients: nearly all its
+    directions move alike, and not those of the largest gradients alone. torch has Muon from 2.9 on, for single
+    matrices in bfloat16; this one also moves stacks of experts' matrices, shared-out ones, and in float32.
+
+    Args:
+        matrices: ``[out, in]`` each, or stacks of them ``[N, out, in]``.
+        others: parameters of any shape.
+        rate: the learning rate.
+        dtype: of the products that make a mean semi-orthogonal.
+    """
+
+    def __init__(
+        self, matrices: list[nn.Parameter], others: list[nn.Parameter], *, rate: float, dtype: torch.dtype
+    ) -> None:
+        groups = [{"params": matrices, "is_matrix": True}, {"params": others, "is_matrix": False}]
+        groups = [group for group in groups if group["params"]]
+        super().__init__(groups, lr=rate, betas=BETAS, weight_decay=0.0, fused=True)
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Move every parameter by its gradient; those of matrices are taken away."""
+        assert closure is None
+        for group in self.param_groups:
+            matrices = [one for one in group["params"] if group["is_matrix"] and one.grad is not None]
+            for matrix in matrices:
+                if "momentum_buffer" not in self.state[matrix]:
+                    self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+            each = side_by_side if all(is_alone_on_cpu(matrix.device) for matrix in matrices) else map
+            for _ in each(partial(self._turn, rate=group["lr"]), matrices):
+                pass
+        super().step()
+
+    def _turn(self, matrix: nn.Parameter, *, rate: float) -> None:
+        assert matrix.grad is not None
+        mean = self.state[matrix]["momentum_buffer"]
+        mean.lerp_(matrix.grad, 1 - MOMENTUM)
+        direction = semi_orthogonal(whole(matrix.grad.lerp(mean, MOMENTUM).to(self._dtype)))  # Nesterov's
+        scale = _SIZE * max(matrix.shape[-2:]) ** 0.5
+        matrix.add_(like(direction.to(matrix.dtype), matrix), alpha=-rate * scale)
+        matrix.grad = None  # AdamW's step, which follows, is for the others
+
+
+def semi_orthogonal(matrix: Tensor) -> Tensor:
+    """About the nearest semi-orthogonal matrix: the same singular vectors, and singular values of about 0.7 to 1.2.
+
+    Those that were below a five-hundredth of the matrix's norm stay smaller. By a Newton–Schulz iteration, which
+    needs products alone. For example ``semi_orthogonal(torch.randn(64, 32))``.
+
+    Args:
+        matrix: ``[out, in]``, or a stack of them; a zero matrix stays zero.
+    """
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    turned: Tensor = matrix.mT.contiguous() if is_tall else matrix  # products of transposed ones are slower
+    turned = turned / turned.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+    a, b, c = _COEFFICIENTS
+    add_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
+    for _ in range(_ITERATIONS):
+        square = turned @ turned.mT
+        factor = add_product(square, square, square, beta=b, alpha=c)
+        turned = add_product(turned, factor, turned, beta=a)
+    return turned.mT if is_tall else turned

@@ -1,0 +1,165 @@
+"""Which parameters of a model are trained."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from transformers.pytorch_utils import Conv1D
+
+from headwise.base.options import HealOptions
+from headwise.conversion.healing.sharded import whole
+from headwise.errors import ArgumentError, CheckpointError
+from headwise.models.checkpoints import Checkpoint
+from headwise.runtime.hf.codes import caching_modules
+from headwise.runtime.hf.layerwise import stored_names
+
+_ATTENTION = re.compile(r"(^|\.)(self_attn|self_attention|attention|attn)\.")
+"""The path of an attention module, as transformers' families call it."""
+
+
+NOTHING_TO_TRAIN = "leaves nothing to train: the teacher has every tensor in its shape"
+"""Said of a model that is the teacher's, where only what is new is trained."""
+
+
+class LowRank(nn.Module):
+    """A change of a matrix by a product of two narrow ones (Hu et al., 2021), as a parametrization of its weight.
+
+    A parametrization, and not another layer in the linear layer's place: MLA also reads weights without calling their
+    layers, where it is absorbed.
+
+    Args:
+        weight: ``[out, in]``, the matrix.
+        rank: of the change, which is 0 at first.
+    """
+
+    def __init__(self, weight: Tensor, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.empty(rank, weight.shape[1], device=weight.device))
+        self.up = nn.Parameter(torch.zeros(weight.shape[0], rank, device=weight.device))
+        nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The changed matrix ``[out, in]``."""
+        return weight + self.up @ self.down
+
+
+def select(model: Any, checkpoint: Checkpoint, trained: str, teacher: Checkpoint, *, rank: int = 32) -> None:
+    """Choose the parameters to train, and freeze all others.
+
+    Where a cache is in codes, the projections and norms that compute its values stay as they are: offsets, scales and
+    bits of each channel were fitted to them. So do a GGUF file's tensors that are in blocks of codes.
+
+    For example ``select(model, open_checkpoint("./half"), "attention", open_checkpoint("./source"))``.
+
+    Args:
+        model: a transformers model.
+        checkpoint: that it was loaded from.
+        trained: ``all``, ``attention``, ``new`` or ``lora``; see `headwise.base.options.HealOptions`.
+        teacher: what ``new`` tensors are told from.
+        rank: of ``lora``.
+
+    Raises:
+        ArgumentError: nothing is left to train, as where the teacher has every tensor in its shape.
+    """
+    fixed = caching_modules(model)
+    if trained == "lora":
+        _add_low_rank(model, rank, fixed)
+    stays = {id(parameter) for module in fixed for parameter in module.parameters()}
+    in_blocks = checkpoint.tensors.keys() - set(checkpoint.writable)
+    own = {stored: name for name, stored in stored_names(model, checkpoint).items()} if in_blocks else {}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    stays |= {id(named[own[stored]]) for stored in in_blocks if own[stored] in named}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(id(parameter) not in stays and _is_chosen(name, parameter, trained, teacher))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        why = "only what computes the values of a cache in codes, which stays as it is, is not the teacher's"
+        raise ArgumentError("train", trained, f"leaves nothing to train: {why}" if fixed else NOTHING_TO_TRAIN)
+
+
+def _is_chosen(name: str, parameter: nn.Parameter, trained: str, teacher: Checkpoint) -> bool:
+    if trained == "all":
+        return True
+    if trained == "lora":
+        return ".parametrizations.weight.0." in name
+    if trained == "attention":
+        return _ATTENTION.search(name) is not None
+    info = teacher.tensors.get(name)
+    return info is None or info.shape != tuple(parameter.shape)
+
+
+def _add_low_rank(model: Any, rank: int, fixed: Sequence[nn.Module]) -> None:
+    """Give the weight of every linear layer but the head, and those that stay as they are, a change of low rank."""
+    left_out = {id(module) for module in (model.get_output_embeddings(), *fixed)}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # so that a run that goes on begins with the same matrices
+        for module in list(model.modules()):
+            if isinstance(module, nn.Linear | Conv1D) and id(module) not in left_out:
+                parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank))
+
+
+def refuse_unwritten(model: Any, checkpoint: Checkpoint) -> None:
+    """Refuse a model of which a trained parameter has no tensor of its own in the folder, as fused experts have not.
+
+    Args:
+        model: a transformers model, with what is trained chosen.
+        checkpoint: of its folder.
+
+    Raises:
+        CheckpointError: there is such a parameter.
+    """
+    names = set(stored_names(model, checkpoint))
+    for name, parameter in model.named_parameters():
+        changed = name.partition(".parametrizations.")[0] + ".weight" if ".parametrizations." in name else name
+        if parameter.requires_grad and changed not in names:
+            rule = "is trained, and the folder has no tensor of its own for it: choose another train"
+            raise CheckpointError("parameter", changed, rule)
+
+
+def trained_numbers(checkpoint: Checkpoint, teacher: Checkpoint, options: HealOptions) -> int:
+    """About how many numbers are trained: for an estimate of disk, before the model is loaded."""
+    total, writable = 0, checkpoint.writable
+    for name, info in checkpoint.tensors.items():
+        if name not in writable:
+            continue
+        if options.train == "lora":
+            total += options.lora_rank * sum(info.shape) if len(info.shape) == 2 else 0
+        elif options.train == "attention":
+            total += info.numel if _ATTENTION.search(name) else 0
+        elif options.train == "all" or name not in teacher.tensors or teacher.tensors[name].shape != info.shape:
+            total += info.numel
+    return total
+
+
+def trained_tensors(
+    model: Any, checkpoint: Checkpoint, *, also: Collection[str] = ()
+) -> dict[str, Callable[[], Tensor]]:
+    """What computes each tensor of a folder that training changed, by its name there.
+
+    Args:
+        model: a transformers model.
+        checkpoint: of its folder.
+        also: names of tensors that the model has otherwise than the folder, though they were not trained.
+    """
+    stored_by_own = stored_names(model, checkpoint)
+    changed: dict[str, Callable[[], Tensor]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and parametrize.is_parametrized(module):
+            changed[f"{path}.weight"] = partial(_merged, module)
+    for name, parameter in model.named_parameters(remove_duplicate=False):  # a tied one may be stored twice
+        is_changed = parameter.requires_grad or stored_by_own.get(name) in also
+        if is_changed and ".parametrizations." not in name:
+            changed[name] = parameter.detach
+    return {stored: changed[own] for own, stored in stored_by_own.items() if own in changed}
+
+
+def _merged(module: Any) -> Tensor:
+    """The weight of a parametrized linear layer with its change of low rank."""
+    parts = module.parametrizations.weight
+    return (whole(parts.original) + whole(parts[0].up) @ whole(parts[0].down)).detach()

@@ -1,0 +1,300 @@
+"""What a prepared model is worth: that it computes what its source does, and what each loses in small caches.
+
+Shapes: S tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headwise.base.progress import Progress
+from headwise.conversion.closing_evaluation import Exam, short_of_memory
+from headwise.errors import ArgumentError, CheckpointError, StorageError
+from headwise.measure.evaluation import Evaluation, Pair, evaluate_windows, open_pair
+from headwise.models.checkpoints import GgufCheckpoint, dtype_name, open_checkpoint
+from headwise.runtime.hf import check_logits
+from headwise.runtime.quantization.formats import EngineFormat
+from headwise.serving.engines.in_engine import RUNNABLE, evaluate_windows_in_engine
+from headwise.serving.engines.process import is_installed
+from headwise.serving.exports.gguf import export_gguf
+
+TOKENS = 256
+"""Tokens of a text that log-probabilities are compared on; what is measured on fewer is said to tell little."""
+
+SAME = 1e-3
+"""Mean KL in float32, in nats a token, beyond which a model that should be its source is none. Rounding alone makes
+1e-9, and 1e-5 where float16 scales are rounded."""
+
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far a prepared model's log-probabilities are from its source's, both with a full cache.
+
+    Attributes:
+        dtype: that both were run in.
+        tokens: of the text.
+        largest: the largest difference of a token's log-probability, over all of the vocabulary, in nats.
+        kl: mean KL(source ‖ prepared), in nats a token.
+    """
+
+    dtype: str
+    tokens: int
+    largest: float
+    kl: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """What a model with a small cache loses, beside the source with a full one.
+
+    Attributes:
+        perplexity: on the text.
+        perplexity_ratio: over that of the source with a full cache.
+        kl: mean KL(source with a full cache ‖ model), in nats a token.
+        kl_999: its 99.9 % quantile, which the few tokens that lose most decide.
+        top1_agreement: fraction of positions where both rank the same token first.
+    """
+
+    perplexity: float
+    perplexity_ratio: float
+    kl: float
+    kl_999: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheLoss:
+    """What a small cache loses of a model as it is, and prepared.
+
+    Attributes:
+        cache: the format.
+        engine: that ran both, with its version; None where the format was simulated.
+        before: of the source.
+        after: of the prepared model.
+    """
+
+    cache: str
+    engine: str | None
+    before: Loss
+    after: Loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What was found out of a prepared model after it was written.
+
+    Attributes:
+        products: how far products of queries and keys are off in any layer of what was written, over their size;
+            beside those of the source with its biases shifted, where ``refit`` shifts them.
+        text: the texts that the rest was measured on, joined by commas; None where none was named.
+        window: tokens in each window of them.
+        tokens: predictions that caches were scored on.
+        differences: in float32, and in the dtype of the weights where that is another; on the beginning of the text.
+        caches: what each format loses, simulated; and in its engine, where that is installed.
+        notes: what was not measured or on too little text, and why.
+    """
+
+    products: float
+    text: str | None = None
+    window: int | None = None
+    tokens: int | None = None
+    differences: tuple[Difference, ...] = ()
+    caches: tuple[CacheLoss, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def check_engines(formats: Sequence[EngineFormat], python: str | Path | None, *, is_measured: bool) -> None:
+    """Refuse an interpreter that is named for nothing.
+
+    Args:
+        formats: that the model is prepared for.
+        python: the interpreter of an engine's environment; None where none is named.
+        is_measured: whether there is a text.
+
+    Raises:
+        ArgumentError: no text is measured on, no engine of the formats is run, or none is installed there.
+    """
+    if python is None:
+        return
+    if not is_measured:
+        raise ArgumentError("engine_python", str(python), "needs --evaluate TEXT: engines are measured on a text")
+    engines = {code.engine: RUNNABLE[code.engine] for code in formats if code.engine in RUNNABLE}
+    if not engines:
+        names = " or ".join(dict.fromkeys(code.engine for code in formats))
+        raise ArgumentError("engine_python", str(python), f"is for {' or '.join(RUNNABLE)}, not {names}")
+    if not any(is_installed(engine.module, str(python)) for engine in engines.values()):
+        install = " or ".join(f"{python} -m pip install '{engine.install}'" for engine in engines.values())
+        names = " or ".join(engine.name for engine in engines.values())
+        raise ArgumentError("engine_python", str(python), f"has no {names}: {install}")
+
+
+def prove(
+    source: str | Path,
+    output: Path,
+    products: float,
+    exam: Exam,
+    formats: Sequence[EngineFormat],
+    *,
+    python: str | Path | None,
+    is_exact: bool,
+    progress: Progress,
+) -> Proof:
+    """Measure a prepared model beside its source.
+
+    Args:
+        source: the model, as the user named it.
+        output: the prepared one.
+        products: what `check_written` found.
+        exam: windows of text; nothing is measured without any.
+        formats: that the model was prepared for.
+        python: the interpreter that has an engine; this process's own when None.
+        is_exact: whether it should compute what its source does.
+        progress: told of each window.
+
+    Raises:
+        CheckpointError: it should, and does not.
+    """
+    if not exam:
+        return Proof(products=products)
+    tokens = sum(len(batch) * (batch.shape[1] - 1) for _, batch in exam)
+    differences: list[Difference] = []
+    caches: list[CacheLoss] = []
+    notes: list[str] = []
+    if tokens < TOKENS:
+        notes.append(f"measured on {tokens:,} tokens alone, too few to tell what is lost: name a longer text")
+    ids = exam[0][1][0][:TOKENS]
+    pair: Pair | None = None
+    with _noting(notes, output):
+        pair = _opened(source, output, None, progress)
+        if pair.dtype != torch.float32:
+            differences.append(_difference(_opened(source, output, "float32", progress), ids))
+        differences.append(_difference(pair, ids))
+    if is_exact and any(one.dtype == "float32" and one.kl > SAME for one in differences):
+        rule = f"computes something else than its source: KL {differences[0].kl:.2g} on {exam[0][0]}"
+        raise CheckpointError("output", str(output), f"{rule}; nothing is left of it")
+    if pair is not None and differences:
+        with _noting(notes, output):
+            caches += _simulated(pair, exam, formats, progress)
+    pair = None  # engines load models of their own
+    for code in formats:
+        with _noting(notes, output, f" in {code.engine} itself"):
+            caches += _in_its_engine(source, output, exam, code, python, notes, progress)
+    return Proof(
+        products=products,
+        text=", ".join(name for name, _ in exam),
+        window=exam[0][1].shape[1],
+        tokens=tokens,
+        differences=tuple(differences),
+        caches=tuple(caches),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+@contextmanager
+def _noting(notes: list[str], output: Path, where: str = "") -> Iterator[None]:
+    """Note an error of the block: none of them is to cost the user what is written."""
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        stopped.add_note(f"{output} is written and was checked; only what it loses was not measured to the end")
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        notes.append(f"{NOT_MEASURED}{where}: {kind}{' '.join(str(error).split())}")
+
+
+def _opened(source: str | Path, output: Path, dtype: str | None, progress: Progress) -> Pair:
+    """Both models; weights are read at their first use.
+
+    Raises:
+        StorageError: too little memory is free for them.
+    """
+    pair = open_pair(output, against=source, dtype=dtype, progress=progress)
+    if (short := short_of_memory(pair)) is not None:
+        raise StorageError("memory", dtype_name(pair.dtype), short)
+    return pair
+
+
+@torch.inference_mode()
+def _difference(pair: Pair, ids: Tensor) -> Difference:
+    logits = []
+    for model in (pair.models["model"], pair.models["against"]):
+        logits.append(model(ids[None].to(model.device), use_cache=False).logits[0].float())  # [S, V]
+        check_logits(logits[-1], model)
+    own, reference = (each.log_softmax(-1) for each in logits)
+    kl = float((reference.exp() * (reference - own)).sum(-1).mean())
+    largest = float((own - reference).abs().max())
+    return Difference(dtype=dtype_name(pair.dtype), tokens=len(ids), largest=largest, kl=max(kl, 0.0))
+
+
+def _simulated(
+    prepared: Pair, exam: Exam, formats: Sequence[EngineFormat], progress: Progress
+) -> Iterator[CacheLoss]:
+    """What formats lose as headwise simulates them, both models in the wider of their dtypes."""
+    as_it_is = prepared.of_the_reference()
+    for code in formats:
+        before, after = (
+            evaluate_windows(pair, exam, cache=str(code), progress=progress) for pair in (as_it_is, prepared)
+        )
+        yield CacheLoss(cache=str(code), engine=None, before=_loss(before), after=_loss(after))
+
+
+def _in_its_engine(
+    source: str | Path,
+    output: Path,
+    exam: Exam,
+    code: EngineFormat,
+    python: str | Path | None,
+    notes: list[str],
+    progress: Progress,
+) -> list[CacheLoss]:
+    """What a format loses in its engine; nothing where headwise runs none, or it is not installed."""
+    if (engine := RUNNABLE.get(code.engine)) is None:
+        return []
+    if not is_installed(engine.module, str(python or sys.executable)):
+        where = "here: --engine-python names an interpreter that has it" if python is None else f"in {python}"
+        notes.append(f"{NOT_MEASURED} in {engine.name} itself, which is not installed {where}")
+        return []
+    with ExitStack() as stack:
+        original: str | Path = source
+        if output.suffix == ".gguf" and not isinstance(open_checkpoint(source), GgufCheckpoint):
+            place = tempfile.TemporaryDirectory(prefix=".headwise-partial-", dir=output.resolve().parent)
+            original = Path(stack.enter_context(place)) / "source.gguf"
+            export_gguf(source, original, progress=progress)
+        before, after = (
+            evaluate_windows_in_engine(
+                open_pair(model, against=original),
+                exam,
+                engine=code.engine,
+                cache=str(code).partition(":")[2],
+                python=python,
+                progress=progress,
+            )
+            for model in (original, output)
+        )
+    return [CacheLoss(cache=str(code), engine=after.engine, before=_loss(before), after=_loss(after))]
+
+
+def _loss(evaluation: Evaluation) -> Loss:
+    ratio, kl, agreement = evaluation.perplexity_ratio, evaluation.kl, evaluation.top1_agreement
+    assert ratio is not None
+    assert kl is not None
+    assert agreement is not None
+    assert evaluation.kl_999 is not None
+    return Loss(
+        perplexity=evaluation.perplexity,
+        perplexity_ratio=ratio,
+        kl=kl,
+        kl_999=evaluation.kl_999,
+        top1_agreement=agreement,
+    )

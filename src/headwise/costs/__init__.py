@@ -1,0 +1,1 @@
+"""Parameters, FLOPs, bytes and time, computed from specs without torch."""

@@ -1,0 +1,203 @@
+"""Activation memory: what a training step keeps of a layer's forward pass for its backward pass.
+
+A mechanism lists the tensors that autograd keeps of headwise's layer, each storage once and without the parameters.
+Symbols: B batch, S new tokens, T the tokens attended to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from headwise.costs.formulas.size import Size
+from headwise.costs.formulas.stages import Kernel
+
+KeptOver = Literal["new", "total", "scores", "mask", "queries", "keys", "call", "once"]
+"""A kept tensor has one entry for each of these: each new token, each token attended to, each (query, key) pair of a
+sequence, each pair of positions, each position of a query or of a key, or each sequence; ``once`` is a single
+entry."""
+
+Width = Literal["own", "wide", "byte", "index"]
+"""Width of a kept value: the layer's dtype (``own``), at least float32 (``wide``), a mask's byte, an 8-byte index."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A kept tensor, which has ``values`` numbers for each thing it is ``over``."""
+
+    name: str
+    values: int
+    over: KeptOver
+    width: Width = "own"
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a training step runs a layer.
+
+    Attributes:
+        kernel: attention by a fused kernel (``padded``: SDPA on the CPU), or by the reference's plain products.
+        half: whether the layer's dtype is narrower than float32.
+        causal: whether the scores are masked by the causal flag.
+        window: whether there is a sliding window's mask too, which a fused kernel takes as a tensor.
+        cross: whether keys and values are another sequence's.
+        batch_of_one: whether there is one sequence, whose heads are laid out head by head without a copy.
+    """
+
+    kernel: Kernel
+    half: bool
+    causal: bool
+    window: bool
+    cross: bool
+    batch_of_one: bool
+
+    @property
+    def fused(self) -> bool:
+        """Whether a fused kernel is used, which never holds the scores."""
+        return self.kernel != "unfused"
+
+    @property
+    def masked(self) -> bool:
+        """Whether unfused scores go through a mask."""
+        return self.causal or self.window
+
+
+def kept_inputs(training: Training, hidden_size: Size) -> tuple[Kept, ...]:
+    """The inputs of the first projections."""
+    source = (Kept("key_value_states", hidden_size, "total"),) if training.cross else ()
+    return Kept("hidden_states", hidden_size, "new"), *source
+
+
+def kept_rotation(training: Training, dims: Size) -> tuple[Kept, ...]:
+    """cos and sin of every position, each ``dims``/2 wide; queries and keys share them except in cross-attention."""
+    keys = (Kept("cos, sin of keys", dims, "keys"),) if training.cross else ()
+    return Kept("cos, sin", dims, "queries"), *keys
+
+
+def kept_norm(
+    training: Training, name: str, width: Size, over: KeptOver, *, rows: int = 1, storage: Size | None = None
+) -> tuple[Kept, ...]:
+    """Tensors of an RMSNorm: input (the storage that it is a view of, or a float32 copy), inverse norms, output."""
+    entry = (
+        Kept(name, width, over, "wide") if training.half else Kept(name, width if storage is None else storage, over)
+    )
+    return entry, Kept(f"{name} inverse norms", rows, over, "wide"), Kept(f"{name} normed", width, over)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of softmax(QKᵀ)V: H query heads, K key–value heads, D wide for queries and keys and V for values.
+
+    The unfused way repeats keys and values to H heads, and the padded kernel widens the narrower of D and V.
+    """
+
+    H: Size
+    K: Size
+    D: Size
+    V: Size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storages:
+    """Values a token of the tensors that query, key and value are views of; None where they are tensors of their own.
+
+    A value that is a view of the key's tensor has storage 0: it is counted with the key.
+    """
+
+    query: Size | None = None
+    key: Size | None = None
+    value: Size | None = None
+
+
+def kept_core(
+    training: Training,
+    heads: Heads,
+    *,
+    storages: Storages = Storages(),
+    contiguous: bool = True,
+    read_from: Literal["merged", "heads", "nobody"] = "merged",
+) -> tuple[Kept, ...]:
+    """Tensors of softmax(QKᵀ)V, and its result as the operation behind it keeps it.
+
+    Args:
+        training: how the layer is run.
+        heads: the sizes.
+        storages: the tensors that query, key and value are views of.
+        contiguous: whether the query is a tensor of its own, laid out head by head; else the fused kernel's output is
+            laid out token by token as the projection is, and merging its heads needs no copy.
+        read_from: whether the heads are merged before they are read, read head by head, or are the layer's output,
+            which nothing else reads.
+    """
+    H, K, D, V = heads.H, heads.K, heads.D, heads.V
+    if training.fused:
+        width = V if V > D else D
+        scored, mixed = (width, width) if training.kernel == "padded" else (D, V)
+        mask = (Kept("window's mask", 1, "mask"),) if training.window else ()
+        by_head = V > 1 or not training.batch_of_one
+        copied = by_head if contiguous or scored > D else mixed > V > 1
+        merged = (Kept("merged heads", H * V, "new"),) if copied and H > 1 and read_from == "merged" else ()
+        return (
+            Kept("query", H * scored if scored > D or storages.query is None else storages.query, "new"),
+            Kept("key", K * scored if scored > D or storages.key is None else storages.key, "total"),
+            Kept("value", K * mixed if mixed > V or storages.value is None else storages.value, "total"),
+            *mask,
+            Kept("attention output", H * mixed, "new"),
+            Kept("log-sum-exp", H, "new", "wide"),
+            *merged,
+        )
+    is_view = not training.half and (H == 1 or training.batch_of_one)
+    query = storages.query if is_view and storages.query is not None else H * D
+    output = () if read_from == "nobody" else (Kept("attention output", H * V, "new"),)
+    return (
+        Kept("query", query, "new", "wide"),
+        Kept("key", H * D, "total", "wide"),
+        Kept("value", H * V, "total", "wide"),
+        *kept_softmax(training, H),
+        *output,
+    )
+
+
+def kept_softmax(training: Training, H: Size) -> tuple[Kept, ...]:
+    """The attention weights, and a second copy where a mask has set rows with nothing to attend to to zero."""
+    weights = Kept("attention weights", H, "scores", "wide")
+    if not training.masked:
+        return (weights,)
+    return weights, Kept("masked weights", H, "scores", "wide"), Kept("masks", 2, "mask", "byte")
+
+
+def total_bytes(kept: Iterable[Kept], *, batch: Size, new: Size, total: Size, value_bytes: int) -> Size:
+    """Bytes of all kept tensors.
+
+    Args:
+        kept: the tensors.
+        batch: B.
+        new: S.
+        total: T.
+        value_bytes: bytes of a value of the layer's dtype.
+    """
+    result = Size(0)
+    for tensor in kept:
+        result = result + kept_values(tensor, batch=batch, new=new, total=total) * kept_width(tensor, value_bytes)
+    return result
+
+
+def kept_values(tensor: Kept, *, batch: Size, new: Size, total: Size) -> Size:
+    """The number of values in a kept tensor, in a call of B sequences, S new tokens and T tokens attended to."""
+    count: dict[KeptOver, Size] = {
+        "new": batch * new,
+        "total": batch * total,
+        "scores": batch * new * total,
+        "mask": new * total,
+        "queries": new,
+        "keys": total,
+        "call": batch,
+        "once": Size(1),
+    }
+    return count[tensor.over] * tensor.values
+
+
+def kept_width(tensor: Kept, value_bytes: int) -> int:
+    """Bytes of one value of a kept tensor, where one of the layer's dtype has ``value_bytes``."""
+    widths: dict[Width, int] = {"own": value_bytes, "wide": max(value_bytes, 4), "byte": 1, "index": 8}
+    return widths[tensor.width]

@@ -1,0 +1,1 @@
+"""Advice, and the pages that show it."""

@@ -1,0 +1,171 @@
+"""What can be done to a model's cache: nothing, an engine's own cache, a format, other heads, a latent, codes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from headwise.costs.formulas.default_targets import conversions, plain_formats
+from headwise.costs.formulas.layer import cache_values
+from headwise.costs.formulas.target import Target, convert_spec, parse_target, refuse_codes, target_options
+from headwise.costs.prediction import Device, EngineCache, engine_caches, named_caches
+from headwise.errors import HeadwiseError
+from headwise.measure.points import Measured
+from headwise.models.specs import AttentionSpec, GroupedSpec, ModelSpec
+from headwise.serving.programs import runs, served_by
+
+AS_IT_IS = "as it is"
+
+_NOTHING: Mapping[str, Measured] = MappingProxyType({})
+_SIZES = re.compile(r"MLA (\d+) \+ (\d+)")
+"""The label of a conversion that was measured, of its layers' mean sizes where they differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to serve a model.
+
+    Attributes:
+        target: ``as it is``, an engine's cache (``llama.cpp:q8_0``), a format, or a target of ``headwise convert`` as
+            a frontier spells it (``mla:0.5``).
+        model: as it is then.
+        cache_bits: of one cached value; None for those of the dtype.
+        convert_to: the options of ``headwise convert``; None where nothing is converted.
+        is_exact: whether nothing is lost.
+        is_safe: whether models like this one lose next to nothing, so that it may be used unmeasured.
+        is_measurable: whether headwise can measure what it loses.
+        cache: of an engine's own caches, which; None for all else.
+        served_by: the programs that run it, in words.
+        is_first_size: whether the sizes are those that a search on a text begins with, and are not known before it.
+    """
+
+    target: str
+    model: ModelSpec
+    cache_bits: float | None = None
+    convert_to: str | None = None
+    is_exact: bool = False
+    is_safe: bool = False
+    is_measurable: bool = True
+    cache: EngineCache | None = None
+    served_by: str = ""
+    is_first_size: bool = False
+
+    @property
+    def words(self) -> str:
+        """The engine's own options, for its own caches; empty for all else."""
+        return "" if self.cache is None else self.cache.words
+
+    def runs_on(self, device: Device) -> bool:
+        """Whether a device is known to run it.
+
+        For example ``candidates(model)[0].runs_on(device("laptop"))`` is True, of the model as it is.
+        """
+        return self.cache is None or self.cache.runs_on(device)
+
+
+def candidates(
+    source: ModelSpec,
+    measured: Mapping[str, Measured] = _NOTHING,
+    engine: str | None = None,
+    device: Device | None = None,
+) -> tuple[Candidate, ...]:
+    """Everything that is tried: the model itself, engines' own caches, what a frontier tries, and what was measured.
+
+    For example ``[each.target for each in candidates(read_spec("llama-2-7b"), engine="mlx")][:2]`` is
+    ``["as it is", "mlx:8"]``.
+
+    Args:
+        source: the model.
+        measured: of it, or predicted, by target.
+        engine: that is to run it, which leaves out what it does not run.
+        device: likewise; any when None.
+    """
+    has_windows = any(layer.sliding_window is not None for layer in source.layers)
+    # What is left of a cache whose windows stay as they are is not one number of bits: it depends on the tokens.
+    formats = {
+        name: form.bits(source)
+        for name, form in plain_formats(source).items()
+        if not (form.has_blocks and has_windows)
+    }
+    own = [
+        Candidate(
+            target=name,
+            model=source,
+            cache_bits=cache.bits(source),
+            is_safe=cache.is_safe_for(source),
+            is_measurable=cache.is_simulated and all(isinstance(layer, GroupedSpec) for layer in source.layers),
+            cache=cache,
+        )
+        for name, (_, cache) in (engine_caches(source, engine) | named_caches(source, measured)).items()
+    ]
+    listed = {each.target for each in own} | formats.keys()
+    formats |= {
+        name: 16 * point.cache_fraction for name, point in measured.items() if point.is_format and name not in listed
+    }
+    ladder = conversions(source)
+    others = [name for name, point in measured.items() if not point.is_format and name not in {*ladder, *listed}]
+    found = [Candidate(target=AS_IT_IS, model=source, is_exact=True), *own]
+    found += [Candidate(target=name, model=source, cache_bits=bits) for name, bits in formats.items()]
+    converted = (_converted(source, target, measured.get(target)) for target in (*ladder, *others))
+    found += [candidate for candidate in converted if candidate is not None]
+    return tuple(
+        replace(each, served_by=served_by(each.target, source))
+        for each in found
+        if (engine is None or runs(each.target, source, engine)) and (device is None or each.runs_on(device))
+    )
+
+
+def predictable(
+    source: ModelSpec,
+    measured: Mapping[str, Measured] = _NOTHING,
+    engine: str | None = None,
+    device: Device | None = None,
+) -> tuple[str, ...]:
+    """The candidates whose loss `headwise.quick_frontier` predicts: formats of the model's own cache.
+
+    For example ``predictable(read_spec("llama-2-7b"), engine="mlx")`` is ``("mlx:8", "mlx:4")``.
+
+    Args:
+        source: the model.
+        measured: of it, by target; what is known is not predicted.
+        engine: that is to run it.
+        device: likewise; any when None.
+    """
+    tried = candidates(source, engine=engine, device=device)
+    formats = (each for each in tried if each.is_measurable and not each.is_exact and each.convert_to is None)
+    return tuple(each.target for each in formats if each.target not in measured)
+
+
+def _can_merge(layer: AttentionSpec) -> bool:
+    """Whether the default method merges the key–value heads of a layer."""
+    return isinstance(layer, GroupedSpec) and not layer.sinks and layer.qk_norm != "full"
+
+
+def _converted(source: ModelSpec, target: str, measured: Measured | None) -> Candidate | None:
+    """A conversion; None where the model cannot be converted so."""
+    with suppress(HeadwiseError, ValueError, OverflowError):
+        options = target_options(target)
+        wanted = parse_target(**options)
+        if wanted.mechanism != "mla" and not all(map(_can_merge, source.layers)):
+            return None
+        sizes = None if measured is None or wanted.kv_bytes is None else _SIZES.match(measured.label)
+        if sizes is None:
+            model = convert_spec(source, wanted)
+        else:
+            rank, rope = map(int, sizes.groups())
+            model = convert_spec(source, Target("mla", kv_lora_rank=rank, qk_rope_head_dim=rope - rope % 2))
+        bits = None
+        if wanted.kv_bytes is not None:
+            refuse_codes(model)
+            whole, kept = (sum(cache_values(layer) for layer in each.layers) for each in (source, model))
+            bits = 16 * wanted.kv_bytes * whole / kept
+        words = " ".join(
+            f"--{name.replace('_', '-')} {value if isinstance(value, str) else format(value, 'g')}"
+            for name, value in options.items()
+        )
+        is_first = wanted.mechanism == "mla" and wanted.kv_bytes is not None and sizes is None
+        return Candidate(target=target, model=model, cache_bits=bits, convert_to=words, is_first_size=is_first)
+    return None

@@ -1,0 +1,1 @@
+"""What is measured: texts, models beside their references, times of machines."""

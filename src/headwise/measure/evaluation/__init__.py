@@ -1,0 +1,57 @@
+"""Evaluate a model beside its reference: perplexity, cache and speed; multiple choice, planted facts, retrieval."""
+
+from headwise.measure.evaluation.accuracy_intervals import Rate, rate
+from headwise.measure.evaluation.choices import (
+    Choice,
+    ChoiceEvaluation,
+    evaluate_choices,
+    log_likelihoods,
+    read_choices,
+)
+from headwise.measure.evaluation.evaluate import WINDOW, evaluate, evaluate_windows
+from headwise.measure.evaluation.model_pair import Pair, check_vocabulary, open_pair
+from headwise.measure.evaluation.planted import DepthScore, PlantedEvaluation, evaluate_planted
+from headwise.measure.evaluation.results import Evaluation, PositionScore, TextScore
+from headwise.measure.evaluation.retrieval import (
+    Encoder,
+    Pooling,
+    RetrievalEvaluation,
+    embed,
+    evaluate_retrieval,
+    load_encoder,
+    read_pooling,
+)
+from headwise.measure.evaluation.scoring import score_window
+from headwise.measure.evaluation.speed import Speed, decode_times
+
+__all__ = [
+    "WINDOW",
+    "Choice",
+    "ChoiceEvaluation",
+    "DepthScore",
+    "Encoder",
+    "Evaluation",
+    "Pair",
+    "PlantedEvaluation",
+    "Pooling",
+    "PositionScore",
+    "Rate",
+    "RetrievalEvaluation",
+    "Speed",
+    "TextScore",
+    "check_vocabulary",
+    "decode_times",
+    "embed",
+    "evaluate",
+    "evaluate_choices",
+    "evaluate_planted",
+    "evaluate_retrieval",
+    "evaluate_windows",
+    "load_encoder",
+    "log_likelihoods",
+    "open_pair",
+    "rate",
+    "read_choices",
+    "read_pooling",
+    "score_window",
+]

@@ -1,0 +1,220 @@
+"""Evaluate a model and its reference on text in one run: quality, cache bytes and time a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headwise.base.options import EvaluateOptions, PassageOptions, takes_options
+from headwise.base.processes import all_sum, barrier, my_windows, process_index
+from headwise.base.progress import Progress, silent
+from headwise.base.type_checks import typed
+from headwise.errors import ArgumentError, CheckpointError
+from headwise.measure.evaluation.model_pair import Pair, check_vocabulary, open_pair
+from headwise.measure.evaluation.results import Evaluation, Scores, evaluation_of
+from headwise.measure.evaluation.scoring import score_window
+from headwise.measure.evaluation.speed import Speed, allocated_bytes, decode_times
+from headwise.measure.texts.files import read_text
+from headwise.measure.texts.identity import refuse_twice
+from headwise.measure.texts.sources import named_texts
+from headwise.measure.texts.windows import first_ids, token_windows, usual_window
+from headwise.runtime.hf import check_logits, has_codes
+
+WINDOW = 2048
+CONTEXT = 512
+
+Windows = Sequence[tuple[str, Tensor]]
+"""The name of each text, and its windows ``[n, W]`` of tokens; W is the same for all."""
+
+
+@takes_options(EvaluateOptions)
+@typed
+@torch.inference_mode()
+def evaluate(
+    model: str | Path | Pair, options: EvaluateOptions, *, progress: Progress = silent, shared: bool = False
+) -> Evaluation:
+    """Evaluate a model on text, beside its reference when there is one.
+
+    For example ``evaluate("./mla", against="smollm2-135m", text="text.txt").perplexity_ratio``.
+
+    Perplexity is over windows from the beginning of each text that do not overlap and do not see each other; each
+    begins as the tokenizer begins a text. ``windows=None`` takes all windows of a text. Decoding is timed in turn for
+    both models, one token at a time with a cache of ``context`` tokens.
+
+    Args:
+        model: a model folder, ``.gguf`` or other source with weights; or an open pair.
+        options: the keywords below as one object, in place of them.
+        progress: told of each window.
+        shared: each of several processes scores its share of the windows, and all get the result; all of them have
+            to call this, with whole models.
+
+    Raises:
+        ArgumentError: a text is missing or shorter than a window, or a number is out of range.
+        CheckpointError: a model cannot be read.
+    """
+    contents = read_texts(options.text)
+    # Opened before the tokenizer, whose errors say less about what is wrong with a folder.
+    pair = open_pair(model, against=options.against, dtype=options.dtype, device=options.device, progress=progress)
+    batches, context = windows_of(contents, pair, options)
+    return evaluate_windows(pair, batches, context=context, cache=options.cache, progress=progress, shared=shared)
+
+
+def read_texts(texts: str | Path | Sequence[str | Path]) -> dict[str, str]:
+    """The content of each text to evaluate on, by its file.
+
+    For example ``read_texts(["wiki.txt", "brown.txt"])["wiki.txt"]``.
+
+    Raises:
+        ArgumentError: a text cannot be read, or is named twice.
+    """
+    files = list(map(str, named_texts(texts)))
+    contents = [read_text(file) for file in files]
+    refuse_twice(files, name="text")
+    return dict(zip(files, contents, strict=True))
+
+
+def windows_of(contents: dict[str, str], pair: Pair, options: PassageOptions) -> tuple[Windows, int]:
+    """The windows of each text that models are evaluated on, and the context at which decoding is timed.
+
+    For example ``windows_of(read_texts("wiki.txt"), open_pair("./model"), EvaluateOptions(text="wiki.txt"))``.
+
+    Args:
+        contents: of each text, by its file.
+        pair: the models, whose positions and tokenizer decide.
+        options: how many windows, how long, and the context.
+
+    Raises:
+        ArgumentError: a text is shorter than a window, or a number is out of range.
+    """
+    longest = pair.positions
+    window = _within("window", options.window, usual_window(longest, WINDOW), 2, longest)
+    # One position less, because the timed token needs one.
+    context = _within("context", options.context, CONTEXT, 1, None if longest is None else longest - 1)
+    batches = [
+        (file, token_windows(pair.tokenizer, content, window=window, windows=options.windows, name=f"text {file}"))
+        for file, content in contents.items()
+    ]
+    return batches, context
+
+
+def usual_context(pair: Pair) -> int:
+    """The context at which decoding is timed where the user says nothing: 512, or one less than the positions.
+
+    For example ``usual_context(open_pair("smollm2-135m"))`` is 512.
+    """
+    return CONTEXT if pair.positions is None else min(CONTEXT, pair.positions - 1)
+
+
+def prompt_of(texts: Windows, context: int) -> Tensor:
+    """The tokens ``[1, context]`` behind which decoding is timed: a text from its beginning, repeated if need be.
+
+    For example ``prompt_of([("text.txt", windows)], 512)``.
+    """
+    prompt = texts[0][1].flatten()[None, :context]
+    return prompt.repeat(1, -(-context // prompt.shape[1]))[:, :context]
+
+
+@torch.inference_mode()
+def evaluate_windows(
+    pair: Pair,
+    texts: Windows,
+    *,
+    context: int | None = None,
+    cache: str | None = None,
+    progress: Progress = silent,
+    shared: bool = False,
+) -> Evaluation:
+    """Evaluate a model on windows of tokens, beside its reference; see `evaluate`.
+
+    For example ``evaluate_windows(open_pair("./mla", against="./model"), [("text.txt", windows)]).kl``.
+
+    Args:
+        pair: the model and its reference.
+        texts: the name of each text, and its windows ``[n, W]``; W is the same for all.
+        context: tokens in the cache while decoding is timed; 512, or one less than the positions, when None.
+        cache: the format that the model's cache is stored in; the model's own numbers when None.
+        progress: told of each window.
+        shared: each of several processes scores its share of the windows; all of them have to call this.
+    """
+    context = usual_context(pair) if context is None else context
+    prompt = prompt_of(texts, context)
+    with pair.caching(cache):
+        check_vocabulary(pair.models, max(int(batch.max()) for _, batch in texts))
+        scores = _scores(pair, texts, progress, shared=shared)
+        speed = _speed(pair, prompt, progress, shared=shared)
+    if cache is not None or has_codes(pair.models["model"]):
+        allocated = allocated_bytes(pair.models["model"], texts[0][1][0], cache)
+        speed["model"] = replace(speed["model"], bytes_per_token=allocated)
+    about = {"window": texts[0][1].shape[1], "begin": begin_of(pair, texts), "context": context}
+    reference = None
+    if "against" in speed:
+        alone = [(name, {"nll": score["reference_nll"]}) for name, score in scores]
+        reference = evaluation_of(alone, speed["against"], about | pair.about("against"))
+    return evaluation_of(scores, speed["model"], about | pair.about() | {"cache": cache}, reference)
+
+
+def begin_of(pair: Pair, texts: Windows) -> tuple[str, ...]:
+    """The tokens that the tokenizer puts before every text, if all windows begin with them.
+
+    For example ``begin_of(open_pair("./gemma"), [("text.txt", windows)])`` is ``("<bos>",)``.
+    """
+    with suppress(CheckpointError):  # windows of tokens need no tokenizer
+        ids = first_ids(pair.tokenizer)
+        if ids and all(bool((batch[:, : len(ids)] == torch.tensor(ids)).all()) for _, batch in texts):
+            return tuple(pair.tokenizer.convert_ids_to_tokens(ids))
+    return ()
+
+
+def _scores(pair: Pair, texts: Windows, progress: Progress, *, shared: bool) -> Scores:
+    """The scores of every window, of which each process computes its share where they are shared."""
+    windows = [(name, ids) for name, batch in texts for ids in batch]
+    mine = my_windows(len(windows)) if shared else range(len(windows))
+    rows: dict[int, dict[str, Tensor]] = {}
+    for done, number in enumerate(mine):
+        progress("perplexity", done, len(mine))
+        rows[number] = score_window(pair.models, windows[number][1])
+        for key, name in (("nll", "model"), ("reference_nll", "against")):
+            if key in rows[number]:
+                check_logits(rows[number][key], pair.models[name])
+    progress("perplexity", len(mine), len(mine))
+    keys = ("nll",) if "against" not in pair.sources else ("nll", "reference_nll", "kl", "agree")
+    together = {}
+    for key in keys:
+        part = torch.zeros(len(windows), texts[0][1].shape[1] - 1, dtype=torch.float64)
+        for number, row in rows.items():
+            part[number] = row[key]
+        together[key] = all_sum(part) if shared else part
+    counts = [len(batch) for _, batch in texts]
+    parts = {key: value.split(counts) for key, value in together.items()}  # type: ignore[no-untyped-call]
+    return [(name, {key: value[number] for key, value in parts.items()}) for number, (name, _) in enumerate(texts)]
+
+
+def _speed(pair: Pair, prompt: Tensor, progress: Progress, *, shared: bool) -> dict[str, Speed]:
+    """Each model's cache and decoding time; of several processes the first measures, while the others wait."""
+    if not shared:
+        return decode_times(pair.models, prompt.to(pair.device), progress=progress)
+    barrier()
+    measured = torch.zeros(len(pair.models), 2, dtype=torch.float64)
+    if process_index() == 0:
+        speed = decode_times(pair.models, prompt.to(pair.device), progress=progress)
+        measured = torch.tensor([(one.bytes_per_token, one.decode_ms) for one in speed.values()], dtype=torch.float64)
+    return {name: Speed(*row) for name, row in zip(pair.models, all_sum(measured).tolist(), strict=True)}
+
+
+def _within(name: str, value: int | None, default: int, least: int, most: int | None) -> int:
+    """Check a number of tokens against the models' positions; when None, the default or as many as they have.
+
+    Raises:
+        ArgumentError: the number is out of range.
+    """
+    if value is None:
+        return default if most is None else min(default, most)
+    if value < least or (most is not None and value > most):
+        positions = "" if most is None else f" and at most {most}, by the models' positions"
+        raise ArgumentError(name, value, f"must be at least {least}{positions}")
+    return value

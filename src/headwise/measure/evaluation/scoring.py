@@ -1,0 +1,93 @@
+"""Score each token of a window of text by a model and its reference.
+
+Shapes: S tokens in the window, V tokens in the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headwise.base.threads import side_by_side
+from headwise.runtime.caches.frequencies import changes_at
+
+_WHOLE = 2048
+"""The longest window whose logits are computed in one call."""
+_PIECE = 1024
+"""Tokens in each call for a longer window."""
+_ROWS = 256
+"""Positions whose log-probabilities are in memory at once; for a whole window they would take much memory."""
+
+
+@torch.inference_mode()
+def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
+    """Score each token of a window after the first.
+
+    For example ``score_window({"model": load("./model")}, ids)["nll"].mean().exp()`` is the perplexity of a
+    window.
+
+    A window of more than 2048 tokens is read in pieces through the cache, as a server does, so that its logits are
+    never all in memory. Where rotary frequencies change with the length of a text, a cache holds keys of other
+    frequencies than the latest: such a window is read twice, up to the change and whole.
+
+    Args:
+        models: transformers models, under ``model`` and, where there is a reference, ``against``.
+        ids: ``[S]`` token ids.
+
+    Returns:
+        float64 vectors ``[S - 1]`` on the CPU: ``nll`` in nats; with a reference also ``reference_nll``, ``kl``
+        (reference ‖ model) and ``agree``, 1 where both rank the same token first.
+    """
+    rows: list[dict[str, Tensor]] = []
+    targets = ids[1:]
+    change = min((length for length in map(changes_at, models.values()) if length is not None), default=None)
+    generators = [_logits(model, ids, change) for model in models.values()]
+    on_cpu = all(model.device.type == "cpu" for model in models.values())
+    each = side_by_side if on_cpu else map
+    while len(targets):
+        logits = [*each(next, generators)]
+        current, targets = targets[: len(logits[0])], targets[len(logits[0]) :]
+        for start in range(0, len(current), _ROWS):
+            piece = slice(start, start + _ROWS)
+            rows.append(_score(*(part[piece] for part in logits), targets=current[piece]))
+    return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
+
+
+def _logits(model: Any, ids: Tensor, change: int | None) -> Iterator[Tensor]:
+    """Yield the logits ``[·, V]`` of all tokens but the last, a piece at a time.
+
+    Args:
+        model: a transformers model.
+        ids: ``[S]``.
+        change: the most tokens of a text with the usual rotary frequencies; None where none change.
+    """
+    ids = ids.to(model.device)[None]
+    if change is not None and ids.shape[1] > change:
+        yield model(ids[:, :change], use_cache=False).logits[0]
+        yield model(ids, use_cache=False).logits[0, change:-1]
+        return
+    if ids.shape[1] <= _WHOLE:
+        yield model(ids, use_cache=False).logits[0, :-1]
+        return
+    cache = None
+    for piece in torch.split(ids[:, :-1], _PIECE, 1):
+        out = model(piece, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        yield out.logits[0]
+
+
+def _score(logits: Tensor, reference: Tensor | None = None, *, targets: Tensor) -> dict[str, Tensor]:
+    """The scores of some positions, from logits ``[rows, V]``; see `score_window`."""
+    targets = targets.to(logits.device)
+    log_probs = F.log_softmax(logits.float(), -1)  # [rows, V]
+    scores = {"nll": F.nll_loss(log_probs, targets, reduction="none")}
+    if reference is not None:
+        reference_log_probs = F.log_softmax(reference.float(), -1)  # [rows, V]
+        scores["reference_nll"] = F.nll_loss(reference_log_probs, targets, reduction="none")
+        scores["kl"] = F.kl_div(log_probs, reference_log_probs, log_target=True, reduction="none").sum(-1)
+        scores["agree"] = log_probs.argmax(-1) == reference_log_probs.argmax(-1)
+    return {key: values.double().cpu() for key, values in scores.items()}

@@ -1,0 +1,271 @@
+"""Predicted beside measured: decoders that no curve was measured on."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from headwise.base.progress import Progress, silent
+from headwise.costs.prediction import Device, Pass, operators, peak_memory, seconds
+from headwise.measure.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
+from headwise.measure.profiling.grids import BITS, CPU, Grids, Places
+from headwise.measure.profiling.memory import MemoryPoint, memory_point
+from headwise.measure.profiling.pace import HERE, Pace
+from headwise.models.checkpoints import dtype_name
+from headwise.models.specs import ModelSpec
+
+_PATIENCE = 0.24
+"""Seconds that each pass of a place is measured for, in turns with the others."""
+
+KV_HEADS = {"MHA": None, "GQA": 4, "MQA": 1}
+"""Key–value heads of mechanisms that cache heads; all query heads when None."""
+
+
+def kinds(places: Places) -> dict[str, dict[str, Any]]:
+    """The arguments of `Decoder` that make its attention each mechanism's."""
+    return {**{name: {"num_kv_heads": heads} for name, heads in KV_HEADS.items()}, "MLA": {"latent": places.latent}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One model, measured and predicted.
+
+    Attributes:
+        mechanism: of its attention.
+        sizes: of the model.
+        dtype: of weights and activations.
+        cache: the format of the cache, such as ``int8``, or headwise's code of so many bits, such as ``codes:3``;
+            None for the dtype's own.
+        batch: sequences of a decode step.
+        context: tokens of each; of the prompt, where ``is_prompt``.
+        is_prompt: whether a prompt was read, or a token decoded.
+        measured: seconds.
+        predicted: seconds, at the pace that the machine was profiled at.
+        pace: how many times as long as then the yardsticks took beside the measurement; see `Pace`.
+    """
+
+    mechanism: str
+    sizes: str
+    dtype: str
+    cache: str | None
+    batch: int
+    context: int
+    is_prompt: bool
+    measured: float
+    predicted: float
+    pace: float = 1.0
+
+    @property
+    def error(self) -> float:
+        """The prediction's relative error, at the pace of the measurement."""
+        return self.predicted * self.pace / self.measured - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """All points, and how well they were predicted.
+
+    Attributes:
+        points: times.
+        memory: what decoders of each mechanism and dtype hold.
+    """
+
+    points: tuple[Point, ...]
+    memory: tuple[MemoryPoint, ...] = ()
+
+    @property
+    def memory_error(self) -> float:
+        """The largest absolute value."""
+        return max((abs(point.error) for point in self.memory), default=0.0)
+
+    @property
+    def median_error(self) -> float:
+        """Of the absolute values."""
+        return statistics.median(abs(point.error) for point in self.points)
+
+    @property
+    def median_error_unpaced(self) -> float:
+        """Of the absolute values, as if the machine were as fast as when it was profiled."""
+        return statistics.median(abs(point.predicted / point.measured - 1) for point in self.points)
+
+    @property
+    def high_error(self) -> float:
+        """The 90th percentile of the absolute values."""
+        return statistics.quantiles([abs(point.error) for point in self.points], n=10)[-1]
+
+    @property
+    def ranked(self) -> tuple[int, int]:
+        """Pairs of mechanisms in the same place whose order is predicted, of those that differ by 10 % or more."""
+        right = count = 0
+        for one, other in combinations(self.points, 2):
+            if _place_of(one) != _place_of(other):
+                continue
+            times = [point.measured / point.pace for point in (one, other)]
+            if max(times) < 1.1 * min(times):
+                continue
+            count += 1
+            right += (times[0] < times[1]) == (one.predicted < other.predicted)
+        return right, count
+
+    def to_dict(self) -> dict[str, Any]:
+        """The check as JSON-able values."""
+        right, count = self.ranked
+        points = [{**asdict(point), "error": point.error} for point in self.points]
+        return {
+            "median_error": self.median_error,
+            "high_error": self.high_error,
+            "median_error_unpaced": self.median_error_unpaced,
+            "pairs": count,
+            "pairs_in_order": right,
+            "points": points,
+            "memory_error": self.memory_error,
+            "memory": [{**asdict(point), "error": point.error} for point in self.memory],
+        }
+
+
+def _place_of(point: Point) -> Point:
+    """A point without what differs between mechanisms."""
+    return replace(point, mechanism="", measured=0, predicted=0, pace=1)
+
+
+def check(
+    device: Device,
+    *,
+    places: int = 12,
+    seed: int = 0,
+    grids: Grids = CPU,
+    place: torch.device = HERE,
+    progress: Progress = silent,
+) -> Check:
+    """Measure decoders of random sizes, and predict them with a device's curves.
+
+    For example ``check(device("this-machine", Path("profile.toml"))).median_error``.
+
+    Args:
+        device: with curves.
+        places: sizes, contexts and batches; each is tried with every mechanism, decoding and reading a prompt.
+        seed: of the choice.
+        grids: of the kind of device.
+        place: that decoders run on.
+        progress: told of each model.
+    """
+    chosen = random.Random(seed)
+    names = [dtype_name(dtype) for dtype in grids.dtypes]
+    known = {name: device.curves[name].pace for name in names if name in device.curves}
+    paces = {name: Pace(getattr(torch, name), reference, place) for name, reference in known.items()}
+    points: list[Point] = []
+    for index in range(places):
+        progress("checking", index, places + 1)
+        points += _place(chosen, device, paces, grids)
+    progress("checking", places, places + 1)
+    memory = []
+    for name, kind in kinds(grids.places).items():
+        heads = chosen.choice(grids.places.heads)
+        sizes = _sizes(grids, heads) | {"vocab_size": chosen.choice(grids.places.vocabularies)}
+        inner = chosen.choice([2, 3, 4]) * grids.head_dim * heads
+        decoder = Decoder(**sizes, intermediate_size=inner, **kind)
+        memory += [memory_point(name, decoder, dtype, place) for dtype in paces]
+    progress("checking", places + 1, places + 1)
+    return Check(points=tuple(points), memory=tuple(memory))
+
+
+def _sizes(grids: Grids, heads: int) -> dict[str, Any]:
+    """Sizes of a decoder with so many query heads."""
+    return {"hidden_size": grids.head_dim * heads, "num_heads": heads, "head_dim": grids.head_dim}
+
+
+def _place(chosen: random.Random, device: Device, paces: Mapping[str, Pace], grids: Grids) -> list[Point]:
+    """All mechanisms at one place."""
+    choices = grids.places
+    heads = chosen.choice(choices.heads)
+    layers, hidden = chosen.choice(choices.layers), grids.head_dim * heads
+    sizes = _sizes(grids, heads) | {"num_layers": layers}
+    sizes |= {
+        "intermediate_size": chosen.choice([2, 3, 4]) * hidden,
+        "vocab_size": chosen.choice(choices.vocabularies),
+    }
+    dtype = chosen.choice(list(paces))
+    pace = paces[dtype]
+    batch, context, prompt = map(chosen.choice, (choices.batches, choices.contexts, choices.prompts))
+    formats = (None, chosen.choice([each for each in BITS.values() if each is not None]))
+    code_bits = (None, chosen.choice(choices.code_bits)) if choices.code_bits else (None,)
+    stored = {cache: bits for bits, cache in BITS.items()}
+    decoders = [
+        (name, Decoder(**sizes, **kind, code_bits=bits))
+        for name, kind in kinds(choices).items()
+        for bits in (code_bits if "latent" in kind else (None,))
+    ]
+    caches = [
+        (name, decoder, cache, decoder.code_bits or stored[cache])
+        for name, decoder in decoders
+        for cache in (formats if decoder.latent is None else (None,))
+    ]
+
+    def step(bits: float) -> Pass:
+        return Pass(batch=batch, total=context + 1, dtype=dtype, cache_bits=bits or None)
+
+    while batch > 1 and _held([(decoder, step(bits)) for _, decoder, _, bits in caches]) > device.memory_bytes / 2:
+        batch //= 2
+    label = f"{layers} × {hidden}, {sizes['intermediate_size']}, {sizes['vocab_size']}"
+    gc.collect()  # optimised models refer to themselves: those of the place before
+    models = {decoder: decoder.build(getattr(torch, dtype), pace.device) for _, decoder in decoders}
+    calls: list[_Call] = []
+    for name, decoder, cache, bits in caches:
+        model, spec = models[decoder], decoder.spec()
+        common = {"mechanism": name, "sizes": label, "dtype": dtype}
+        written = cache if decoder.code_bits is None else f"codes:{bits}"
+        filled = filled_cache(model, spec, batch=batch, tokens=context, quantize=cache)
+        about = common | {"cache": written, "batch": batch, "context": context}
+        calls.append(_Call(decode_step(model, filled, batch), spec, step(bits), about))
+        if written is None:
+            about = common | {"cache": None, "batch": 1, "context": prompt}
+            calls.append(_Call(prompt_call(model, prompt), spec, Pass(new=prompt, total=prompt, dtype=dtype), about))
+    times = pace.measure([call.run for call in calls], least=6, patience=_PATIENCE)
+    return [call.point(device, *measured) for call, measured in zip(calls, times, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A pass of a decoder that is measured.
+
+    Attributes:
+        run: makes it.
+        spec: of the decoder.
+        forward: what it does.
+        about: fields of its `Point`.
+    """
+
+    run: Callable[[], object]
+    spec: ModelSpec
+    forward: Pass
+    about: Mapping[str, Any]
+
+    def point(self, device: Device, measured: float, pace: float) -> Point:
+        """What was measured of it, beside what a device's curves predict."""
+        timed = seconds(operators(self.spec, self.forward), device, self.forward)
+        predicted = sum(each.seconds for each in timed)
+        is_prompt = self.forward.new > 1
+        return Point(**self.about, is_prompt=is_prompt, measured=measured, pace=pace, predicted=predicted)
+
+
+def _held(steps: Sequence[tuple[Decoder, Pass]]) -> int:
+    """Bytes that decoders and their caches, all of which are there at once, hold at most."""
+    each = [(decoder, peak_memory(decoder.spec(), step)) for decoder, step in steps]
+    weights = {decoder: memory.weights for decoder, memory in each}
+    caches = sum(memory.cache for _, memory in each)
+    return sum(weights.values()) + caches + max(memory.workspace for _, memory in each)
+
+
+def by_kind(points: Sequence[Point]) -> dict[str, list[Point]]:
+    """The points of each mechanism, decoding and prompts apart."""
+    kinds: dict[str, list[Point]] = {}
+    for point in points:
+        kinds.setdefault(f"{point.mechanism}, {'prompts' if point.is_prompt else 'decoding'}", []).append(point)
+    return kinds

@@ -1,0 +1,535 @@
+"""Measure the curves of a machine: projections, products of heads, attention, and what else layers and models do."""
+
+from __future__ import annotations
+
+import operator
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from headwise.base.progress import Progress, silent
+from headwise.costs.formulas.layer import cache_values
+from headwise.costs.prediction import MANY, Curves, Device, Grid, Pass, operators
+from headwise.costs.prediction import seconds as predicted
+from headwise.measure.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
+from headwise.measure.profiling.grids import BITS, CPU, Grids
+from headwise.measure.profiling.pace import HERE, Pace, alike, in_turn, projections, through
+from headwise.models.checkpoints import dtype_name
+from headwise.models.specs import ModelSpec
+from headwise.runtime.attention.base import per_head
+from headwise.runtime.hf.interface import attention_forward
+
+PATIENCE = 0.03
+"""Seconds that a call is repeated for."""
+
+_WIDEST = 512
+"""The widest latent of the decoders of `_around`."""
+
+_LEAST_FOR_A_BYTE = 1e-13
+_LEAST = 1e-7
+"""A difference of times that noise makes negative counts as so many seconds."""
+
+_FROM_MEMORY = 56 << 20
+"""Bytes from which on a pass is taken to read from memory, and not from the processor's caches."""
+
+_MOST_IN_MODELS = 1.5
+"""The most by which projections are taken to be slower, or faster, in models than one after another."""
+
+_LEAST_SHARE = 0.1
+"""The least share of a layer's time that is not its operators'."""
+
+_Item = TypeVar("_Item")
+
+
+class _Machine:
+    """A device that is measured in one dtype."""
+
+    def __init__(self, dtype: torch.dtype, known: Device, grids: Grids, place: torch.device) -> None:
+        self.dtype, self.known, self.grids, self.place = dtype, known, grids, place
+        self.name = dtype_name(dtype)
+        self.pace = Pace(dtype, device=place)
+
+
+def measure_curves(
+    dtype: torch.dtype,
+    device: Device,
+    *,
+    grids: Grids = CPU,
+    place: torch.device = HERE,
+    progress: Progress = silent,
+) -> Curves:
+    """The curves of a dtype on this machine's processor, or on its GPU.
+
+    For example ``measure_curves(torch.float32, device("laptop")).many.at(100, 2**20)``.
+
+    Args:
+        dtype: of weights, activations and cache.
+        device: any, for what is not measured.
+        grids: sizes.
+        place: that operators run on.
+        progress: told of each group of operators.
+    """
+    machine = _Machine(dtype, device, grids, place)
+    steps = 7
+    progress("profiling", 0, steps)
+    few = _few_tokens(machine)
+    progress("profiling", 1, steps)
+    many = _grid(grids.tokens, grids.weights, partial(_many, machine))
+    product = _grid(grids.product_tokens, grids.product_weights, partial(_products, machine))
+    progress("profiling", 2, steps)
+    prompt = _prompts(machine)
+    progress("profiling", 3, steps)
+    core, coded = _cores(machine)
+    progress("profiling", 4, steps)
+    latent_core, coded_latent_core, coded_latent = _latent_cores(machine)
+    progress("profiling", 5, steps)
+    nothing = Grid(x=(1, 2), y=(1, 2), seconds=((_LEAST, _LEAST), (_LEAST, _LEAST)))
+    parts = Curves(
+        few=few,
+        many=many,
+        product=product,
+        prompt=prompt,
+        core=core,
+        latent_core=latent_core,
+        coded_latent_core=coded_latent_core,
+        coded=coded,
+        coded_latent=coded_latent,
+        latent_input=nothing,
+        norm=nothing,
+        embedding=nothing,
+        pace=machine.pace.reference,
+    )
+    whole = _around(machine, parts)
+    progress("profiling", 6, steps)
+    if grids.few_reads:
+        whole = _in_models(machine, whole)
+    progress("profiling", steps, steps)
+    return whole
+
+
+def _grid(x: Sequence[int], y: Sequence[int], row: Callable[[int, Sequence[int]], Sequence[float]]) -> Grid:
+    return Grid(x=tuple(x), y=tuple(y), seconds=tuple(tuple(row(a, y)) for a in x))
+
+
+def _few_tokens(machine: _Machine) -> dict[float, Grid]:
+    """Seconds of a projection of few tokens by its weights' values, over tokens and the bytes that take turns."""
+    grids = machine.grids
+    calls, copies = [], []
+    for weights in grids.few_weights:
+        counts = [max(read // (weights * machine.dtype.itemsize), 1) for read in grids.few_reads]
+        layers = alike(machine.dtype, weights, max(counts), machine.place)
+        calls += [through(layers[:count], tokens) for tokens in grids.few_tokens for count in counts]
+        copies += counts * len(grids.few_tokens)
+    times = iter(_for_each(machine, calls, copies) if calls else ())
+    return {
+        float(weights): Grid(
+            x=grids.few_tokens,
+            y=grids.few_reads,
+            seconds=tuple(tuple(next(times) for _ in grids.few_reads) for _ in grids.few_tokens),
+        )
+        for weights in grids.few_weights
+    }
+
+
+def _for_each(machine: _Machine, calls: Sequence[Callable[[], object]], copies: Sequence[int]) -> list[float]:
+    """Seconds of one of the alike operators that each call runs ``copies`` of."""
+    times = machine.pace.medians(calls, least=3, patience=PATIENCE)
+    return [seconds / count for seconds, count in zip(times, copies, strict=True)]
+
+
+def _many(machine: _Machine, tokens: int, weights: Sequence[int]) -> list[float]:
+    """Seconds of projections of many tokens."""
+    copies = [max(machine.grids.turns // (each * machine.dtype.itemsize), 2) for each in weights]
+    calls = [
+        projections(machine.dtype, tokens, each, count, machine.place)
+        for each, count in zip(weights, copies, strict=True)
+    ]
+    return _for_each(machine, calls, copies)
+
+
+def _products(machine: _Machine, tokens: int, weights: Sequence[int]) -> list[float]:
+    """Seconds of products of each of several heads with a matrix of its own."""
+    heads, inner = 8, 64
+    noise = partial(torch.randn, device=machine.place)
+    copies = [max(machine.grids.turns // (each * machine.dtype.itemsize), 8) for each in weights]
+    calls = []
+    for each, count in zip(weights, copies, strict=True):
+        matrices = [noise(heads, inner, each // heads // inner).to(machine.dtype) for _ in range(count)]
+        states = noise(tokens, heads, 1, inner).to(machine.dtype)
+        calls.append(in_turn([partial(per_head, states, matrix) for matrix in matrices]))
+    return _for_each(machine, calls, copies)
+
+
+def _prompts(machine: _Machine) -> Grid:
+    """Attention of prompts to themselves, over their tokens and FLOPs for each pair of these."""
+    grids = machine.grids
+    of_a_head = 4 * grids.head_dim
+
+    def call(tokens: int, heads: int) -> Callable[[], object]:
+        noise = partial(torch.randn, 1, heads, tokens, grids.head_dim, device=machine.place)
+        query, key, value = (noise().to(machine.dtype) for _ in range(3))
+        return partial(_attention, query, key, value)
+
+    heads = grids.prompt_heads
+    times = [machine.pace.medians([call(tokens, count) for count in heads]) for tokens in grids.prompts]
+    if len(heads) == 1:  # proportional to it
+        heads, times = (1, *heads), [[time / heads[0], time] for (time,) in times]
+    y = tuple(count * of_a_head for count in heads)
+    return Grid(x=grids.prompts, y=y, seconds=tuple(map(tuple, times)))
+
+
+class _Causal(nn.Module):
+    is_causal = True
+
+
+_MODULE = _Causal()
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return attention_forward(_MODULE, query, key, value, None)[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Contexts:
+    """A decoder, the format of its cache, and the contexts that it decodes after.
+
+    Attributes:
+        decoder: of one kind of layers.
+        bits: of a cached value; 0 for those of the dtype.
+        token: bytes that all layers cache of a token.
+        tokens: of the contexts, but a short one, which comes before them.
+    """
+
+    decoder: Decoder
+    bits: float
+    token: float
+    tokens: tuple[int, ...]
+
+
+def _cores(machine: _Machine) -> tuple[dict[float, Grid], dict[float, float]]:
+    """Attention of one token to heads by bits, and what a layer whose cache is in codes does besides."""
+    grids = machine.grids
+    one = replace(_cached(machine, grids.head_dim * grids.heads), num_heads=grids.heads)
+    columns: dict[float, list[list[float]]] = {bits: [] for bits in BITS}
+    besides: dict[float, list[float]] = {bits: [] for bits in BITS}
+    intensities: dict[float, list[float]] = {bits: [] for bits in BITS}
+    kinds = [
+        _by_bytes(machine, replace(one, num_kv_heads=heads), bits, grids.coded_caches if bits else grids.caches)
+        for heads in grids.kv_heads
+        for bits in BITS
+        if not bits or heads in grids.coded_kv_heads
+    ]
+    found = _after_contexts(machine, kinds)
+    plain = {kind.decoder: short for kind, (short, _) in zip(kinds, found, strict=True) if not kind.bits}
+    for kind, (short, more) in zip(kinds, found, strict=True):
+        columns[kind.bits].append(_for_a_byte(machine, kind, more))
+        besides[kind.bits].append(short - plain[kind.decoder])
+        intensities[kind.bits].append(_intensity(machine, kind))
+    core = {
+        bits: _of_columns(grids.coded_caches if bits else grids.caches, intensities[bits], columns[bits], grids)
+        for bits in BITS
+    }
+    return core, {bits: max(statistics.median(times), _LEAST) for bits, times in besides.items() if bits}
+
+
+def _latent_cores(machine: _Machine) -> tuple[Grid, dict[float, Grid], dict[float, float]]:
+    """Absorbed attention of one token to latents: for each byte of those of the dtype; in seconds of a run of those
+    in codes, by bits; and what a layer of the latter does besides."""
+    grids = machine.grids
+    one = replace(_cached(machine, grids.latent_hidden), latent=grids.latent)
+    of_codes: dict[float, list[list[float]]] = {float(bits): [] for bits in grids.code_bits}
+    besides: dict[float, list[float]] = {bits: [] for bits in of_codes}
+    code_intensities: dict[float, list[float]] = {bits: [] for bits in of_codes}
+    decoders = [replace(one, num_heads=heads) for heads in grids.latent_heads]
+    plain = [_by_bytes(machine, decoder, 0.0, grids.caches) for decoder in decoders]
+    codes = [
+        _Contexts(
+            decoder=replace(decoder, code_bits=bits),
+            bits=bits,
+            token=_token(decoder) * bits / 8,
+            tokens=grids.code_tokens,
+        )
+        for decoder in decoders
+        for bits in grids.code_bits
+    ]
+    found = _after_contexts(machine, [*plain, *codes])
+    of_plain, of_all_codes = found[: len(plain)], found[len(plain) :]
+    columns = [_for_a_byte(machine, kind, more) for kind, (_, more) in zip(plain, of_plain, strict=True)]
+    intensities = [_intensity(machine, kind) for kind in plain]
+    shorts = {kind.decoder.num_heads: short for kind, (short, _) in zip(plain, of_plain, strict=True)}
+    for kind, (short, more) in zip(codes, of_all_codes, strict=True):
+        of_codes[kind.bits].append([max(seconds, _LEAST) for seconds in more])
+        besides[kind.bits].append(short - shorts[kind.decoder.num_heads])
+        code_intensities[kind.bits].append(_intensity(machine, kind))
+    values = _token(one) / one.num_layers
+    coded = {
+        bits: Grid(
+            x=tuple(tokens * values * bits / 8 for tokens in grids.code_tokens),
+            y=tuple(code_intensities[bits]),
+            seconds=tuple(zip(*of_codes[bits], strict=True)),
+        )
+        for bits in of_codes
+    }
+    latent_core = _of_columns(grids.caches, intensities, columns, grids)
+    return latent_core, coded, {bits: max(statistics.median(times), _LEAST) for bits, times in besides.items()}
+
+
+def _cached(machine: _Machine, hidden: int) -> Decoder:
+    """A decoder whose cache is read: its networks read enough between one layer's and the next's."""
+    inner = max(_between(machine, hidden), 64)
+    return Decoder(hidden_size=hidden, num_layers=2, head_dim=machine.grids.head_dim, intermediate_size=inner)
+
+
+def _between(machine: _Machine, hidden: int) -> int:
+    """The inner width of a network whose weights are all that a layer has to read between caches."""
+    return machine.grids.between // (3 * hidden * machine.dtype.itemsize) // 64 * 64
+
+
+def _token(decoder: Decoder) -> int:
+    """Values that a decoder caches of a token."""
+    return sum(map(cache_values, decoder.spec().layers))
+
+
+def _by_bytes(machine: _Machine, decoder: Decoder, bits: float, reads: Sequence[int]) -> _Contexts:
+    """Contexts of so many bytes in all layers."""
+    token = _token(decoder) * (bits / 8 or machine.dtype.itemsize)
+    tokens = tuple(max(int(read / token), 2 * machine.grids.short) for read in reads)
+    return _Contexts(decoder=decoder, bits=bits, token=token, tokens=tokens)
+
+
+def _after_contexts(machine: _Machine, kinds: Sequence[_Contexts]) -> list[tuple[float, list[float]]]:
+    """Of each, a layer's seconds of a decode step after a short context, and how many more after the others.
+
+    They are measured in turns, because their differences count.
+    """
+    groups = _together(machine, kinds, lambda kind: replace(kind.decoder, code_bits=None))
+    seconds = iter([time for group in groups for time in _steps_after(machine, group)])
+    found = []
+    for kind in kinds:
+        short, *longer = (next(seconds) / kind.decoder.num_layers for _ in (0, *kind.tokens))
+        found.append((short, [each - short for each in longer]))
+    return found
+
+
+def _steps_after(machine: _Machine, kinds: Sequence[_Contexts]) -> list[float]:
+    """Seconds of decode steps after a short context, and after the others, of one kind after another."""
+    models = {kind.decoder: kind.decoder.build(machine.dtype, machine.place) for kind in kinds}
+    calls = []
+    for kind in kinds:
+        model, spec = models[kind.decoder], kind.decoder.spec()
+        quantize = None if kind.decoder.code_bits else BITS[kind.bits]
+        for tokens in (machine.grids.short, *kind.tokens):
+            cache = filled_cache(model, spec, batch=1, tokens=tokens, quantize=quantize)
+            calls.append(decode_step(model, cache, 1))
+    return machine.pace.medians(calls, patience=4 * PATIENCE)
+
+
+def _together(machine: _Machine, items: Sequence[_Item], decoder_of: Callable[[_Item], Decoder]) -> list[list[_Item]]:
+    """What is measured in turns: all on a processor, whose pace changes; on a GPU what one decoder does, to spare its
+    memory."""
+    if machine.grids.few_reads:
+        return [list(items)]
+    return [list(group) for _, group in groupby(items, decoder_of)]
+
+
+def _for_a_byte(machine: _Machine, kind: _Contexts, more: Sequence[float]) -> list[float]:
+    """A layer's seconds for each byte of its cache, from those that contexts take more than a short one."""
+    of_a_layer = kind.token / kind.decoder.num_layers
+    column = [
+        seconds / (tokens - machine.grids.short) / of_a_layer
+        for seconds, tokens in zip(more, kind.tokens, strict=True)
+    ]
+    # Noise may make a difference of times too small, or negative.
+    least = max(statistics.median(column) / 2, _LEAST_FOR_A_BYTE)
+    return [max(time, least) for time in column]
+
+
+def _intensity(machine: _Machine, kind: _Contexts) -> float:
+    """FLOPs for each byte of a cache."""
+    step = Pass(total=1000, dtype=machine.name, cache_bits=kind.bits or None, impl="absorbed")
+    work = operators(kind.decoder.spec(), step)
+    core = next(each for each in work if each.kind in ("core", "latent core"))
+    return core.flops / core.cache_bytes
+
+
+def _of_columns(
+    caches: Sequence[int], intensities: Sequence[float], columns: Sequence[Sequence[float]], grids: Grids
+) -> Grid:
+    """Seconds for each byte, over the bytes that a pass of two layers reads, or on a GPU a run, and intensities."""
+    x = tuple(caches) if grids.few_reads else tuple(read / 2 for read in caches)
+    return Grid(x=x, y=tuple(intensities), seconds=tuple(zip(*columns, strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """A pass of a decoder, and the seconds that its operators take by the curves: those of its layers, and its head.
+
+    Attributes:
+        call: makes the pass.
+        layers: seconds.
+        head: seconds.
+    """
+
+    call: Callable[[], object]
+    layers: float
+    head: float
+
+
+def _around(machine: _Machine, parts: Curves) -> Curves:
+    """What layers and models do besides: the times of whole decoders less those of their operators."""
+    grids = machine.grids
+    plain = [
+        Decoder(
+            hidden_size=hidden,
+            num_heads=hidden // grids.head_dim,
+            head_dim=grids.head_dim,
+            intermediate_size=3 * hidden,
+        )
+        for hidden in grids.hidden
+    ]
+    latent = [replace(each, latent=(min(each.hidden_size // 4, _WIDEST), 32)) for each in plain]
+    rest, around = _rest(machine, [*plain, *latent], parts)
+    latent_input = {
+        (values, one.hidden_size): rest[other, values] - rest[one, values]
+        for one, other in zip(plain, latent, strict=True)
+        for values in grids.latent_states
+    }
+
+    def grid(times: Mapping[tuple[int, int], float], states: Sequence[int] = grids.states) -> Grid:
+        def row(values: int, widths: Sequence[int]) -> list[float]:
+            return [max(times[values, hidden], _LEAST) for hidden in widths]
+
+        return _grid(states, grids.hidden, row)
+
+    return replace(
+        parts,
+        norm=grid({(values, one.hidden_size): rest[one, values] / 2 for one in plain for values in grids.states}),
+        embedding=grid({(values, one.hidden_size): around[one, values] for one in plain for values in grids.states}),
+        latent_input=grid(latent_input, grids.latent_states),
+    )
+
+
+def _in_models(machine: _Machine, whole: Curves) -> Curves:
+    """The curves with projections as slow, or as fast, as in whole models: those from memory, and those of prompts.
+
+    They are multiplied by the median, over several decoders, of what is left of a pass's time for them, divided by
+    what was predicted. With other work between them, during which nothing is fetched, those of few tokens mostly take
+    longer; those of many take less.
+    """
+    grids = machine.grids
+    passes: list[tuple[ModelSpec, Pass]] = []
+    calls: list[Callable[[], object]] = []
+    for decoder, tokens in zip(grids.whole, grids.whole_prompts, strict=True):
+        model, spec = decoder.build(machine.dtype, machine.place), decoder.spec()
+        cache = filled_cache(model, spec, batch=1, tokens=grids.short)
+        passes += [
+            (spec, Pass(total=grids.short + 1, dtype=machine.name)),
+            (spec, Pass(new=tokens, total=tokens, dtype=machine.name)),
+        ]
+        calls += [decode_step(model, cache, 1), prompt_call(model, tokens)]
+    times = machine.pace.medians(calls, least=3, patience=4 * PATIENCE)
+    ratios = [
+        _of_projections(machine, whole, spec, forward, seconds)
+        for (spec, forward), seconds in zip(passes, times, strict=True)
+    ]
+    of_steps, of_prompts = ratios[::2], ratios[1::2]
+
+    def scaled(grid: Grid, ratios: Sequence[float]) -> Grid:
+        rows = (tuple(map(operator.mul, row, ratios)) for row in grid.seconds)
+        return replace(grid, seconds=tuple(rows))
+
+    of_memory = [_bounded(of_steps) if read >= _FROM_MEMORY else 1.0 for read in grids.few_reads]
+    few = {weights: scaled(grid, of_memory) for weights, grid in whole.few.items()}
+    return replace(whole, few=few, many=scaled(whole.many, [_bounded(of_prompts)] * len(grids.weights)))
+
+
+def _of_projections(machine: _Machine, curves: Curves, spec: ModelSpec, forward: Pass, seconds: float) -> float:
+    """Seconds of a pass's projections in a model, which takes ``seconds``, divided by those by the curves."""
+    work = operators(spec, forward)
+    times = predicted(work, replace(machine.known, curves={machine.name: curves}), forward)
+    kinds = {each.name: each.kind for each in work}
+    linear = sum(each.seconds for each in times if kinds[each.name] == "linear")
+    besides = sum(each.seconds for each in times) - linear
+    return (seconds - besides) / linear
+
+
+def _bounded(ratios: Sequence[float]) -> float:
+    return min(max(statistics.median(ratios), 1 / _MOST_IN_MODELS), _MOST_IN_MODELS)
+
+
+def _rest(
+    machine: _Machine, decoders: Sequence[Decoder], parts: Curves
+) -> tuple[dict[tuple[Decoder, int], float], dict[tuple[Decoder, int], float]]:
+    """Of each decoder and size of a state: what is left of a layer's time, and of the model's around them."""
+    rest: dict[tuple[Decoder, int], float] = {}
+    around: dict[tuple[Decoder, int], float] = {}
+    for together in _together(machine, decoders, lambda decoder: decoder):
+        for found, more in zip((rest, around), _rest_of(machine, together, parts), strict=True):
+            found.update(more)
+    return rest, around
+
+
+def _rest_of(
+    machine: _Machine, decoders: Sequence[Decoder], parts: Curves
+) -> tuple[dict[tuple[Decoder, int], float], dict[tuple[Decoder, int], float]]:
+    """`_rest` of decoders that are measured in turns."""
+    rest, around = {}, {}
+    few_layers, many_layers = machine.grids.layers
+    passes = {
+        (decoder, count): _passes(machine, replace(decoder, num_layers=count), parts)
+        for decoder in decoders
+        for count in machine.grids.layers
+    }
+    every = [(*key, values, each) for key, by_values in passes.items() for values, each in by_values.items()]
+    times = machine.pace.medians([each.call for *_, each in every], least=3, patience=PATIENCE)
+    took = {(decoder, count, values): time for (decoder, count, values, _), time in zip(every, times, strict=True)}
+    for decoder in decoders:
+        for values, few in passes[decoder, few_layers].items():
+            seconds = took[decoder, few_layers, values]
+            layer = max(took[decoder, many_layers, values] - seconds, _LEAST) / (many_layers - few_layers)
+            known = (passes[decoder, many_layers][values].layers - few.layers) / (many_layers - few_layers)
+            # Operators that were measured alone may seem to take more than the layer that they are in.
+            rest[decoder, values] = max(layer - known, _LEAST_SHARE * layer)
+            around[decoder, values] = seconds - few_layers * layer - few.head
+    return rest, around
+
+
+def _passes(machine: _Machine, decoder: Decoder, parts: Curves) -> dict[int, _Pass]:
+    """A decoder's passes by the sizes of their states."""
+    states = machine.grids.latent_states if decoder.latent else machine.grids.states
+    tokens_of = {values: values // decoder.hidden_size for values in states}
+    known = replace(machine.known, curves={machine.name: parts})
+    # Passes of few tokens read all weights each time. Those of one layer and of several then have to come from the
+    # same place, or their difference is that of the places: small ones lie in the processor's caches.
+    one_head = None if decoder.latent else 1
+    # A GPU's caches hold nothing that is read again, so there they have to come from its memory.
+    inner = max(decoder.hidden_size // 4, _between(machine, decoder.hidden_size))
+    small = replace(decoder, num_kv_heads=one_head, intermediate_size=inner)
+    model, spec = small.build(machine.dtype, machine.place), small.spec()
+    found = {}
+    for values, tokens in tokens_of.items():
+        if tokens < MANY:
+            cache = filled_cache(model, spec, batch=tokens, tokens=machine.grids.short)
+            impl = "absorbed" if decoder.latent else "auto"
+            step = Pass(batch=tokens, total=machine.grids.short + 1, dtype=machine.name, impl=impl)
+            found[values] = _pass(decode_step(model, cache, tokens), spec, step, known)
+    model, spec = decoder.build(machine.dtype, machine.place), decoder.spec()
+    for values, tokens in tokens_of.items():
+        if tokens >= MANY:
+            prompt = Pass(new=tokens, total=tokens, dtype=machine.name)
+            found[values] = _pass(prompt_call(model, tokens), spec, prompt, known)
+    return found
+
+
+def _pass(call: Callable[[], object], spec: ModelSpec, forward: Pass, known: Device) -> _Pass:
+    """One pass, and what its operators take by the curves."""
+    work = [each for each in operators(spec, forward) if each.kind not in ("norm", "embedding")]
+    times = {each.name: each.seconds for each in predicted(work, known, forward)}
+    head = times.pop("head")
+    return _Pass(call=call, layers=sum(times.values()), head=head)

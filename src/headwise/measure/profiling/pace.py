@@ -1,0 +1,214 @@
+"""The pace of a machine that others share: two calls whose time is known, measured again beside every measurement.
+
+The same call takes a tenth or a third longer at one minute than at another where other programs use the memory or the
+processor. What is measured is therefore divided by how many times as long as before two calls take at that moment:
+the geometric mean of one that reads memory and one of large products. The mean follows models of every size better
+than either does alone. One that reads what the processor's caches hold does not help: its time depends on what ran
+just before.
+
+On a GPU a call is recorded as a CUDA graph and replayed, as engines that serve models do it: otherwise the GPU would
+wait for Python, and all mechanisms would take equally long.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from headwise.measure.timing.timing import recorded, seconds
+from headwise.runtime.hf.linear import take_over_linears
+
+HERE = torch.device("cpu")
+"""The device that is measured where none is named."""
+
+READING = 96 << 20
+"""Bytes of the projections of one token that take turns, more than the processor's caches hold."""
+
+_WEIGHTS = 1 << 22
+"""Weights of each: enough for several threads."""
+
+PRODUCTS = (128, 1 << 21)
+"""Tokens, and weights of a projection: bounded by the processor."""
+
+_ENOUGH = 1e-3
+"""Seconds that a replay should take, so that starting it does not matter."""
+
+_FEW, _MOST = 4, 400
+"""Calls that are recorded together at least and at most."""
+
+_LONG = 0.02
+"""Seconds of a call in which nothing of what the processor's caches hold is left at the end."""
+
+_ROUNDS = 3
+"""Turns of the calls that are measured together, with the yardsticks between."""
+
+_OFTEN = 0.5
+"""Seconds between yardsticks."""
+
+_YARDSTICKS = 3
+"""How often each yardstick is timed between two rounds."""
+
+
+class Pace:
+    """Measures calls beside yardsticks.
+
+    For example ``Pace(torch.float32).medians([lambda: a @ b])``.
+
+    Args:
+        dtype: of the yardsticks.
+        reference: their seconds at the pace that times are given at; those of now when None.
+        device: that calls run on; see `repeated`.
+
+    Attributes:
+        reference: see above.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, reference: Sequence[float] | None = None, device: torch.device = HERE
+    ) -> None:
+        self.device = device
+        copies = max(READING // (_WEIGHTS * dtype.itemsize), 1)
+        yardsticks = [
+            projections(dtype, 1, _WEIGHTS, copies, device),
+            projections(dtype, *PRODUCTS, 1, device),
+        ]
+        with chosen(device):
+            self._calls = [repeated(call, device) for call in yardsticks]
+            now = tuple(_timed(*call, 7, 0.0) for call in self._calls)
+        self.reference = now if reference is None else tuple(reference)
+
+    def medians(
+        self, calls: Sequence[Callable[[], object]], *, least: int = 5, patience: float = 0.05
+    ) -> list[float]:
+        """Median seconds of each call, at the reference's pace; see `measure`."""
+        found = self.measure(calls, least=least, patience=patience)
+        return [measured / pace for measured, pace in found]
+
+    def measure(
+        self, calls: Sequence[Callable[[], object]], *, least: int = 5, patience: float = 0.05
+    ) -> list[tuple[float, float]]:
+        """Measure calls in turns, so that what slows one of them down slows the others as well.
+
+        There are three rounds; in each a call is made once before it is timed, to have the processor's caches back,
+        unless it is so long that this does not matter. The yardsticks are measured at the ends of the rounds and, in
+        long ones, between.
+
+        Args:
+            calls: any number. The more there are, the further apart their rounds: what disturbs one does not count.
+            least: the least number of times that each is timed, in all rounds together.
+            patience: seconds that each is timed for, in all rounds together.
+
+        Returns:
+            Of each call, the median seconds in one round, and how many times as long as the reference the yardsticks
+            took before and after: of the round whose quotient of both is the median.
+        """
+        found: list[list[tuple[float, int]]] = [[] for _ in calls]
+        with torch.inference_mode(), chosen(self.device):
+            runs = [repeated(call, self.device) for call in calls]
+            yardsticks, latest = [self._now()], time.perf_counter()
+            for _ in range(_ROUNDS):
+                for index, run in enumerate(runs):
+                    if time.perf_counter() - latest > _OFTEN:
+                        yardsticks.append(self._now())
+                        latest = time.perf_counter()
+                    seconds = _timed(*run, -(-least // _ROUNDS), patience / _ROUNDS)
+                    found[index].append((seconds, len(yardsticks)))
+                yardsticks.append(self._now())
+                latest = time.perf_counter()
+        paces = [statistics.geometric_mean(pair) for pair in pairwise(yardsticks)]
+        medians = []
+        for times in found:
+            rounds = [(seconds, paces[after - 1]) for seconds, after in times]
+            medians.append(sorted(rounds, key=lambda each: each[0] / each[1])[_ROUNDS // 2])
+        return medians
+
+    def _now(self) -> float:
+        """How many times as long as the reference the yardsticks take, in the geometric mean."""
+        ratios = []
+        for (call, count), before in zip(self._calls, self.reference, strict=True):
+            ratios.append(_timed(call, count, _YARDSTICKS, 0.0) / before)
+        return statistics.geometric_mean(ratios)
+
+
+def _timed(run: Callable[[], object], count: int, least: int, patience: float) -> float:
+    """Median seconds of a call; its first run, which brings what it reads back into the processor's caches, counts if
+    it takes so long that this does not matter."""
+    first = _seconds(run, count)
+    times = [first] if first * count > _LONG else []
+    until = time.perf_counter() + patience
+    while len(times) < least or (time.perf_counter() < until and len(times) < 15 * least):
+        times.append(_seconds(run, count))
+    return statistics.median(times)
+
+
+def chosen(device: torch.device) -> AbstractContextManager[object]:
+    """A block in which a GPU is the one that torch waits for and records on; for a processor, any block."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def repeated(call: Callable[[], object], device: torch.device) -> tuple[Callable[[], object], int]:
+    """A call that makes another so often that the clock can measure it, and how often.
+
+    On a GPU it replays a CUDA graph.
+
+    For example ``repeated(lambda: a @ b, torch.device("cuda"))``.
+
+    Raises:
+        RuntimeError: the call cannot be recorded, as one that waits for the GPU.
+    """
+    if device.type != "cuda":
+        return call, 1
+    few = recorded(call, _FEW)
+    few()
+    count = max(_FEW, min(round(_FEW * _ENOUGH / seconds(few)), _MOST))
+    del few  # its memory is needed for the next
+    return recorded(call, count), count
+
+
+def _seconds(call: Callable[[], object], count: int) -> float:
+    """Seconds of one of the calls that a call makes."""
+    return seconds(call) / count
+
+
+def projections(
+    dtype: torch.dtype, tokens: int, weights: int, copies: int, device: torch.device = HERE
+) -> Callable[[], object]:
+    """A call of ``copies`` projections one after another, each of as many values of weights."""
+    return through(alike(dtype, weights, copies, device), tokens)
+
+
+def alike(dtype: torch.dtype, weights: int, copies: int, device: torch.device = HERE) -> nn.ModuleList:
+    """``copies`` projections of as many values of weights."""
+    width = 1 << ((weights.bit_length() - 1) // 2)
+    one = nn.Linear(width, weights // width, bias=False, device=device, dtype=dtype)
+    layers = nn.ModuleList([one, *(deepcopy(one) for _ in range(copies - 1))])  # drawing each would take long
+    take_over_linears(layers)
+    return layers
+
+
+def through(layers: Iterable[nn.Module], tokens: int) -> Callable[[], object]:
+    """A call that passes so many tokens through each of some projections that are alike."""
+    found = list(layers)
+    weight = found[0].weight
+    assert isinstance(weight, torch.Tensor)
+    states = torch.randn(1, tokens, weight.shape[1], device=weight.device).to(weight.dtype)
+    return in_turn([partial(layer, states) for layer in found])
+
+
+def in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """One call of several."""
+
+    @torch.inference_mode()
+    def all_of_them() -> None:
+        for call in calls:
+            call()
+
+    return all_of_them

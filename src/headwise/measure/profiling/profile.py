@@ -1,0 +1,167 @@
+"""`profile`: a machine's limits and curves, as a device that predictions take."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise.base.disk import clearly, write_among_others
+from headwise.base.progress import Progress, silent
+from headwise.costs.prediction import Device, to_table
+from headwise.measure.profiling.grids import grids_of
+from headwise.measure.profiling.measure import measure_curves
+from headwise.measure.profiling.pace import HERE, chosen
+from headwise.measure.timing.machine import doctor, machine
+from headwise.measure.timing.machine_limits import Probes
+from headwise.measure.timing.timing import spread_interleaved
+from headwise.models.checkpoints import dtype_name
+
+NAME, GPU_NAME = "this-machine", "this-gpu"
+"""The devices' names in their files."""
+
+GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Whose products are timed on a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A machine, measured.
+
+    Attributes:
+        device: with its limits and curves.
+        seconds: that measuring took.
+        threads: torch's.
+    """
+
+    device: Device
+    seconds: float
+    threads: int
+
+
+def profile(device: torch.device = HERE, *, progress: Progress = silent) -> Profile:
+    """Measure this machine's processor, or its GPU: its limits, and the times of operators over grids of sizes.
+
+    For example ``write_profile(profile().device, Path("machine.toml"))``.
+
+    Args:
+        device: to measure; a call on a GPU is timed as a replayed CUDA graph.
+        progress: told of each step.
+    """
+    start = time.perf_counter()
+    limits = _gpu(device) if device.type == "cuda" else _processor(progress)
+    grids = grids_of(device)
+    curves = {
+        dtype_name(dtype): measure_curves(dtype, limits, grids=grids, place=device, progress=progress)
+        for dtype in grids.dtypes
+    }
+    return Profile(
+        device=replace(limits, curves=curves), seconds=time.perf_counter() - start, threads=torch.get_num_threads()
+    )
+
+
+def _processor(progress: Progress) -> Device:
+    """The limits of this machine's processor."""
+    health = doctor(progress=progress)
+    facts = machine("cpu")
+    return Device(
+        name=NAME,
+        label=f"{facts['cpu']}, {torch.get_num_threads()} threads",
+        kind="cpu",
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        bytes_per_second=health.read_bytes_per_second,
+        peaks=health.matmul_flops_per_second,
+        source=_source(),
+    )
+
+
+def _gpu(device: torch.device) -> Device:
+    """The limits of a CUDA GPU."""
+    found = {}
+    for dtype in GPU_DTYPES:
+        probes = Probes(dtype, str(device))
+        with chosen(device):
+            timed = spread_interleaved(probes.calls(), budget=0.5)
+        found[dtype] = probes.limits(timed["read"].median, timed["product"].median)
+        del probes
+    properties = torch.cuda.get_device_properties(device)
+    return Device(
+        name=GPU_NAME,
+        label=str(properties.name),
+        kind="gpu",
+        memory_bytes=int(properties.total_memory),
+        bytes_per_second=max(limits.bytes_per_second for limits in found.values()),
+        peaks={dtype_name(dtype): limits.flops_per_second for dtype, limits in found.items()},
+        source=_source(),
+    )
+
+
+def name_of(device: torch.device) -> str:
+    """The name that a device's profile has.
+
+    For example ``name_of(torch.device("cuda"))`` is ``"this-gpu"``.
+    """
+    return GPU_NAME if device.type == "cuda" else NAME
+
+
+def _source() -> str:
+    return f"headwise profile, {platform.system()}, torch {torch.__version__}"
+
+
+def write_profile(device: Device, file: Path) -> None:
+    """Write a device as a TOML file that `headwise.costs.prediction.devices` reads.
+
+    For example ``write_profile(profile().device, Path("machine.toml"))``.
+
+    Args:
+        device: with curves.
+        file: to write; it is replaced whole.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    entry = {
+        "label": device.label,
+        "kind": device.kind,
+        "memory_gib": device.memory_bytes / 2**30,
+        "bandwidth_gb": device.bytes_per_second / 1e9,
+        "dense_tflops": {dtype: peak / 1e12 for dtype, peak in device.peaks.items()},
+        "source": device.source,
+        "curves": {dtype: to_table(curves) for dtype, curves in device.curves.items()},
+    }
+    text = "# Written by headwise profile: times in seconds.\n\n" + "\n".join(_toml((device.name,), entry)) + "\n"
+    with clearly("output", file):
+        write_among_others(file, text.encode())
+
+
+def _toml(path: Sequence[str], table: Mapping[str, Any]) -> list[str]:
+    """A table and those in it, as lines of TOML."""
+    plain = {name: value for name, value in table.items() if not isinstance(value, Mapping)}
+    lines = [
+        f"[{'.'.join(_quoted(part) for part in path)}]",
+        *(f"{_quoted(k)} = {_value(v)}" for k, v in plain.items()),
+    ]
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            lines += ["", *_toml((*path, name), value)]
+    return lines
+
+
+def _quoted(text: str) -> str:
+    """A string of TOML."""
+    escaped = "".join(c if c.isprintable() and c not in '"\\' else f"\\u{ord(c):04x}" for c in text)
+    return f'"{escaped}"'
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return _quoted(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    return repr(float(value))

@@ -1,0 +1,140 @@
+"""Texts by name: files, folders and Hugging Face datasets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from headwise.base.disk import refuse_input_within
+from headwise.errors import ArgumentError, MissingExtraError
+from headwise.measure.texts.files import read_text
+
+DATASET_PREFIX = "hf-dataset://"
+DATASETS_PIP = "pip install 'headwise[datasets]'"
+COLUMN = "text"
+"""The column that is read unless one is named."""
+_KINDS = {"parquet": ("*.parquet",), "json": ("*.jsonl", "*.json"), "text": ("*.txt",)}
+
+
+def named_texts(texts: bool | str | Path | Sequence[str | Path] | None) -> tuple[str | Path, ...]:
+    """The texts that an option's value names: one, several or none; True, False and None name none.
+
+    For example ``named_texts("text.txt")``.
+    """
+    if texts is None or isinstance(texts, bool):
+        return ()
+    return (texts,) if isinstance(texts, str | Path) else tuple(texts)
+
+
+def read_source(source: str | Path, *, characters: int | None = None, name: str = "calibrate") -> str:
+    """Read the text of a source, or at least the first ``characters`` of it.
+
+    For example ``read_source("hf-dataset://owner/name::train#text", characters=10_000)``.
+
+    Args:
+        source: a UTF-8 file; a ``.parquet`` or ``.jsonl`` file, or a folder of one of those or of ``.txt``; or a
+            dataset of the Hugging Face hub, ``hf-dataset://owner/name:config:split#column``, where the split is
+            ``train`` and the column is ``text`` unless named (``hf-dataset://owner/name::test`` has a split and no
+            config). All but the first are read by the ``datasets`` library, and may end with ``#column``.
+        characters: the number that is enough; sources that are read row by row are read no further.
+        name: of the source in errors.
+
+    Raises:
+        ArgumentError: the source cannot be read, or has no such column.
+        MissingExtraError: ``datasets`` is needed and not installed.
+    """
+    if not str(source):
+        raise ArgumentError(name, "", "is empty; it must name a text")
+    if str(source).startswith(DATASET_PREFIX):
+        where, _, column = str(source).partition("#")
+        repository, *parts = where.removeprefix(DATASET_PREFIX).split(":")
+        if not repository or len(parts) > 2:
+            raise ArgumentError(name, str(source), f"must be {DATASET_PREFIX}owner/name:config:split#column")
+        config, split = (*parts, "", "")[:2]
+        rows = _dataset_rows(source, name, repository, config or None, split=split or "train")
+    else:
+        path, column = local_path(source)
+        if not os.path.isdir(path) and path.suffix not in (".parquet", ".jsonl"):
+            if column:
+                raise ArgumentError(name, str(source), f"{path} has no columns; name it without #{column}")
+            return read_text(path, characters=characters, name=name)
+        kind, files = local_files(path, name)
+        # A byte order mark is no part of a text; that of JSON lines is skipped anyway.
+        encoding = {"encoding": "utf-8-sig"} if kind == "text" else {}
+        rows = _dataset_rows(source, name, kind, data_files=files, split="train", **encoding)
+    return _text(rows, column or COLUMN, characters, source, name)
+
+
+def refuse_texts_within(output: Path, sources: Iterable[str | Path], *, name: str) -> None:
+    """Refuse a destination whose replacement would remove a text that the run reads.
+
+    For example ``refuse_texts_within(Path("./half"), ["./half/text.txt"], name="calibrate")`` raises an
+    ArgumentError.
+
+    Args:
+        output: the folder that may be replaced.
+        sources: see `read_source`.
+        name: the option that the user named the texts by.
+
+    Raises:
+        ArgumentError: the destination is the file or folder of a text, or holds it.
+    """
+    for source in sources:
+        if not str(source).startswith(DATASET_PREFIX):
+            refuse_input_within(output, local_path(source)[0], f"a text of {name}")
+
+
+def local_path(source: str | Path) -> tuple[Path, str]:
+    """The file or folder of a source, and the column after its ``#``."""
+    where, _, column = str(source).partition("#")
+    # `os.path` says False where `Path.exists` raises: for names too long, and folders that may not be searched.
+    if os.path.exists(source) or not os.path.exists(where):
+        return Path(source), ""  # the # is part of the path
+    return Path(where), column
+
+
+def local_files(path: Path, name: str) -> tuple[str, list[str]]:
+    """The format of the files, as ``datasets`` calls it, and the files in order."""
+    for kind, patterns in _KINDS.items():
+        if os.path.isdir(path):
+            files = sorted(str(file) for pattern in patterns for file in path.rglob(pattern))
+        else:
+            files = [str(path)] if any(path.match(pattern) for pattern in patterns) else []
+        if files:
+            return kind, files
+    raise ArgumentError(name, str(path), "has no .parquet, .jsonl, .json or .txt files")
+
+
+def _dataset_rows(source: str | Path, name: str, *args: Any, **kwargs: Any) -> Iterator[dict[str, Any]]:
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtraError(name, str(source), f"needs the datasets package: {DATASETS_PIP}") from None
+    try:
+        # Streaming fetches no more of a large dataset than is read.
+        yield from datasets.load_dataset(*args, **kwargs, streaming=True)
+    except Exception as error:  # datasets raises many kinds
+        reason = shorten(str(error), 300, placeholder=" …") or type(error).__name__
+        raise ArgumentError(name, str(source), f"could not be read: {reason}") from None
+
+
+def _text(rows: Iterator[dict[str, Any]], column: str, characters: int | None, source: str | Path, name: str) -> str:
+    """The texts of the rows, one a line."""
+    texts: list[str] = []
+    length = 0
+    for row in rows:
+        if column not in row:
+            raise ArgumentError(
+                name, str(source), f"has no column {column}; it has {', '.join(row)}: name it #column"
+            )
+        text = row[column]
+        if not isinstance(text, str):
+            raise ArgumentError(name, str(source), f"has no text in column {column}")
+        texts.append(text if text.endswith("\n") else f"{text}\n")
+        length += len(texts[-1])
+        if characters is not None and length >= characters:
+            break
+    return "".join(texts)

@@ -1,0 +1,226 @@
+"""The base class of model folders and GGUF files: a model on disk, read one tensor at a time."""
+
+from __future__ import annotations
+
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headwise.errors import CheckpointError, SpecError, StorageError
+from headwise.models.checkpoints.family import Family, family_of, has_family
+from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, ModelSpec, read_config
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The dtypes that weights are read in, by their names in safetensors and in GGUF."""
+
+_PIECE = 1 << 20
+"""Numbers that are tested for NaN and infinity at once."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype as configs and reports write it: ``float32`` for ``torch.float32``.
+
+    For example ``dtype_name(torch.float32)`` is ``"float32"``.
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """The shape of a stored tensor, and the dtype it is read as."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory once read."""
+        return self.numel * self.dtype.itemsize
+
+
+class Checkpoint(ABC):
+    """The config and the weights of a model on disk.
+
+    Attributes:
+        path: the folder or file.
+        config: the content of its ``config.json``; for a GGUF file, the ``config.json`` that its metadata amount to.
+        tensors: shape and dtype of every tensor, by transformers' name.
+        zeros: the names of those that are not stored, and are zeros.
+        notes: what a user should know of the files, where they are no whole model that agrees with its config.
+        read_seconds: spent so far on reading and checking tensors.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    zeros: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+    read_seconds: float = 0.0
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The attention and the body that the config describes.
+
+        Raises:
+            SpecError: the architecture is not understood.
+        """
+        return read_config(self.config)
+
+    @property
+    def family(self) -> Family:
+        """Where the model keeps its attention, in the names of these tensors.
+
+        Raises:
+            SpecError: there is no file for its model type in `families`.
+        """
+        family = family_of(str(self.config.get("model_type")))
+        is_whole = not self.tensors or any(name.startswith(family.base) for name in self.tensors)
+        return family if is_whole else family.bare()
+
+    @property
+    def writable(self) -> Collection[str]:
+        """The names of the tensors that the files can have other numbers in; those in blocks of codes cannot."""
+        return self.tensors.keys()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that most bytes of its tensors are read as."""
+        nbytes: dict[torch.dtype, int] = {}
+        for info in self.tensors.values():
+            nbytes[info.dtype] = nbytes.get(info.dtype, 0) + info.nbytes
+        return max(nbytes, key=lambda dtype: nbytes[dtype])
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor into memory of its own.
+
+        Args:
+            name: transformers' name of it.
+
+        Raises:
+            CheckpointError: there is no such tensor, or it has NaN or infinite values.
+            StorageError: its file could not be read.
+        """
+        if name not in self.tensors:
+            raise CheckpointError("tensor", name, f"is missing from {self.path}")
+        start = time.perf_counter()
+        try:
+            info = self.tensors[name]
+            tensor = torch.zeros(info.shape, dtype=info.dtype) if name in self.zeros else self._read(name)
+        except OSError as error:
+            raise StorageError("tensor", name, f"could not be read: {error.strerror or error}") from None
+        # In pieces: `isfinite` of the whole would take the tensor's memory twice over.
+        if not all(bool(torch.isfinite(piece).all()) for piece in torch.split(tensor.flatten(), _PIECE)):
+            kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinite values"
+            raise CheckpointError("tensor", name, f"holds {kind}")
+        self.read_seconds += time.perf_counter() - start
+        return tensor
+
+    def read_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Read some rows of a matrix, such as the embeddings of some tokens, ``[N, columns]``.
+
+        Args:
+            name: transformers' name of the tensor.
+            rows: int64 ``[N]``, in any order.
+
+        Raises:
+            CheckpointError: there is no such tensor, or the rows have NaN or infinite values.
+            StorageError: its file could not be read.
+        """
+        if name not in self.tensors:
+            raise CheckpointError("tensor", name, f"is missing from {self.path}")
+        some, places = torch.unique(rows, return_inverse=True)
+        try:
+            read = self._read_rows(name, some.tolist())
+        except OSError as error:
+            raise StorageError("tensor", name, f"could not be read: {error.strerror or error}") from None
+        if not bool(torch.isfinite(read).all()):
+            raise CheckpointError("tensor", name, "holds NaN or infinite values")
+        return read[places]
+
+    def _read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
+        return self._read(name)[list(rows)]
+
+    def layer_of(self, name: str) -> int | None:
+        """The layer that a tensor belongs to by its name; None where it is of none, such as the embedding."""
+        pattern = re.escape(self.family.layer).replace(r"\{layer\}", r"(\d+)") + r"\."
+        return None if (match := re.match(pattern, name)) is None else int(match[1])
+
+    def leave_out(self, names: Sequence[str], what: str) -> None:
+        """Do not read some tensors, as transformers does not, and note that.
+
+        Args:
+            names: of the tensors; none changes nothing.
+            what: they are, in words.
+        """
+        for name in names:
+            del self.tensors[name]
+        if names:
+            self.notes = (*self.notes, f"{what} are not read, such as {names[0]} ({len(names)} in all)")
+
+    def _take_as_transformers(self) -> None:
+        """Take tensors as transformers does where there are too many or too few, and note that.
+
+        Layers beyond the config's, such as DeepSeek's and GLM's for predicting several tokens, are not read. Biases
+        that the config asks for are zeros where they are missing.
+        """
+        model_type = self.config.get("model_type")
+        if not has_family(model_type) or str(model_type).startswith(HOSTED_PREFIX):
+            return  # transformers itself loads it, or headwise wrote it whole
+        try:
+            spec = self.spec
+        except SpecError:
+            return  # refused by whoever needs it
+        layers = {name: self.layer_of(name) for name in self.tensors}
+        beyond = [name for name, layer in layers.items() if layer is not None and layer >= spec.num_layers]
+        self.leave_out(beyond, f"tensors of layers beyond the config's {spec.num_layers}")
+        absent = [bias for bias in self._optional_biases(spec) if bias not in self.tensors]
+        for bias in absent:
+            if (weight := self.tensors.get(f"{bias.removesuffix('bias')}weight")) is not None:
+                self.tensors[bias] = TensorInfo(weight.shape[:1], weight.dtype)
+                self.zeros |= {bias}
+        if self.zeros:
+            note = f"biases that the config asks for are missing and taken as zeros, such as {min(self.zeros)}"
+            self.notes = (*self.notes, f"{note} ({len(self.zeros)} in all)")
+
+    def _optional_biases(self, spec: ModelSpec) -> Iterator[str]:
+        """The names of the biases that a field of the config asks for, where the family has such a field."""
+        for index, layer in enumerate(spec.layers[: len(self.tensors)]):  # a damaged config may have any number
+            if self.config.get("attention_bias") and isinstance(layer, GroupedSpec):
+                yield from (name for name in self.family.stored_shapes(index, layer) if name.endswith(".bias"))
+            network = None if spec.body is None else spec.body.feed_forward[index]
+            if self.config.get("mlp_bias") and network is not None and network.bias:
+                place = self.family.layer.format(layer=index)
+                yield from (f"{place}.mlp.{name}_proj.bias" for name in ("gate", "up", "down"))
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of the weights: a folder's, or a ``.gguf`` file, or all parts of one that is split."""
+        return tuple(sorted(self.path.glob("*.safetensors")))
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Paths beside the weights that `copy_companions` skips: links out of the folder, and what is no file."""
+        return ()
+
+    @abstractmethod
+    def _read(self, name: str) -> Tensor: ...
+
+    @abstractmethod
+    def copy_companions(self, destination: Path) -> None:
+        """Write the tokenizer and the generation settings that belong to the model into a folder.
+
+        Args:
+            destination: the folder, which must exist.
+        """

@@ -1,0 +1,12 @@
+"""OPT: no RoPE, learned positions."""
+
+from headwise.models.checkpoints.family import Family
+from headwise.models.checkpoints.layout import renamed
+
+FAMILY = Family(
+    model_type="opt",
+    layer="model.decoder.layers.{layer}",
+    attention="model.decoder.layers.{layer}.self_attn",
+    layout=renamed(o_proj="out_proj"),
+    stock_kv_heads=False,
+)

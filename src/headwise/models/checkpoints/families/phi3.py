@@ -1,0 +1,21 @@
+"""Phi-3 and Phi-4: query, key and value rows in one projection."""
+
+from headwise.models.checkpoints.families import llama
+from headwise.models.checkpoints.family import Family
+from headwise.models.checkpoints.layout import fused
+
+FAMILY = Family(
+    model_type="phi3",
+    layer=llama.FAMILY.layer,
+    attention=llama.FAMILY.attention,
+    layout=fused("qkv_proj", "o_proj"),
+    gguf_tensors={
+        **{
+            name: target
+            for name, target in llama.FAMILY.gguf_tensors.items()
+            if name.rpartition(".")[2] not in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")
+        },
+        "blk.{layer}.attn_qkv": "model.layers.{layer}.self_attn.qkv_proj",
+        "blk.{layer}.ffn_up": "model.layers.{layer}.mlp.gate_up_proj",
+    },
+)

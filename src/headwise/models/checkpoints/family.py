@@ -1,0 +1,209 @@
+"""Model families: where an architecture keeps the tensors of its attention, and in what layout."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from torch import Tensor
+
+from headwise.errors import CheckpointError, SpecError
+from headwise.models.checkpoints import families
+from headwise.models.checkpoints.layout import PLAIN, Layout, State, packed_shapes
+from headwise.models.specs import HOSTED_PREFIX
+from headwise.models.specs.grouped import GroupedSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Where a transformers architecture keeps its attention, in safetensors and in GGUF files.
+
+    Attributes:
+        model_type: transformers' name of the architecture.
+        layer: path of a decoder (or encoder) layer's module, such as ``model.layers.{layer}``.
+        attention: path of the module that holds a layer's attention, such as ``model.layers.{layer}.self_attn``.
+        cross_attention: path of the attention to an encoder's output; None where there is none.
+        layout: names and shapes of the projections within that module.
+        stock_kv_heads: the config has ``num_key_value_heads``, so that the family's own class can be GQA and MQA.
+        output: path within ``attention`` of the output projection, where the module returns its output after the
+            residual connection or the norm.
+        adds: the attention's output is added to the residual stream directly; False where a norm comes first.
+        hosted: path within ``attention`` that headwise's layer replaces; empty for the whole module.
+        emptied: paths within ``attention`` that become identities, because headwise's layer computes them too.
+        dropout: the config's field for dropout of attention weights.
+        output_dropout: the config's field for dropout of the attention's output, where the module has that.
+        autos: names of the transformers Auto classes that load the family's folders; the first is the default.
+        buffers: endings of stored names that are buffers and not weights; they are not read.
+        renamed: parts of stored names, and the current transformers names that replace them.
+        gguf_tensors: GGUF name → transformers name, both with ``{layer}`` for the number of a layer and without
+            ``.weight`` or ``.bias`` at the end.
+        gguf_interleaved: GGUF stores rows of queries and keys as neighbouring pairs, transformers as halves.
+        gguf_norm_offset: GGUF stores the weights of norms with this added.
+    """
+
+    model_type: str
+    layer: str
+    attention: str
+    cross_attention: str | None = None
+    layout: Layout = PLAIN
+    stock_kv_heads: bool = True
+    output: str = ""
+    adds: bool = True
+    hosted: str = ""
+    emptied: tuple[str, ...] = ()
+    dropout: str = "attention_dropout"
+    output_dropout: str | None = None
+    autos: tuple[str, ...] = ("AutoModelForCausalLM",)
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    gguf_tensors: Mapping[str, str] = field(default_factory=dict)
+    gguf_interleaved: bool = False
+    gguf_norm_offset: float = 0.0
+
+    @property
+    def base(self) -> str:
+        """The first part of every path, such as ``model.``: the base model within the language model."""
+        return self.layer.partition(".")[0] + "."
+
+    def bare(self) -> Family:
+        """The family with paths that start at the base model, for folders whose tensor names lack `base`."""
+        cut = len(self.base)
+        cross = self.cross_attention
+        return replace(
+            self,
+            layer=self.layer[cut:],
+            attention=self.attention[cut:],
+            cross_attention=None if cross is None else cross[cut:],
+        )
+
+    def names_today(self, stored: Collection[str]) -> dict[str, str]:
+        """Map transformers' current name of each tensor to its name in the file.
+
+        Some language models are stored as their base model, without its prefix (GPT-2). Encoders' names are not
+        changed, because an encoder may itself be the base model.
+
+        Args:
+            stored: the names in the files.
+        """
+        is_bare = "AutoModel" not in self.autos and not any(name.startswith(self.base) for name in stored)
+        names = {}
+        for name in stored:
+            today = self.base + name if is_bare else name
+            for old, new in self.renamed.items():
+                today = today.replace(old, new)
+            names[today] = name
+        return names
+
+    def place(self, layer: int, *, cross: bool = False, hosted: bool = False) -> str:
+        """The path of a layer's attention module.
+
+        Args:
+            layer: its number.
+            cross: the attention to an encoder's output.
+            hosted: the path of headwise's layer in a converted model.
+        """
+        path = self.cross_attention if cross else self.attention
+        assert path is not None
+        return path.format(layer=layer) + (f".{self.hosted}" if hosted and self.hosted else "")
+
+    def stored_shapes(self, layer: int, spec: GroupedSpec, *, cross: bool = False) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor that the family stores for a layer's attention, by its full name.
+
+        Args:
+            layer: its number.
+            spec: the layer's attention.
+            cross: the attention to an encoder's output.
+        """
+        prefix = self.place(layer, cross=cross)
+        return {f"{prefix}.{name}": shape for name, shape in packed_shapes(self.layout, spec).items()}
+
+    def read_attention(
+        self,
+        read: Callable[[str], Tensor],
+        layer: int,
+        spec: GroupedSpec,
+        *,
+        cross: bool = False,
+        hosted: bool = False,
+    ) -> State:
+        """Read a layer's attention under headwise's names: ``q_proj.weight`` ``[H·D, E]`` and so on.
+
+        Norms of queries and keys are returned as factors (Gemma stores them as offsets from 1).
+
+        Args:
+            read: returns a tensor of the checkpoint by name.
+            layer: its number.
+            spec: the layer's attention; every shape is checked against it.
+            cross: the attention to an encoder's output.
+            hosted: the folder is a converted one, in which the layers are stored under headwise's names.
+
+        Raises:
+            CheckpointError: a tensor is missing or has another shape.
+        """
+        layout = PLAIN if hosted else self.layout
+        prefix = self.place(layer, cross=cross, hosted=hosted)
+        stored = {}
+        for suffix, shape in packed_shapes(layout, spec).items():
+            name = f"{prefix}.{suffix}"
+            tensor = read(name)
+            if tuple(tensor.shape) != shape:
+                raise CheckpointError(f"{name} shape", tuple(tensor.shape), f"must be {shape} by the config")
+            stored[suffix] = tensor
+        return layout.unpack(stored, spec)
+
+    def write_attention(
+        self, state: Mapping[str, Tensor], layer: int, spec: GroupedSpec, *, cross: bool = False
+    ) -> State:
+        """Convert a layer's attention to the tensors that the family stores: the inverse of `read_attention`.
+
+        Args:
+            state: the attention under headwise's names.
+            layer: its number.
+            spec: its attention.
+            cross: the attention to an encoder's output.
+
+        Returns:
+            The tensors by their full names.
+        """
+        prefix = self.place(layer, cross=cross)
+        return {f"{prefix}.{name}": tensor for name, tensor in self.layout.pack(state, spec).items()}
+
+
+def family_names() -> list[str]:
+    """The model types that have a file in `families`, sorted.
+
+    For example ``"llama" in family_names()`` is True.
+    """
+    return sorted(module.name for module in pkgutil.iter_modules(families.__path__))
+
+
+def has_family(model_type: object) -> bool:
+    """Whether a model type, or the type that it was converted from, has a file in `families`.
+
+    For example ``has_family("llama")`` is True.
+    """
+    return isinstance(model_type, str) and model_type.removeprefix(HOSTED_PREFIX) in family_names()
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a model type.
+
+    For example ``family_of("headwise_llama").model_type`` is ``"llama"``.
+
+    Args:
+        model_type: such as ``llama``, or ``headwise_llama`` for the family of a converted folder.
+
+    Raises:
+        SpecError: `families` has no file for the model type.
+    """
+    name = model_type.removeprefix(HOSTED_PREFIX)
+    if name not in family_names():
+        raise SpecError(
+            "model_type",
+            name,
+            f"cannot be converted, or read from GGUF, yet; can: {', '.join(family_names())}",
+        )
+    return cast(Family, importlib.import_module(f"{families.__name__}.{name}").FAMILY)

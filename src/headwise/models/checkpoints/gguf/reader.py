@@ -1,0 +1,269 @@
+"""GGUF files, dequantised one tensor at a time."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwise.errors import CheckpointError, StorageError
+from headwise.models.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
+from headwise.models.checkpoints.gguf.layout import Join, gguf_layout
+from headwise.models.specs import gguf_config, read_gguf_header
+from headwise.models.specs.gguf.header import GgufTensor
+
+
+class _Stored(NamedTuple):
+    """A tensor in the file.
+
+    Attributes:
+        place: its name, shape and offset.
+        kind: its GGML type.
+        nbytes: its size.
+    """
+
+    place: GgufTensor
+    kind: Any
+    nbytes: int
+
+
+class GgufCheckpoint(Checkpoint):
+    """A ``.gguf`` model, its tensors under transformers' names. Quantised tensors are read as float32.
+
+    Args:
+        path: the file, or any part of a model that is split over several.
+
+    Attributes:
+        quantization: the GGML type that most quantised values have, such as ``Q4_1``; None where none are quantised.
+
+    Raises:
+        CheckpointError: a file is missing or cut short, or holds a tensor that has no place in the model.
+        SpecError: its architecture is not understood.
+        StorageError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        header = read_gguf_header(path)
+        self.path, self._files = header.files[0], header.files
+        self.config = gguf_config(header)
+        self._layout = gguf_layout(self.config["model_type"])
+        self._stored: dict[str, dict[str, _Stored]] = {}
+        self.tensors = {}
+        self._has_tokenizer = "tokenizer.ggml.model" in header.metadata
+        sizes = {file: file.stat().st_size for file in header.files}
+        for stored in header.tensors.values():
+            try:
+                kind = GGMLQuantizationType(stored.ggml_type)
+            except ValueError:
+                rule = "is a GGML type this gguf package does not know"
+                raise CheckpointError(f"{stored.name} type", stored.ggml_type, rule) from None
+            block, block_bytes = GGML_QUANT_SIZES[kind]
+            if not _is_readable(kind):
+                rule = "must be a floating or quantised type that the gguf package can dequantise"
+                raise CheckpointError(f"{stored.name} type", kind.name, rule)
+            if not stored.shape or stored.shape[-1] % block:
+                rule = f"rows must be a multiple of {block}, as {kind.name} packs that many numbers together"
+                raise CheckpointError(f"{stored.name} shape", stored.shape, rule)
+            nbytes = math.prod(stored.shape) // block * block_bytes
+            if stored.offset + nbytes > sizes[stored.file]:
+                raise CheckpointError("file", str(stored.file), f"ends before tensor {stored.name}: it is cut short")
+            name = self._transformers_name(stored.name)
+            self._stored.setdefault(name, {})[stored.name.split(".")[-2]] = _Stored(stored, kind, nbytes)
+        for name, parts in self._stored.items():
+            self.tensors[name] = self._info(name, parts)
+        if not self.tensors:
+            raise CheckpointError("file", str(path), "has no tensors")
+        self.quantization = self._commonest_quantization()
+        self._take_as_transformers()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """See `Checkpoint.files`."""
+        return self._files
+
+    @property
+    def writable(self) -> frozenset[str]:
+        """See `Checkpoint.writable`: those that are stored whole, and in a floating type."""
+        whole = {name: parts for name, parts in self._stored.items() if self._join(name, parts) is None}
+        return frozenset(
+            name for name, parts in whole.items() if [own.kind.name in DTYPES for own in parts.values()] == [True]
+        )
+
+    def write(self, tensors: Mapping[str, Tensor], files: Mapping[Path, Path]) -> None:
+        """Write other numbers into copies of the model's files, in the type and order that the files have.
+
+        Args:
+            tensors: by transformers' name, which has to be among `writable`.
+            files: the copy of each of the model's files.
+
+        Raises:
+            OSError: a copy cannot be written.
+        """
+        for name, tensor in tensors.items():
+            ((stored, kind, nbytes),) = self._stored[name].values()
+            is_norm = name.endswith("norm.weight")
+            held = tensor + self._layout.norm_offset if is_norm and self._layout.norm_offset else tensor
+            if self._layout.is_interleaved:
+                held = self._permute(name, held)
+            content = held.to(DTYPES[kind.name]).contiguous().view(torch.uint8).numpy().tobytes()
+            assert len(content) == nbytes, name
+            with files[stored.file].open("r+b") as file:
+                file.seek(stored.offset)
+                file.write(content)
+
+    def _commonest_quantization(self) -> str | None:
+        """The quantised type of most of the model's values; None where none are quantised."""
+        values: dict[str, int] = {}
+        for parts in self._stored.values():
+            for stored, kind, _ in parts.values():
+                if kind.name not in DTYPES:
+                    values[kind.name] = values.get(kind.name, 0) + math.prod(stored.shape)
+        return max(values, key=lambda name: values[name], default=None)
+
+    def _transformers_name(self, stored: str) -> str:
+        stem, _, kind = stored.rpartition(".")
+        layer = re.match(r"blk\.(\d+)\.", stem)
+        template = re.sub(r"^blk\.\d+\.", "blk.{layer}.", stem)
+        names, number = self._layout.names, layer[1] if layer else None
+        if (whole := names.get(f"{template}.{kind}")) is not None:
+            return whole.format(layer=number)
+        if template not in names or kind not in ("weight", "bias"):
+            rule = f"has no place in a {self.config['model_type']} model"
+            raise CheckpointError("GGUF tensor", stored, rule)
+        return f"{names[template].format(layer=number)}.{kind}"
+
+    def _join(self, name: str, parts: Mapping[str, _Stored]) -> Join | None:
+        """How a tensor is made of its parts; None where one of them is the whole.
+
+        Raises:
+            CheckpointError: parts are missing, or there is more than one whole.
+        """
+        join = next((join for ending, join in self._layout.joined.items() if name.endswith(ending)), None)
+        if join is None or "attn_kv_b" in parts:
+            return None
+        try:
+            join({part: torch.empty(stored.shape, device="meta") for part, (stored, _, _) in parts.items()})
+        except (KeyError, RuntimeError, IndexError):
+            shapes = ", ".join(f"{part} {stored.shape}" for part, (stored, _, _) in parts.items())
+            raise CheckpointError("tensor", name, f"cannot be made of {shapes}") from None
+        return join
+
+    def _info(self, name: str, parts: Mapping[str, _Stored]) -> TensorInfo:
+        """The shape and the dtype of a tensor."""
+        if (join := self._join(name, parts)) is None:
+            stored, kind, _ = parts.get("attn_kv_b") or next(iter(parts.values()))
+            return TensorInfo(stored.shape, DTYPES.get(kind.name, torch.float32))
+        dtypes = {part: DTYPES.get(kind.name, torch.float32) for part, (_, kind, _) in parts.items()}
+        made = join(
+            {part: torch.empty(own.shape, dtype=dtypes[part], device="meta") for part, (own, _, _) in parts.items()}
+        )
+        return TensorInfo(tuple(made.shape), made.dtype)
+
+    def _read(self, name: str) -> Tensor:
+        parts = self._stored[name]
+        if (join := self._join(name, parts)) is not None:
+            return join({part: self._read_stored(stored) for part, stored in parts.items()})
+        tensor = self._read_stored(parts.get("attn_kv_b") or next(iter(parts.values())))
+        if self._layout.is_interleaved:
+            tensor = self._unpermute(name, tensor)
+        if self._layout.norm_offset and name.endswith("norm.weight"):
+            tensor = tensor - self._layout.norm_offset
+        return tensor
+
+    def _read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
+        parts = self._stored[name]
+        if len(parts) > 1 or (self._layout.is_interleaved and name.split(".")[-2] in ("q_proj", "k_proj")):
+            return super()._read_rows(name, rows)  # made of parts, or of rows in another order
+        ((stored, kind, nbytes),) = parts.values()
+        size = nbytes // stored.shape[0]
+        with stored.file.open("rb") as file:
+            raw = bytearray()
+            for row in rows:
+                file.seek(stored.offset + row * size)
+                raw += file.read(size)
+        return _decoded(raw, kind, (len(rows), *stored.shape[1:]))
+
+    def _read_stored(self, entry: _Stored) -> Tensor:
+        stored, kind, nbytes = entry
+        with stored.file.open("rb") as file:
+            file.seek(stored.offset)
+            return _decoded(bytearray(file.read(nbytes)), kind, stored.shape)
+
+    def _permute(self, name: str, tensor: Tensor) -> Tensor:
+        """Reorder rows of queries and keys as llama.cpp does, from halves to neighbouring pairs."""
+        if (heads := self._heads(name)) is None:
+            return tensor
+        halves = torch.unflatten(tensor, 0, (heads, 2, -1))  # [H, 2, D/2, E]
+        return halves.transpose(1, 2).reshape(tensor.shape).contiguous()  # [H·D, E]
+
+    def _unpermute(self, name: str, tensor: Tensor) -> Tensor:
+        """Undo `_permute`."""
+        if (heads := self._heads(name)) is None:
+            return tensor
+        pairs = torch.unflatten(tensor, 0, (heads, -1, 2))  # [H, D/2, 2, E]
+        return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()  # [H·D, E]
+
+    def _heads(self, name: str) -> int | None:
+        """The heads of a tensor whose rows are reordered; None for other tensors."""
+        fields = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        field = fields.get(name.split(".")[-2])
+        return None if field is None else int(self.config[field])
+
+    def copy_companions(self, destination: Path) -> None:
+        """Rebuild the tokenizer from the file's metadata, where it has one, and save it into a folder.
+
+        Args:
+            destination: the folder, which must exist.
+
+        Raises:
+            CheckpointError: the metadata are damaged.
+            StorageError: the tokenizer cannot be written.
+        """
+        from headwise.models.checkpoints.tokenizer import load_gguf_tokenizer
+
+        if not self._has_tokenizer:
+            return
+        tokenizer = load_gguf_tokenizer(self.path)
+        try:
+            tokenizer.save_pretrained(destination)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # tokenizers' Rust code raises no OSError, and a panic is no Exception
+            reason = " ".join(str(error).split())
+            raise StorageError("tokenizer", str(destination), f"could not be written: {reason}") from None
+
+
+@cache
+def _is_readable(kind: Any) -> bool:
+    """Whether a GGML type is a floating one, or one of which the gguf package can dequantise a block."""
+    from gguf import GGML_QUANT_SIZES
+    from gguf.quants import dequantize
+
+    if kind.name in DTYPES:
+        return True
+    try:
+        dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], dtype=np.uint8), kind)
+    except (NotImplementedError, KeyError):
+        return False
+    return True
+
+
+def _decoded(content: bytearray, kind: Any, shape: tuple[int, ...]) -> Tensor:
+    """The numbers that the bytes of a tensor, or of some of its rows, stand for."""
+    from gguf.quants import dequantize
+
+    raw = np.frombuffer(content, dtype=np.uint8)
+    if kind.name in DTYPES:
+        return torch.from_numpy(raw).view(DTYPES[kind.name]).reshape(shape)
+    with np.errstate(all="ignore"):  # `read` refuses a tensor with a scale that is NaN by name
+        values = dequantize(raw.reshape(*shape[:-1], -1), kind)
+    return torch.from_numpy(values).reshape(shape)

@@ -1,0 +1,111 @@
+"""Rows of a GGUF tensor multiplied and exchanged, without decoding one of its codes.
+
+ggml's types keep a row as blocks of codes, each with one or two scales. A row times a number has the same codes and
+other scales; of a power of two, scales with another exponent. Source: ggml's block structs (ggml-common.h), read in
+2026-11.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from headwise.errors import CheckpointError
+from headwise.models.specs.gguf.types import TYPES
+
+Bytes = npt.NDArray[np.uint8]
+
+_PLAIN = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_SCALES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,),
+    "IQ3_S": (0,), "IQ1_S": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,), "Q1_0": (0,),
+}  # fmt: skip
+"""The offsets, in a block, of its float16 scales (and of its minimum, which is multiplied like a scale)."""
+
+
+class Rows:
+    """The rows of a stored matrix, or the numbers of a stored vector.
+
+    For example ``Rows(raw, 8, (64, 576)).multiply(factors)`` multiplies each row by a number.
+
+    Args:
+        raw: the tensor's bytes, which are changed in place.
+        ggml_type: of the tensor.
+        shape: of the tensor: ``(rows, columns)``, or ``(rows,)`` for a bias or a norm.
+
+    Raises:
+        CheckpointError: the type's rows cannot be multiplied without decoding them.
+    """
+
+    def __init__(self, raw: Bytes, ggml_type: int, shape: tuple[int, ...]) -> None:
+        name, _, block_bytes = TYPES[ggml_type]
+        if name not in _PLAIN and name not in _SCALES:
+            rule = f"can be scaled in place only of {', '.join((*_PLAIN, *_SCALES))}"
+            raise CheckpointError("GGUF tensor type", name, rule)
+        self.name = name
+        self._raw = raw.reshape(shape[0], -1)
+        self._blocks = self._raw.reshape(shape[0], -1, block_bytes)
+
+    def scales(self) -> npt.NDArray[np.float64]:
+        """The numbers that are multiplied, ``[rows, n]``: scales of blocks, or the values of types without blocks."""
+        return np.concatenate([self._read(offset) for offset in self._offsets], 1)
+
+    def multiply(self, factors: npt.NDArray[np.float64]) -> None:
+        """Multiply each row; scales are rounded to their type.
+
+        Args:
+            factors: ``[rows]``; by a power of two a scale is rounded only where it becomes too small for its type.
+        """
+        for offset in self._offsets:
+            self._write(offset, self._read(offset) * factors[:, None])
+
+    def take(self, order: npt.NDArray[np.int64], signs: npt.NDArray[np.int64]) -> None:
+        """Put row ``order[r]`` in the place of row r, times ``signs[r]``.
+
+        Args:
+            order: ``[rows]``.
+            signs: ``[rows]``, each 1 or −1.
+        """
+        self._raw[:] = self._raw[order]
+        for offset in self._offsets:
+            self._write(offset, self._read(offset) * signs[:, None])
+
+    def add(self, values: npt.NDArray[np.float64]) -> None:
+        """Add to the numbers of a stored vector, which are rounded to its type.
+
+        Args:
+            values: ``[rows]``.
+
+        Raises:
+            CheckpointError: the type has blocks.
+        """
+        if self.name not in _PLAIN:
+            raise CheckpointError("GGUF tensor type", self.name, f"can be added to only if it is {', '.join(_PLAIN)}")
+        self._write(0, self._read(0) + values[:, None])
+
+    @property
+    def _offsets(self) -> tuple[int, ...]:
+        return _SCALES.get(self.name, (0,))
+
+    def _read(self, offset: int) -> npt.NDArray[np.float64]:
+        if self.name in _PLAIN:
+            stored = self._raw.view(_PLAIN[self.name])
+            if self.name == "BF16":
+                return (stored.astype("<u4") << 16).view("<f4").astype(np.float64)
+            return stored.astype(np.float64)
+        return self._blocks[:, :, offset : offset + 2].copy().view("<f2")[:, :, 0].astype(np.float64)
+
+    def _write(self, offset: int, values: npt.NDArray[np.float64]) -> None:
+        if self.name == "BF16":
+            self._raw[:] = _bfloat16(values).view(np.uint8).reshape(self._raw.shape)
+        elif self.name in _PLAIN:
+            self._raw[:] = values.astype(_PLAIN[self.name]).view(np.uint8).reshape(self._raw.shape)
+        else:
+            self._blocks[:, :, offset : offset + 2] = values.astype("<f2")[:, :, None].view(np.uint8)
+
+
+def _bfloat16(values: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:
+    """Numbers rounded to bfloat16, to even."""
+    bits = values.astype("<f4").view("<u4").astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")

@@ -1,0 +1,438 @@
+"""Write a model folder one tensor at a time, whole or not at all, and resume where a killed run stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from headwise.base.disk import (
+    clearly,
+    continues_from,
+    empty_folder,
+    lock_folder,
+    refuse_file,
+    refuse_no_folder,
+    remove_locked,
+    sync,
+    unlock,
+    write_whole,
+)
+from headwise.base.documents import MEASURED
+from headwise.errors import ArgumentError, HeadwiseError, StorageError
+from headwise.models.checkpoints.checkpoint import Checkpoint, TensorInfo, dtype_name
+from headwise.models.checkpoints.safetensors_shards import ShardWriter, is_whole, split_into_shards
+from headwise.models.specs.stored_head import INDEX, SINGLE
+
+MODEL = "config.json"
+"""The file that every model folder has."""
+SHARD_BYTES = 2 * 1024**3
+_HEADROOM = 64 * 1024**2
+"""Bytes of disk that must be free beside the tensors: for everything else that is written."""
+_RUN = "run"
+"""The file in the working folder that identifies the run."""
+_PARTIAL = ".headwise-partial"
+
+
+class FolderWriter:
+    """A context in which a model folder is written beside its destination and moved there at the end.
+
+    All tensors are announced in advance, so the header of every shard is known, each tensor is written to its place,
+    and a shard has its name once it is whole. A run that ends early, even by a kill, leaves its whole shards and
+    `work`; the next run with the same ``run`` resumes from them, and any other run discards them. A run with nothing
+    to resume from leaves nothing. Of several processes on one conversion only the first enters the context; the
+    others may use `work` from then on.
+
+    Args:
+        output: the destination; must not exist, or be empty, unless ``overwrite``.
+        tensors: shape and dtype of every tensor that will be added, in the order of the shards.
+        run: digest of everything that the output depends on, see `run_identity`; None for a run that is not resumed
+            and leaves nothing.
+        overwrite: replace a folder of the same kind.
+        provisional: `announce` will replace ``tensors`` before the first one is added.
+        shard_bytes: the most bytes of tensors in a shard.
+        work_bytes: bytes of disk that `work` will take and that must be free on entering, beside the tensors.
+        mark: the file that every folder of this kind has; ``config.json`` for model folders.
+
+    Attributes:
+        folder: will be the destination. It has an index once every tensor is added, and with its ``config.json`` it
+            can be read like any model folder.
+        work: a folder for intermediate results that a later run can use; removed at the end.
+        notes: what a user should know of this run.
+        write_seconds: spent on writing tensors.
+
+    Raises:
+        ArgumentError: the destination is taken, or another process is writing it.
+        StorageError: there is no room on the disk, or it fills up.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        tensors: Mapping[str, TensorInfo],
+        *,
+        run: str | None = None,
+        overwrite: bool = False,
+        provisional: bool = False,
+        shard_bytes: int = SHARD_BYTES,
+        work_bytes: int = 0,
+        mark: str = MODEL,
+    ) -> None:
+        check_output(output, overwrite=overwrite, mark=mark)
+        self.output = output
+        self._partial = _partial(output)
+        self.folder, self.work = self._partial / "model", self._partial / "work"
+        self.notes: tuple[str, ...] = ()
+        self.write_seconds = 0.0
+        self._overwrite, self._provisional, self._shard_bytes = overwrite, provisional, shard_bytes
+        self._work_bytes, self._mark = work_bytes, mark
+        self._run = None if run is None else _digest(run, tensors, shard_bytes)
+        self._lay_out(tensors)
+        self._open: dict[str, ShardWriter] = {}
+        self._new_parents: list[Path] = []
+        self._lock: int | None = None
+
+    def _lay_out(self, tensors: Mapping[str, TensorInfo]) -> None:
+        self._tensors = dict(tensors)
+        self._shards = split_into_shards(tensors, self._shard_bytes)
+        self._shard_of = {name: shard for shard in self._shards for name in shard.tensors}
+        self._missing = dict.fromkeys(tensors)
+
+    @property
+    def missing(self) -> list[str]:
+        """The tensors that are still to be added, in order."""
+        return list(self._missing)
+
+    def has(self, name: str) -> bool:
+        """Whether an announced tensor has been written, by this run or an earlier one."""
+        assert name in self._tensors, name
+        return name not in self._missing
+
+    def __enter__(self) -> Self:
+        try:
+            self._new_parents = [parent for parent in self.output.parents if not parent.exists()]
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_folder(self._partial)
+            # The process that had the lock may just have finished.
+            check_output(self.output, overwrite=self._overwrite, mark=self._mark)
+            self._take_up()
+            needed = sum(self._tensors[name].nbytes for name in self._missing) + _HEADROOM
+            if self._provisional:  # of a run that is resumed, most may be there
+                needed -= _size(self.folder)
+            needed += max(self._work_bytes - _size(self.work), 0)
+            if (free := shutil.disk_usage(self._partial).free) < needed:
+                raise self._refusal(f"needs {needed / 1e9:.2f} GB of disk and {free / 1e9:.2f} GB are free")
+        except BlockingIOError as error:
+            raise ArgumentError("output", str(self.output), str(error.strerror)) from None
+        except OSError as error:
+            refusal = self._refusal(f"cannot be written: {error.strerror}")
+            self._leave()
+            raise refusal from None
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                assert not self._missing, f"never added: {self.missing[:3]}"
+                self._move_into_place()
+            elif isinstance(error, StorageError):
+                if self._is_kept():
+                    raise StorageError(error.field, error.value, error.rule + self._kept) from error
+            elif isinstance(error, HeadwiseError):
+                self._run = None  # nothing is kept: the same command would be refused again
+            elif isinstance(error, KeyboardInterrupt) and self._is_kept():
+                error.add_note(self._kept.removeprefix("; "))
+        except OSError as failure:
+            raise self._refusal(f"could not be written: {failure.strerror or failure}") from failure
+        finally:
+            self._leave()
+
+    def announce(self, tensors: Mapping[str, TensorInfo]) -> None:
+        """Replace the provisional tensors by those that will be added.
+
+        Args:
+            tensors: shape and dtype of every tensor, in the order of the shards.
+
+        Raises:
+            StorageError: the folder cannot be used.
+        """
+        self._lay_out(tensors)
+        with self._clearly():
+            self._find_whole()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write one of the tensors that are `missing`.
+
+        Args:
+            name: of the tensor.
+            tensor: of the announced shape and dtype.
+
+        Raises:
+            StorageError: the disk is full, or the file cannot be written.
+        """
+        start = time.perf_counter()
+        del self._missing[name]
+        info, shard = self._tensors[name], self._shard_of[name]
+        assert (tuple(tensor.shape), tensor.dtype) == (info.shape, info.dtype), (name, tensor.shape, info)
+        with self._clearly():
+            if shard.file not in self._open:
+                self._open[shard.file] = ShardWriter(shard, self.folder)
+            self._open[shard.file].write(name, tensor)
+            if not self._open[shard.file].left:
+                del self._open[shard.file]
+            if not self._missing:
+                self._write_index()
+        self.write_seconds += time.perf_counter() - start
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write a JSON file into the folder.
+
+        Raises:
+            StorageError: the disk is full, or the file cannot be written.
+        """
+        # In ASCII: half a surrogate pair can be escaped in JSON, and cannot be written as UTF-8.
+        self.write_text(name, json.dumps(value, indent=2) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text file into the folder.
+
+        Raises:
+            StorageError: the disk is full, or the file cannot be written.
+        """
+        self.write_bytes(name, text.encode())
+
+    def write_bytes(self, name: str, content: bytes) -> None:
+        """Write a file into the folder.
+
+        Raises:
+            StorageError: the disk is full, or the file cannot be written.
+        """
+        with self._clearly():
+            (self.folder / name).write_bytes(content)
+
+    def write_file(self, name: str, write: Callable[[Path], None]) -> None:
+        """Let a function write a file of the folder, such as one that is too large for memory.
+
+        Args:
+            name: of the file.
+            write: writes the file at the path that it is given.
+
+        Raises:
+            StorageError: the disk is full, or the file cannot be written.
+        """
+        start = time.perf_counter()
+        with self._clearly():
+            write(self.folder / name)
+        self.write_seconds += time.perf_counter() - start
+
+    def add_companions(self, checkpoint: Checkpoint) -> None:
+        """Copy the source's tokenizer and settings into the folder, and note what is left out.
+
+        Args:
+            checkpoint: the source.
+
+        Raises:
+            CheckpointError: the source's tokenizer is damaged.
+            StorageError: a file cannot be read or written.
+        """
+        with self._clearly():
+            checkpoint.copy_companions(self.folder)
+        self.note_left_out(checkpoint)
+
+    def note_left_out(self, checkpoint: Checkpoint) -> None:
+        """Add a note with the files of the source that are not copied.
+
+        Args:
+            checkpoint: the source.
+        """
+        if names := checkpoint.left_out:
+            listed = ", ".join(map(repr, names))
+            note = f"not copied, as links out of the source folder or no regular files: {listed}"
+            self.notes = (*self.notes, note)
+
+    def _take_up(self) -> None:
+        """Take over what an earlier run with the same identity left, and remove anything else."""
+        run = self._partial / _RUN
+        if self._run is None or not run.is_file() or run.read_text(encoding="utf-8") != self._run:
+            if self._has_something():
+                self.notes = ("discarded what another conversion to this folder had left unfinished",)
+            run.unlink(missing_ok=True)  # first, so that no run takes over a folder that is half removed
+            empty_folder(self._partial)
+            if self._run is not None:
+                write_whole(run, self._run.encode())
+        self.folder.mkdir(exist_ok=True)
+        self.work.mkdir(exist_ok=True)
+        if not self._provisional:
+            self._find_whole()
+
+    def _find_whole(self) -> None:
+        """Keep the whole shards of an earlier run, and remove everything else from its model folder."""
+        whole = {shard.file: shard for shard in self._shards if is_whole(shard, self.folder)}
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in whole:
+                path.unlink()
+        for shard in whole.values():
+            for name in shard.tensors:
+                del self._missing[name]
+        if not self._missing:
+            self._write_index()
+
+    def _has_something(self) -> bool:
+        """Whether there is anything that a later run could resume from."""
+        shards = {shard.file for shard in self._shards}
+        with suppress(OSError):
+            return any(self.work.iterdir()) or any(path.name in shards for path in self.folder.iterdir())
+        return False
+
+    def _write_index(self) -> None:
+        if self._tensors and [shard.file for shard in self._shards] != [SINGLE]:
+            weight_map = {name: shard.file for name, shard in self._shard_of.items()}
+            total = sum(info.nbytes for info in self._tensors.values())
+            self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+    def _move_into_place(self) -> None:
+        move_into_place(self.folder, self.output, overwrite=self._overwrite, mark=self._mark)
+
+    def _refusal(self, rule: str) -> StorageError:
+        return StorageError("output", str(self.output), rule + (self._kept if self._is_kept() else ""))
+
+    def _clearly(self) -> AbstractContextManager[None]:
+        return clearly("output", self.output)  # `__exit__` adds what is kept
+
+    @property
+    def _kept(self) -> str:
+        # A folder may be written within the working folder of another; the user knows the outer one.
+        outer = (path for path in self._partial.parents if path.name.endswith(_PARTIAL))
+        kept = next(outer, self._partial)
+        return f"; {continues_from(kept)}"
+
+    def _is_kept(self) -> bool:
+        return self._run is not None and self._has_something()
+
+    def _leave(self) -> None:
+        """Close all files, and remove the working folder unless the next run can use it."""
+        for shard in self._open.values():
+            with suppress(OSError):
+                shard.close()
+        self._open.clear()
+        if self._lock is not None:
+            lock, self._lock = self._lock, None
+            if self._is_kept() and self.folder.is_dir():
+                unlock(lock)
+                return
+            with suppress(OSError):
+                remove_locked(self._partial, lock)
+        for parent in self._new_parents:  # innermost first; one that holds something stays
+            with suppress(OSError):
+                parent.rmdir()
+
+
+def move_into_place(folder: Path, output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
+    """Move a finished folder to its destination beside it, whole or not at all.
+
+    For example ``move_into_place(Path("./.half.work/model"), Path("./half"), overwrite=False)``.
+
+    Args:
+        folder: the folder, on the destination's file system.
+        output: the destination.
+        overwrite: see `check_output`, which is asked again: somebody may have put something there meanwhile.
+        mark: likewise.
+
+    Raises:
+        ArgumentError: the destination is taken.
+    """
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+    check_output(output, overwrite=overwrite, mark=mark)
+    replaced = output.with_name(f".{output.name}.headwise-replaced")
+    if output.exists() and not any(output.iterdir()):
+        output.rmdir()
+    if not output.exists():
+        os.replace(folder, output)
+    else:
+        shutil.rmtree(replaced, ignore_errors=True)
+        try:
+            os.replace(output, replaced)
+            os.replace(folder, output)
+        finally:
+            if not output.exists():  # interrupted between the two
+                os.replace(replaced, output)
+    sync(output.parent)
+    if overwrite:  # otherwise it may be the only copy, left by a run killed between its two moves
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def check_output(output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
+    """Refuse a destination that is not empty, unless it may be replaced.
+
+    For example ``check_output(Path("./half"), overwrite=False)``.
+
+    Args:
+        output: the destination.
+        overwrite: a folder with the file ``mark`` may be replaced.
+        mark: the file that every folder of this kind has.
+
+    Raises:
+        ArgumentError: the destination is not empty, is no folder, or cannot be used.
+    """
+    if output.name in ("", ".."):
+        raise ArgumentError("output", str(output), "must name a folder")
+    if "\0" in str(output):
+        raise ArgumentError("output", str(output), "must have no null byte")
+    refuse_file(output)
+    refuse_no_folder("output", output)
+    try:
+        holds_something = output.is_dir() and any(output.iterdir())
+    except OSError as error:
+        raise ArgumentError("output", str(output), f"cannot be used: {error.strerror}") from None
+    if holds_something:
+        if not overwrite:
+            _clear_finished(_partial(output))
+            raise ArgumentError("output", str(output), "exists and is not empty; say --overwrite to replace it")
+        if not (output / mark).is_file():
+            kind = "is not a model folder" if mark == MODEL else f"has no {mark}"
+            raise ArgumentError("output", str(output), f"{kind}, so --overwrite will not replace it")
+        others = sorted({path.name for path in output.iterdir()} - {mark, "README.md", MEASURED})
+        if mark.endswith(".gguf") and others:  # many people keep several of these files in a folder
+            rule = f"holds {others[0]} too, so --overwrite will not replace it"
+            raise ArgumentError("output", str(output), rule)
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _partial(output: Path) -> Path:
+    return output.with_name(f".{output.name}{_PARTIAL}")
+
+
+def _clear_finished(partial: Path) -> None:
+    """Remove the working folder of a process that was killed just after it had moved its model into place."""
+    with suppress(OSError):
+        if partial.is_dir() and not (partial / "model").exists():
+            remove_locked(partial, lock_folder(partial))
+
+
+def _digest(run: str, tensors: Mapping[str, TensorInfo], shard_bytes: int) -> str:
+    announced = [[name, list(info.shape), dtype_name(info.dtype)] for name, info in tensors.items()]
+    return hashlib.sha256(json.dumps([run, announced, shard_bytes]).encode()).hexdigest()

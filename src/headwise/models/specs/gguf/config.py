@@ -1,0 +1,365 @@
+"""The fields of the ``config.json`` that a GGUF file's metadata are equivalent to.
+
+GGUF keeps what llama.cpp needs; what its code takes for granted about an architecture is said here.
+Source: the converters of llama.cpp (conversion/).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import SpecError
+from headwise.models.specs.gguf.header import GgufHeader
+from headwise.models.specs.gguf.parts import read_gguf_header
+from headwise.models.specs.gguf.types import gguf_weights
+from headwise.models.specs.huggingface import read_config
+from headwise.models.specs.model import ModelSpec
+
+Get = Callable[..., Any]
+"""A value of the architecture's metadata by its key, and what it is without that key."""
+
+_LARGEST_FLOAT32 = 3.4028234e38
+_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+
+_FACTORS = {"llama": {_FREQS}, "qwen2": {_FREQS}, "qwen3": {_FREQS}, "phi3": {_LONG, _SHORT}}
+"""The factors of frequencies that an architecture may have."""
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What all of Llama 3.1 to 3.3 have beside the factor; their files hold the frequencies' factors alone."""
+
+_GEMMA3_27B = 62
+"""The layers of the one Gemma 3 whose softmax scale is not of the head dim."""
+
+_SOFTMAX, _SIGMOID = 1, 2
+"""Numbers of the functions that score experts."""
+
+
+def gguf_config(header: GgufHeader) -> dict[str, Any]:
+    """The fields of the ``config.json`` that a GGUF header is equivalent to.
+
+    For example ``gguf_config(read_gguf_header(Path("model.gguf")))["hidden_size"]``.
+
+    Raises:
+        SpecError: the architecture's metadata are not understood, or a needed number is missing.
+    """
+    metadata, architecture = header.metadata, header.architecture
+    if architecture not in ARCHITECTURES:
+        names = ", ".join(sorted(ARCHITECTURES))
+        raise SpecError("general.architecture", architecture, f"is not understood in GGUF; known: {names}")
+
+    def get(key: str, default: Any = None) -> Any:
+        return metadata.get(f"{architecture}.{key}", default)
+
+    for key in ("rope.freq_base", "attention.layer_norm_rms_epsilon"):
+        if not isinstance(get(key, 1.0), int | float):
+            raise SpecError(f"{architecture}.{key}", get(key), "must be a number")
+    for name in header.factors.keys() - _FACTORS.get(architecture, frozenset()):
+        raise SpecError(name, "present", f"is not understood in {architecture}; use the safetensors")
+    embedding = header.tensors.get("token_embd.weight")
+    config = {
+        "hidden_size": get("embedding_length"),
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": get("attention.head_count"),
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "vocab_size": embedding.shape[0] if embedding and embedding.shape else get("vocab_size"),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "dtype": "float32",
+        **ARCHITECTURES[architecture](header, get),
+    }
+    if config["rms_norm_eps"] is not None:
+        # The file holds a float32; the shortest decimal that rounds to it is the number its author wrote.
+        config["rms_norm_eps"] = _shortest_float32(config["rms_norm_eps"])
+    # A text ends with its own token, and in a conversation with that of a turn or of a message.
+    for name, *keys in (("bos_token_id", "bos"), ("eos_token_id", "eos", "eot", "eom"), ("pad_token_id", "padding")):
+        tokens = {metadata.get(f"tokenizer.ggml.{key}_token_id"): None for key in keys}  # in order, each once
+        known = [token for token in tokens if token is not None and not _is_beyond(token, config["vocab_size"])]
+        if known:
+            config[name] = known[0] if len(known) == 1 else known
+    return config
+
+
+def _is_beyond(token: object, count: object) -> bool:
+    """Whether a token is beyond a vocabulary, such as -1 as an unsigned number, and so means none."""
+    return isinstance(count, int) and isinstance(token, int) and token >= count
+
+
+def read_gguf_spec(path: Path) -> ModelSpec:
+    """Read the spec of the model in a GGUF file."""
+    header = read_gguf_header(path)
+    model = read_config(gguf_config(header))
+    return replace(model, stored=gguf_weights(header, model.num_layers))
+
+
+def _refuse(header: GgufHeader, get: Get, *keys: str) -> None:
+    """Refuse metadata that the architecture is not known to have.
+
+    Raises:
+        SpecError: one of the keys has a value.
+    """
+    for key in keys:
+        if get(key) not in (None, 0, "none"):
+            raise SpecError(f"{header.architecture}.{key}", get(key), "is not understood in GGUF")
+
+
+def _number(header: GgufHeader, get: Get, key: str, default: float | None = None, *, whole: bool = False) -> Any:
+    """A finite number above 0, or the default where the key is missing.
+
+    Raises:
+        SpecError: it is none.
+    """
+    value = get(key, default)
+    is_number = isinstance(value, int) if whole else isinstance(value, int | float)
+    if value is not None and not (is_number and type(value) is not bool and 0 < value < math.inf):
+        kind = "whole number" if whole else "number"
+        raise SpecError(f"{header.architecture}.{key}", value, f"must be a {kind} above 0")
+    return value
+
+
+def _needed(header: GgufHeader, get: Get, key: str, default: int | None = None) -> int:
+    """A whole number above 0.
+
+    Raises:
+        SpecError: it is none, or missing.
+    """
+    value = _number(header, get, key, default, whole=True)
+    if value is None:
+        raise SpecError(f"{header.architecture}.{key}", None, "is required")
+    return int(value)
+
+
+def _heads(header: GgufHeader, get: Get, *, partial: bool = False) -> dict[str, Any]:
+    """Key–value heads and the width of heads, of which RoPE rotates the whole unless ``partial``."""
+    hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
+    head_dim = get("attention.key_length")
+    if head_dim is None and isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
+        head_dim = None if hidden_size % num_heads else hidden_size // num_heads
+    for key in ("attention.value_length", *(() if partial else ("rope.dimension_count",))):
+        if head_dim is not None and get(key, head_dim) != head_dim:
+            raise SpecError(f"{header.architecture}.{key}", get(key), f"must equal the head dim, {head_dim}")
+    return {"num_key_value_heads": get("attention.head_count_kv", num_heads), "head_dim": head_dim}
+
+
+def _theta(get: Get) -> float:
+    return float(get("rope.freq_base", 10000.0))
+
+
+def _llama(model_type: str, header: GgufHeader, get: Get) -> dict[str, Any]:
+    """Llama, Mistral, which GGUF calls Llama too, and Qwen."""
+    _refuse(header, get, "expert_count")
+    heads = _heads(header, get)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _theta(get)}
+    if get("rope.scaling.type") == "linear":
+        rope |= {"rope_type": "linear", "factor": _number(header, get, "rope.scaling.factor", 1.0)}
+    else:
+        _refuse(header, get, "rope.scaling.type")
+    if _FREQS in header.factors:
+        rope = _llama3_rope(header.factors[_FREQS], _theta(get), heads["head_dim"])
+    config = {"model_type": model_type, **heads, "rope_parameters": rope}
+    if "blk.0.attn_q.bias" in header.tensors and model_type == "llama":  # Qwen2's need no word in the config
+        config["attention_bias"] = True
+    return config
+
+
+def _llama3_rope(factors: tuple[float, ...], theta: float, head_dim: Any) -> dict[str, Any]:
+    """The scaled RoPE of Llama 3.1 and later, from the factors that its frequencies are divided by.
+
+    Raises:
+        SpecError: they are other factors.
+    """
+    factor = max(factors, default=0.0)
+    fits = type(head_dim) is int and head_dim == 2 * len(factors) and 0 < theta < math.inf and 0 < factor < math.inf
+    is_llama3 = fits and all(
+        math.isclose(own, other, rel_tol=1e-4)
+        for own, other in zip(factors, llama3_factors(theta, head_dim, factor, *_LLAMA3.values()), strict=True)
+    )
+    if not is_llama3:
+        raise SpecError(_FREQS, f"{len(factors)} factors", "are not those of Llama 3's RoPE; use the safetensors")
+    return {"rope_type": "llama3", "rope_theta": theta, "factor": _shortest_float32(factor), **_LLAMA3}
+
+
+def llama3_factors(
+    theta: float, head_dim: int, factor: float, low: float, high: float, original: float
+) -> tuple[float, ...]:
+    """What the scaling of Llama 3.1 and later divides the frequency of each rotary pair by.
+
+    For example ``llama3_factors(500_000.0, 128, 8.0, 1.0, 4.0, 8192)[0]`` is 1.0.
+
+    Args:
+        theta: the base of the frequencies.
+        head_dim: D, of which all dims are rotated.
+        factor: what slow frequencies are divided by.
+        low: frequencies of fewer turns than this in ``original`` tokens are slow.
+        high: frequencies of more turns than this stay.
+        original: tokens that the model was first trained on.
+
+    Source: transformers' ``modeling_rope_utils``, and what llama.cpp's converter writes.
+    """
+    factors = []
+    for pair in range(head_dim // 2):
+        wavelength = 2 * math.pi * theta ** (2 * pair / head_dim)
+        part = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)  # 0 where all is scaled
+        factors.append(1 / ((1 - part) / factor + part))
+    return tuple(factors)
+
+
+def _phi3(header: GgufHeader, get: Get) -> dict[str, Any]:
+    """Phi-3 and Phi-4: heads of which RoPE may rotate a part, with factors for short and for long texts."""
+    _refuse(header, get, "rope.scaling.type", "expert_count")
+    heads = _heads(header, get, partial=True)
+    rotated, head_dim = get("rope.dimension_count"), heads["head_dim"]
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _theta(get)}
+    original = _number(header, get, "rope.scaling.original_context_length", whole=True)
+    if _LONG in header.factors or _SHORT in header.factors:
+        long, short = (header.factors.get(name) for name in (_LONG, _SHORT))
+        if long is None or short is None:
+            raise SpecError("rope_factors", "one of two", "must be given for short and for long texts")
+        rope = {"rope_type": "longrope", "rope_theta": _theta(get)}
+        rope |= {"long_factor": list(long), "short_factor": list(short)}
+        attention = _number(header, get, "rope.scaling.attn_factor")
+        for factors in (long, short):
+            if 2 * len(factors) != (rotated or head_dim) or not all(0 < own < math.inf for own in factors):
+                rule = f"must be a factor above 0 for each pair of {rotated or head_dim} rotated dims"
+                raise SpecError("rope_factors", f"{len(factors)} factors", rule)
+        if attention is not None and not _is_usual(attention, original, get("context_length")):
+            rope["attention_factor"] = attention
+        if original is not None:
+            rope["original_max_position_embeddings"] = original
+    if rotated is not None and rotated != head_dim:
+        if not isinstance(rotated, int) or not isinstance(head_dim, int) or not 0 < rotated < head_dim:
+            rule = f"must be a whole number of at most the head dim, {head_dim}"
+            raise SpecError("phi3.rope.dimension_count", rotated, rule)
+        rope["partial_rotary_factor"] = rotated / head_dim
+    config = {"model_type": "phi3", **heads, "rope_parameters": rope, "pad_token_id": None}
+    config["sliding_window"] = get("attention.sliding_window") or None
+    if original is not None:
+        config["original_max_position_embeddings"] = original
+    return config
+
+
+def _is_usual(attention_factor: Any, original: Any, longest: Any) -> bool:
+    """Whether a factor of cos and sin is the one that follows from the lengths, and a config leaves it out."""
+    if not all(isinstance(number, int | float) and number > 1 for number in (original, longest)):
+        return False
+    scale = longest / original
+    usual = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+    return isinstance(attention_factor, int | float) and math.isclose(attention_factor, usual, rel_tol=1e-5)
+
+
+def _gemma3(header: GgufHeader, get: Get) -> dict[str, Any]:
+    """Gemma 3: five layers with a window and a RoPE of their own to one that sees all."""
+    _refuse(header, get, "expert_count", "attn_logit_softcapping", "attention.scale")
+    if get("attention.sliding_window_pattern", 6) != 6:
+        pattern = get("attention.sliding_window_pattern")
+        raise SpecError("gemma3.attention.sliding_window_pattern", pattern, "must be 6")
+    heads, layers = _heads(header, get), get("block_count")
+    if get("rope.scaling.type") not in (None, "none", "linear"):
+        raise SpecError("gemma3.rope.scaling.type", get("rope.scaling.type"), "must be linear")
+    full: dict[str, Any] = {"rope_type": "default", "rope_theta": float(get("rope.freq_base", 1e6))}
+    if get("rope.scaling.type") == "linear":
+        full |= {"rope_type": "linear", "factor": _number(header, get, "rope.scaling.factor", 1.0)}
+    local = {"rope_type": "default", "rope_theta": _number(header, get, "rope.freq_base_swa", 1e4)}
+    config: dict[str, Any] = {
+        "model_type": "gemma3_text",
+        **heads,
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+        "query_pre_attn_scalar": heads["head_dim"],
+        "sliding_window": _needed(header, get, "attention.sliding_window"),
+        "final_logit_softcapping": get("final_logit_softcapping") or None,  # 0 is none
+        "attention_bias": False,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+    if isinstance(layers, int):
+        kinds = ["sliding_attention" if (index + 1) % 6 else "full_attention" for index in range(layers)]
+        config["layer_types"] = kinds
+    if layers == _GEMMA3_27B:
+        width, heads_of_layer = (_needed(header, get, key) for key in ("embedding_length", "attention.head_count"))
+        config["query_pre_attn_scalar"] = width // heads_of_layer
+    return config
+
+
+def _deepseek2(header: GgufHeader, get: Get) -> dict[str, Any]:
+    """DeepSeek-V2 and V3, which score experts by a softmax and by a sigmoid."""
+    _refuse(header, get, "attention.temperature_scale", "attention.temperature_length")
+    rank, rotary = get("attention.kv_lora_rank"), get("rope.dimension_count")
+    gating = get("expert_gating_func", _SOFTMAX)
+    if gating not in (_SOFTMAX, _SIGMOID):
+        raise SpecError("deepseek2.expert_gating_func", gating, f"must be {_SOFTMAX} or {_SIGMOID}")
+    # Files without the lengths of MLA are older, and those of attention are of its heads.
+    key = get("attention.key_length_mla", get("attention.key_length"))
+    groups = _needed(header, get, "expert_group_count", 1)
+    layers, dense = get("block_count"), get("leading_dense_block_count", 0)
+    # A model of dense layers alone has no experts, but its config names the numbers of one.
+    has_experts = not (isinstance(layers, int) and isinstance(dense, int) and dense >= layers)
+    one = None if has_experts else 1
+    experts = _needed(header, get, "expert_count", one)
+    is_v3 = gating == _SIGMOID
+    if experts % groups:
+        raise SpecError("deepseek2.expert_group_count", groups, f"must divide expert_count = {experts}")
+    if not is_v3:
+        _refuse(header, get, "expert_weights_norm")
+    config = {
+        "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
+        "num_key_value_heads": get("attention.head_count"),
+        "q_lora_rank": get("attention.q_lora_rank") or None,  # 0 is none
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": key - rotary if isinstance(key, int) and isinstance(rotary, int) else None,
+        "v_head_dim": get("attention.value_length_mla", get("attention.value_length")),
+        "rope_parameters": _deepseek_rope(header, get),
+        "n_routed_experts": experts,
+        "n_shared_experts": get("expert_shared_count") or one,
+        "num_experts_per_tok": _needed(header, get, "expert_used_count", one),
+        "moe_intermediate_size": _needed(header, get, "expert_feed_forward_length"),
+        "first_k_dense_replace": dense,
+        "n_group": groups,
+        "topk_group": _needed(header, get, "expert_group_used_count", 1),
+        "norm_topk_prob": bool(get("expert_weights_norm", False)),
+        "routed_scaling_factor": get("expert_weights_scale") or 1.0,  # 0 is no scaling
+    }
+    if not is_v3:
+        config["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
+    return config
+
+
+def _deepseek_rope(header: GgufHeader, get: Get) -> dict[str, Any]:
+    if get("rope.scaling.type") in (None, "none"):
+        return {"rope_type": "default", "rope_theta": _theta(get)}
+    if get("rope.scaling.type") != "yarn":
+        raise SpecError("deepseek2.rope.scaling.type", get("rope.scaling.type"), "must be yarn")
+    rope = {"rope_type": "yarn", "rope_theta": _theta(get), "factor": _number(header, get, "rope.scaling.factor")}
+    rope["original_max_position_embeddings"] = _needed(header, get, "rope.scaling.original_context_length")
+    if (multiplier := _number(header, get, "rope.scaling.yarn_log_multiplier")) is not None:
+        # The two are equal in every published model, and only one of them is in the file, times 0.1.
+        rope["mscale"] = rope["mscale_all_dim"] = round(10 * multiplier, 6)
+    for name in ("beta_fast", "beta_slow"):
+        if (value := _number(header, get, f"rope.scaling.yarn_{name}")) is not None:
+            rope[name] = value
+    return rope
+
+
+ARCHITECTURES: dict[str, Callable[[GgufHeader, Get], dict[str, Any]]] = {
+    **{name: partial(_llama, name) for name in ("llama", "qwen2", "qwen3")},
+    "phi3": _phi3,
+    "gemma3": _gemma3,
+    "deepseek2": _deepseek2,
+}
+"""The config fields that each ``general.architecture`` has beside those of all, for those that are understood."""
+
+
+def _shortest_float32(value: float) -> float:
+    """The shortest decimal that rounds to a float32."""
+    if abs(value) > _LARGEST_FLOAT32:
+        return value
+    for digits in range(1, 10):
+        short = float(f"{value:.{digits}g}")
+        if struct.pack("<f", short) == struct.pack("<f", value):
+            return short
+    return value

@@ -1,0 +1,124 @@
+"""The spec of a whole model: the attention of each layer, and the body around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headwise.errors import SpecError
+from headwise.models.specs.base import AttentionSpec, positive
+from headwise.models.specs.feed_forward import FeedForwardSpec
+from headwise.models.specs.latent import LatentSpec
+from headwise.models.specs.weights.stored import StoredWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class BodySpec:
+    """A decoder without its attention: together with the layers, every weight that the model stores.
+
+    Attributes:
+        vocab_size: rows of the embedding and of the head.
+        feed_forward: the network of each layer, in order; None where a layer has none.
+        norms: norms over E in each layer; one more of the same kind stands before the head.
+        norm_vectors: vectors of E that a norm learns: 1 for a weight, 2 for a weight and a bias, 0 for neither.
+        positions: rows of a learned position embedding.
+        tied: whether the head shares the embedding's weights.
+        head_bias: whether the head has a bias.
+        streams: residual streams side by side, which each block joins, and adds its output to (DeepSeek-V4).
+    """
+
+    vocab_size: int
+    feed_forward: tuple[FeedForwardSpec | None, ...]
+    norms: int = 2
+    norm_vectors: int = 1
+    positions: int = 0
+    tied: bool = False
+    head_bias: bool = False
+    streams: int = 1
+
+    def __post_init__(self) -> None:
+        positive("vocab_size", self.vocab_size)
+        positive("streams", self.streams)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model: a stack of layers, each with its attention or another mixer, and the body around them.
+
+    For example ``ModelSpec(model_type="llama", hidden_size=4096, layers=(layer_spec("llama-3-8b"),) *
+    32).num_layers`` is 32.
+
+    Attributes:
+        model_type: transformers' name of the architecture.
+        hidden_size: E.
+        layers: the spec of each layer, in order.
+        vocab_size: rows of the embedding, where the config has it.
+        max_position_embeddings: the longest sequence that the model was made for, where the config has it.
+        dtype: of the stored weights, where the config has it.
+        body: the rest of the model, where the config is complete and the family's body is understood.
+        cross_layers: the spec of each layer's attention to an encoder's output (Whisper's decoder), or none.
+        stored: the formats of weights that are stored quantised; None where all are in one dtype.
+    """
+
+    model_type: str
+    hidden_size: int
+    layers: tuple[AttentionSpec, ...]
+    vocab_size: int | None = None
+    max_position_embeddings: int | None = None
+    dtype: str | None = None
+    body: BodySpec | None = None
+    cross_layers: tuple[AttentionSpec, ...] = ()
+    stored: StoredWeights | None = None
+
+    def __post_init__(self) -> None:
+        positive("hidden_size", self.hidden_size)
+        if not self.layers:
+            raise SpecError("num_hidden_layers", 0, "must be at least 1")
+        if self.body is not None and len(self.body.feed_forward) != len(self.layers):
+            rule = f"must be one for each of {len(self.layers)} layers"
+            raise SpecError("feed_forward", len(self.body.feed_forward), rule)
+        if self.stored is not None and len(self.stored.layers) != len(self.layers):
+            raise SpecError("stored", len(self.stored.layers), f"must be one for each of {len(self.layers)} layers")
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return len(self.layers)
+
+    @property
+    def changes_at(self) -> int | None:
+        """The most tokens of a text with the usual rotary frequencies; None where all texts have the same."""
+        lengths = [layer.rope.changes_at for layer in self.layers if layer.rope is not None]
+        return min((length for length in lengths if length is not None), default=None)
+
+    @property
+    def mechanism(self) -> str:
+        """The mechanism of all layers, or ``mixed`` where they differ."""
+        names = {layer.mechanism for layer in self.layers}
+        return names.pop() if len(names) == 1 else "mixed"
+
+    @property
+    def label(self) -> str:
+        """The first layer's label, such as ``MLA 512 + 64``, or for MLA layers of several sizes their average."""
+        sizes = [(x.kv_lora_rank, x.qk_rope_head_dim) for x in self.layers if isinstance(x, LatentSpec)]
+        if len(sizes) < self.num_layers or len(set(sizes)) == 1:
+            return self.layers[0].label
+        rank, rotary = (round(sum(widths) / len(sizes)) for widths in zip(*sizes, strict=True))
+        return f"MLA {rank} + {rotary} on average"
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether all layers are causal, and so keep a cache."""
+        return all(layer.is_causal for layer in self.layers)
+
+    def distinct_layers(self) -> list[tuple[AttentionSpec, tuple[int, ...]]]:
+        """Each distinct spec and the indices of its layers, in order of first appearance."""
+        return distinct(self.layers)
+
+
+def distinct(layers: Sequence[AttentionSpec]) -> list[tuple[AttentionSpec, tuple[int, ...]]]:
+    """Each distinct spec among ``layers`` and the indices of its layers, in order of first appearance."""
+    indices_of: dict[AttentionSpec, list[int]] = {}
+    for index, layer in enumerate(layers):
+        indices_of.setdefault(layer, []).append(index)
+    return [(spec, tuple(indices)) for spec, indices in indices_of.items()]

@@ -1,0 +1,194 @@
+"""Read the body around the attention: feed-forward networks, norms, embedding, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from headwise.errors import SpecError
+from headwise.models.specs.feed_forward import FeedForwardSpec
+from headwise.models.specs.model import BodySpec
+from headwise.models.specs.readers.fields import Config, NotSaidError, count, flag, integer, listed, optional_integer
+
+FeedForward = tuple[FeedForwardSpec | None, ...]
+"""The feed-forward network of each layer."""
+Rule = Callable[[Config, int], FeedForward]
+"""Reads the networks from a config and the number of layers."""
+
+
+def read_body(
+    config: Config,
+    feed_forward: FeedForward,
+    *,
+    tied: bool = False,
+    norms: int = 2,
+    norm_vectors: int = 1,
+    positions: int = 0,
+    head_bias: bool = False,
+) -> BodySpec:
+    """The body of a model with these feed-forward networks.
+
+    Args:
+        config: the config.
+        feed_forward: the networks.
+        tied: the family's default of ``tie_word_embeddings``.
+        norms: norms over E in each layer.
+        norm_vectors: vectors of E that a norm learns.
+        positions: rows of a learned position embedding.
+        head_bias: whether the head has a bias.
+    """
+    return BodySpec(
+        vocab_size=integer(config, "vocab_size"),
+        feed_forward=feed_forward,
+        tied=flag(config, "tie_word_embeddings", tied),
+        norms=norms,
+        norm_vectors=norm_vectors,
+        positions=positions,
+        head_bias=head_bias,
+    )
+
+
+def dense(
+    width: str = "intermediate_size", *, gated: bool = True, bias: str | None = None, bias_absent: bool = False
+) -> Rule:
+    """A rule for one dense network in every layer.
+
+    Args:
+        width: the field that has its width.
+        gated: whether it has three matrices.
+        bias: the field that tells whether it has a bias; None for never.
+        bias_absent: the default of that field.
+    """
+
+    def rule(config: Config, num_layers: int) -> FeedForward:
+        network = FeedForwardSpec(
+            hidden_size=integer(config, "hidden_size"),
+            intermediate_size=integer(config, width),
+            gated=gated,
+            bias=bias is not None and flag(config, bias, bias_absent),
+        )
+        return (network,) * num_layers
+
+    return rule
+
+
+def experts(*, count: str = "num_local_experts", bias: bool = False, score_correction: bool = False) -> Rule:
+    """A rule for experts in every layer, each ``intermediate_size`` wide.
+
+    Args:
+        count: the field that has their number.
+        bias: whether experts and router have a bias.
+        score_correction: as in `FeedForwardSpec`.
+    """
+
+    def rule(config: Config, num_layers: int) -> FeedForward:
+        network = FeedForwardSpec(
+            hidden_size=integer(config, "hidden_size"),
+            intermediate_size=integer(config, "intermediate_size"),
+            bias=bias,
+            num_experts=integer(config, count),
+            experts_per_token=integer(config, "num_experts_per_tok"),
+            router_bias=bias,
+            score_correction=score_correction,
+        )
+        return (network,) * num_layers
+
+    return rule
+
+
+def qwen_experts(*, shared: bool, dense_layers: bool = True) -> Rule:
+    """Qwen's rule: experts in every ``decoder_sparse_step``-th layer except ``mlp_only_layers``.
+
+    Args:
+        shared: whether there is a gated shared expert.
+        dense_layers: whether some layers can be dense.
+    """
+
+    def rule(config: Config, num_layers: int) -> FeedForward:
+        sparse = FeedForwardSpec(
+            hidden_size=integer(config, "hidden_size"),
+            intermediate_size=integer(config, "moe_intermediate_size"),
+            num_experts=integer(config, "num_experts", "num_local_experts"),
+            experts_per_token=integer(config, "num_experts_per_tok"),
+            shared_intermediate_size=integer(config, "shared_expert_intermediate_size") if shared else None,
+            shared_gate=shared,
+        )
+        if not dense_layers:
+            return (sparse,) * num_layers
+        step = optional_integer(config, "decoder_sparse_step") or 1
+        without = config.get("mlp_only_layers") or []
+        if not isinstance(without, list) or any(type(index) is not int for index in without):
+            raise SpecError("mlp_only_layers", without, "must list layer numbers")
+        is_sparse = [i not in without and (i + 1) % step == 0 for i in range(num_layers)]
+        return mixture(config, sparse, is_sparse)
+
+    return rule
+
+
+def deepseek_experts(*, first_dense: int | None = None, score_correction: bool = True, by_type: bool = False) -> Rule:
+    """DeepSeek's rule: the first layers dense, then routed experts beside shared ones of the same width.
+
+    Args:
+        first_dense: the default of ``first_k_dense_replace``; None where the file must have it.
+        score_correction: as in `FeedForwardSpec`.
+        by_type: whether ``mlp_layer_types`` may name each layer's kind instead.
+    """
+
+    def rule(config: Config, num_layers: int) -> FeedForward:
+        width = integer(config, "moe_intermediate_size")
+        shared = count(config, "n_shared_experts", count(config, "num_shared_experts", 0))
+        sparse = FeedForwardSpec(
+            hidden_size=integer(config, "hidden_size"),
+            intermediate_size=width,
+            num_experts=integer(config, "n_routed_experts", "num_experts", "num_local_experts"),
+            experts_per_token=integer(config, "num_experts_per_tok", "num_experts_per_token"),
+            shared_intermediate_size=shared * width or None,
+            score_correction=score_correction,
+        )
+        types = listed(config, "mlp_layer_types", num_layers, {"dense": "dense", "sparse": "sparse"})
+        if by_type and types is not None:
+            return mixture(config, sparse, [name == "sparse" for name in types])
+        if config.get("moe_layer_freq", 1) != 1:
+            raise NotSaidError("moe_layer_freq", config["moe_layer_freq"], "is understood only as 1")
+        if first_dense is None and config.get("first_k_dense_replace") is None:
+            raise NotSaidError("first_k_dense_replace", None, "is required in config.json")
+        first = count(config, "first_k_dense_replace", first_dense or 0)
+        return mixture(config, sparse, [i >= first for i in range(num_layers)])
+
+    return rule
+
+
+def llama4_experts(config: Config, num_layers: int) -> FeedForward:
+    """Llama 4's rule: experts in ``moe_layers``, or every ``interleave_moe_layer_step``-th layer."""
+    width = integer(config, "intermediate_size")
+    sparse = FeedForwardSpec(
+        hidden_size=integer(config, "hidden_size"),
+        intermediate_size=width,
+        num_experts=integer(config, "num_local_experts"),
+        experts_per_token=integer(config, "num_experts_per_tok"),
+        shared_intermediate_size=width,
+    )
+    listed_layers = config.get("moe_layers")
+    if listed_layers is None:
+        step = optional_integer(config, "interleave_moe_layer_step") or 1
+        listed_layers = [*range(step - 1, num_layers, step)]
+    is_sparse = in_list("moe_layers", listed_layers, num_layers)
+    return mixture(config, sparse, is_sparse, width="intermediate_size_mlp")
+
+
+def in_list(name: str, found: object, num_layers: int) -> list[bool]:
+    """Whether each layer is in a list of layer numbers, a field of a config."""
+    if not isinstance(found, list) or any(type(index) is not int or not 0 <= index < num_layers for index in found):
+        raise SpecError(name, found, f"must list layer numbers below {num_layers}")
+    return [index in found for index in range(num_layers)]
+
+
+def mixture(
+    config: Config, sparse: FeedForwardSpec, is_sparse: Sequence[bool], *, width: str = "intermediate_size"
+) -> FeedForward:
+    """Experts in the layers where ``is_sparse``, and in the others a dense network, whose width a field has."""
+    if all(is_sparse):
+        return (sparse,) * len(is_sparse)
+    plain = FeedForwardSpec(
+        hidden_size=sparse.hidden_size, intermediate_size=integer(config, width), gated=sparse.gated
+    )
+    return tuple(sparse if layer else plain for layer in is_sparse)

@@ -1,0 +1,127 @@
+"""Read and check single fields of a ``config.json``; and `Reader`, the functions that read a family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from headwise.errors import SpecError
+from headwise.models.specs.base import AttentionSpec, is_finite, positive, positive_number
+from headwise.models.specs.model import BodySpec
+
+Config = Mapping[str, Any]
+_MAX_LAYERS = 10_000
+"""The most layers that are read: a spec is made for each."""
+
+
+class NotSaidError(SpecError):
+    """A config leaves something out: its attention cannot be read then, or its body is left unknown."""
+
+
+class Reader(NamedTuple):
+    """Functions that read the config of one ``model_type``.
+
+    Attributes:
+        layers: reads the attention of each layer.
+        body: reads the body around a number of layers; None where that is not supported yet.
+        absent: values of fields that a published file leaves to its class, where the class has one model's sizes.
+        cross: reads the attention of each layer to an encoder's output; None where there is none.
+    """
+
+    layers: Callable[[Config], tuple[AttentionSpec, ...]]
+    body: Callable[[Config, int], BodySpec] | None = None
+    absent: Config = MappingProxyType({})
+    cross: Callable[[Config], tuple[AttentionSpec, ...]] | None = None
+
+
+def integer(config: Config, *names: str) -> int:
+    """Read a positive whole number, from the first of several names that is present."""
+    value = optional_integer(config, *names)
+    if value is None:
+        raise NotSaidError(names[0], None, "is required in config.json")
+    return value
+
+
+def optional_integer(config: Config, *names: str, absent: int | None = None) -> int | None:
+    """Read as `integer`; ``absent``, a family's default, where no name is there, and None where they are null."""
+    for name in names:
+        value = config.get(name)
+        if value is not None:
+            positive(name, value)
+            return int(value)
+    return None if any(name in config for name in names) else absent
+
+
+def head_dim_of(config: Config, absent: int | None = None) -> int:
+    """Read ``head_dim``; where it is absent it is the family's default, or without one E/H."""
+    head_dim = optional_integer(config, "head_dim", absent=absent)
+    return head_dim or divide(integer(config, "hidden_size"), integer(config, "num_attention_heads"))
+
+
+def count(config: Config, name: str, absent: int) -> int:
+    """Read a whole number that may be 0; ``absent`` where it is not there or null."""
+    value = config.get(name)
+    if value is None:
+        return absent
+    if type(value) is not int or value < 0:
+        raise SpecError(name, value, "must be a whole number of at least 0")
+    return value
+
+
+def optional_number(config: Config, name: str, absent: float | None = None) -> float | None:
+    """Read a number above 0; ``absent`` where it is not there, None where it is null."""
+    value = config.get(name, absent)
+    if value is not None:
+        positive_number(name, value)
+    return None if value is None else float(value)
+
+
+def number(name: str, value: Any) -> float:
+    """Check that a value is a finite number, and return it as a float."""
+    if isinstance(value, bool) or not is_finite(value):
+        raise SpecError(name, value, "must be a number")
+    return float(value)
+
+
+def flag(config: Config, name: str, default: bool) -> bool:
+    """Read true or false; ``default`` where it is not there or null."""
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise SpecError(name, value, "must be true or false")
+    return value
+
+
+def listed(config: Config, name: str, num_layers: int, meanings: Mapping[str, str]) -> list[str] | None:
+    """Read a list with a word for each layer, and return what ``meanings`` maps them to; None where it is absent."""
+    words = config.get(name)
+    if words is None:
+        return None
+    if not isinstance(words, list) or len(words) != num_layers:
+        raise SpecError(name, words, f"must list one type for each of {num_layers} layers")
+    for word in words:
+        if not isinstance(word, str) or word not in meanings:
+            raise SpecError(name, word, f"is not understood; known: {', '.join(meanings)}")
+    return [meanings[word] for word in words]
+
+
+def num_layers(config: Config, *names: str) -> int:
+    """Read the number of layers; as a spec is made for each, an absurd number is an error."""
+    value = integer(config, *(names or ("num_hidden_layers", "n_layer", "n_layers")))
+    positive("num_hidden_layers", value, most=_MAX_LAYERS)
+    return value
+
+
+def divide(hidden_size: int, num_heads: int) -> int:
+    """The head dim of a family whose heads divide the hidden size among them."""
+    if hidden_size % num_heads:
+        raise SpecError("num_attention_heads", num_heads, f"must divide hidden_size = {hidden_size}")
+    return hidden_size // num_heads
+
+
+def refuse(config: Config, name: str, *, unless: tuple[Any, ...], rule: str) -> None:
+    """Raise a `SpecError` where a field holds a value that is not null and not among ``unless``."""
+    if (value := config.get(name)) is not None and value not in unless:
+        raise SpecError(name, value, rule)

@@ -1,0 +1,128 @@
+"""Stacks whose layers differ: OpenELM's grow, Gemma 3n's share keys and values, Nemotron-NAS's may lack attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from headwise.errors import SpecError
+from headwise.models.specs.base import AttentionSpec, RopeSpec
+from headwise.models.specs.feed_forward import FeedForwardSpec
+from headwise.models.specs.grouped import GroupedSpec
+from headwise.models.specs.model import BodySpec
+from headwise.models.specs.readers.body import read_body
+from headwise.models.specs.readers.fields import (
+    Config,
+    NotSaidError,
+    Reader,
+    count,
+    divide,
+    flag,
+    head_dim_of,
+    integer,
+    num_layers,
+    number,
+    optional_integer,
+)
+from headwise.models.specs.readers.mixed import attention_layer
+from headwise.models.specs.readers.rope import read_rope
+from headwise.models.specs.readers.windows import FULL, SLIDING, every_nth_full
+from headwise.models.specs.recurrent import RecurrentSpec
+
+
+def _gemma3n_layers(config: Config) -> tuple[AttentionSpec, ...]:
+    windows = every_nth_full(5)(config, num_layers(config))
+    shared = count(config, "num_kv_shared_layers", 15)
+    first = len(windows) - shared
+    if shared and not set(windows[first:]) <= set(windows[: max(first, 0)]):
+        rule = f"must leave a layer of each type below, of {len(windows)}"
+        raise SpecError("num_kv_shared_layers", shared, rule)
+    head_dim = head_dim_of(config, absent=256)
+
+    def layer(window: int | None, shares: bool) -> GroupedSpec:
+        kind = FULL if window is None else SLIDING
+        rope = read_rope(config, head_dim, theta=1e6, local=("rope_local_base_freq", 1e4), layer_type=kind)
+        kv_heads = integer(config, "num_key_value_heads")
+        return replace(
+            attention_layer(config, rope, num_kv_heads=kv_heads, head_dim=head_dim),
+            qk_norm="head",
+            softmax_scale=1.0,
+            sliding_window=window,
+            shares_kv=shares,
+        )
+
+    return tuple(layer(window, i >= first) for i, window in enumerate(windows))
+
+
+def _nemotron_nas_layers(config: Config) -> tuple[AttentionSpec, ...]:
+    layers, blocks = num_layers(config), config.get("block_configs")
+    if not isinstance(blocks, list) or len(blocks) != layers:
+        raise SpecError("block_configs", blocks, f"must list one for each of {layers} layers")
+    num_heads = integer(config, "num_attention_heads")
+    head_dim = head_dim_of(config)
+    rope = read_rope(config, head_dim)
+
+    def layer(block: object) -> AttentionSpec:
+        attention = block.get("attention") if isinstance(block, Mapping) else None
+        if not isinstance(attention, Mapping):
+            raise SpecError("block_configs", block, "must have each layer's attention")
+        if flag(attention, "replace_with_linear", False):
+            raise SpecError("replace_with_linear", True, "is not understood")
+        if flag(attention, "no_op", False):
+            return RecurrentSpec(form="none", hidden_size=integer(config, "hidden_size"))
+        return attention_layer(config, rope, num_kv_heads=divide(num_heads, integer(attention, "n_heads_in_group")))
+
+    return tuple(map(layer, blocks))
+
+
+def _openelm_layers(config: Config) -> tuple[AttentionSpec, ...]:
+    """OpenELM lists query and key–value heads layer by layer."""
+    layers = num_layers(config, "num_transformer_layers")
+    head_dim = integer(config, "head_dim")
+    theta = number("rope_freq_constant", config.get("rope_freq_constant", 10000))
+
+    def heads(name: str) -> list[int]:
+        counts = config.get(name)
+        if not isinstance(counts, list) or len(counts) != layers:
+            raise SpecError(name, counts, f"must list one number for each of {layers} layers")
+        return counts
+
+    return tuple(
+        GroupedSpec(
+            hidden_size=integer(config, "model_dim"),
+            num_heads=queries,
+            num_kv_heads=keys,
+            head_dim=head_dim,
+            qk_norm="head" if flag(config, "normalize_qk_projections", True) else None,
+            rope=RopeSpec(
+                dim=head_dim,
+                theta=theta,
+                max_position_embeddings=optional_integer(config, "max_context_length"),
+            ),
+        )
+        for queries, keys in zip(heads("num_query_heads"), heads("num_kv_heads"), strict=True)
+    )
+
+
+def _openelm_body(config: Config, layers: int) -> BodySpec:
+    """OpenELM's widths are multiples of E, rounded to ``ffn_dim_divisor`` and never down by more than a tenth."""
+    E, divisor = integer(config, "model_dim"), integer(config, "ffn_dim_divisor")
+    multipliers = config.get("ffn_multipliers")
+    if not isinstance(multipliers, list) or len(multipliers) != layers:
+        raise NotSaidError("ffn_multipliers", multipliers, f"must list one number for each of {layers} layers")
+    widths = []
+    for multiplier in multipliers:
+        exact = number("ffn_multipliers", multiplier) * E
+        width = max(divisor, int(exact + divisor / 2) // divisor * divisor)
+        widths.append(width + divisor if width < 0.9 * exact else width)
+    gated = flag(config, "ffn_with_glu", True)
+    networks = tuple(FeedForwardSpec(hidden_size=E, intermediate_size=width, gated=gated) for width in widths)
+    tied = flag(config, "share_input_output_layers", True)
+    return read_body({**config, "tie_word_embeddings": tied}, networks)
+
+
+READERS = {
+    "gemma3n_text": Reader(_gemma3n_layers),
+    "nemotron-nas": Reader(_nemotron_nas_layers),
+    "openelm": Reader(_openelm_layers, _openelm_body),
+}

@@ -1,6 +1,0 @@
-"""Models changed without a change of what they compute, so that engines' own small caches lose less of them."""
-
-from headwise.preparation.prepare import Preparation, prepare
-from headwise.preparation.proof import Proof
-
-__all__ = ["Preparation", "Proof", "prepare"]

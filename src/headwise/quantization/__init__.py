@@ -1,7 +1,0 @@
-"""Codes of cached values: fewer bits a number."""
-
-from headwise.kernels.native.codes.sizes import SINKS
-from headwise.quantization.reader import CodeReader, HeadsReader, LatentReader
-from headwise.quantization.transform_code import TransformCode, wide_bytes
-
-__all__ = ["SINKS", "CodeReader", "HeadsReader", "LatentReader", "TransformCode", "wide_bytes"]

@@ -1,0 +1,1 @@
+"""What runs a model: attention and its kernels, codes of caches, caches, transformers models, several ranks."""

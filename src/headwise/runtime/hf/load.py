@@ -1,0 +1,245 @@
+"""Load a model to run it: a converted folder, any other model folder, or a GGUF file."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache
+
+from headwise.base.processes import process_count, process_index
+from headwise.base.type_checks import typed
+from headwise.errors import ArgumentError, CheckpointError, SpecError
+from headwise.models.checkpoints import (
+    DTYPES,
+    Checkpoint,
+    GgufCheckpoint,
+    dtype_name,
+    has_family,
+    model_path,
+    open_checkpoint,
+    refuse_other_weights,
+)
+from headwise.runtime.attention.rope import warn_of_change
+from headwise.runtime.caches.frequencies import changes_at, follow, rotaries_by_length
+from headwise.runtime.hf.codes import set_codes
+from headwise.runtime.hf.config import model_class, refused, stock_config
+from headwise.runtime.hf.missing_weights import check_complete, check_values
+from headwise.runtime.quantization.files import read_codes
+
+
+@typed
+def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: str | None = None) -> Any:
+    """Load a transformers model from any source that has weights.
+
+    For example ``load("./smollm2-half", dtype="bfloat16").generate(**tokenizer("Once", return_tensors="pt"))``.
+
+    Args:
+        source: a model folder (converted or not), a ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
+        dtype: of the weights in memory, a torch dtype or its name; the stored dtype when None.
+        device: to load the model on; the CPU when None.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        ArgumentError: there is no such source, dtype or device.
+        CheckpointError: files are missing, damaged, pickled or quantised, or need code from the folder.
+    """
+    wanted, place = None if dtype is None else as_dtype(dtype), as_device(device)
+    checkpoint = open_checkpoint(model_path(source))
+    is_family = has_family(checkpoint.config.get("model_type"))
+    if is_family:
+        check_complete(checkpoint)
+    else:
+        refuse_encoder(checkpoint)
+        check_values(checkpoint)
+    wanted = wanted or checkpoint.dtype
+    if isinstance(checkpoint, GgufCheckpoint):
+        state = {name: checkpoint.read(name) for name in checkpoint.tensors}
+        config = stock_config(checkpoint.config)
+        try:
+            model, loading = model_class(checkpoint.config).from_pretrained(
+                None, config=config, state_dict=state, dtype=wanted, output_loading_info=True
+            )
+        except Exception as error:  # such as a tensor of another shape
+            raise refused("file", str(source), error) from None
+        model.name_or_path = str(checkpoint.path)
+    else:
+        refuse_other_weights(checkpoint.path)
+        config = stock_config(checkpoint.config)
+        if wanted == torch.float64 and config._experts_implementation is None:
+            config._experts_implementation = "eager"  # the default does not support float64
+        try:
+            loader = model_class(checkpoint.config) if is_family else transformers.AutoModelForCausalLM
+            model, loading = loader.from_pretrained(
+                checkpoint.path,
+                config=config,  # without it, transformers reads the file again, unchecked
+                dtype=wanted,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # such as a generation_config.json that is not JSON
+            raise refused("folder", str(source), error) from None
+    # For other families only transformers knows which tensors are missing: it may rename or fuse them.
+    for name in sorted(set(loading["missing_keys"]) - checkpoint.zeros):
+        raise CheckpointError("tensor", name, f"is missing from {checkpoint.path}")
+    check_finite(model)
+    _check_cache(model)
+    if not isinstance(checkpoint, GgufCheckpoint):
+        set_codes(model, read_codes(checkpoint.path, checkpoint.spec.num_layers), checkpoint)
+    follow_lengths(model)
+    model = model.eval()
+    return model if device is None else model.to(place)
+
+
+def follow_lengths(model: Any) -> None:
+    """Make rotary frequencies a function of the present text, and warn where a cache cannot follow them.
+
+    For example ``follow_lengths(AutoModel.from_pretrained("./model"))``; `load` calls it.
+
+    Args:
+        model: a transformers model; nothing changes where frequencies do not depend on the length.
+    """
+    if (length := changes_at(model)) is not None:
+        for rotary in rotaries_by_length(model):
+            follow(rotary, partial(_warn_of_cached, length))
+
+
+def _warn_of_cached(length: int, first: int) -> None:
+    """Warn of new frequencies in a call whose first token has a position above 0, and so a cache."""
+    if first:
+        warn_of_change(length)
+
+
+def as_device(device: str | None) -> torch.device:
+    """A torch device by its name.
+
+    For example ``as_device(None)`` is ``torch.device("cpu")``.
+
+    Of several processes each has a GPU of its own by the name ``cuda``, as far as there are.
+
+    Args:
+        device: the name, such as ``cuda:0``; the CPU when None.
+
+    Raises:
+        ArgumentError: torch has no such device on this machine.
+    """
+    rule = "must be a device that torch has here, such as cpu or cuda"
+    if device == "cuda" and process_count() > 1 and torch.cuda.is_available():
+        # The rank on this machine, as torchrun gives it. No process touches another's GPU.
+        rank = int(os.environ.get("LOCAL_RANK", process_index()))
+        device = f"cuda:{rank % torch.cuda.device_count()}"
+    try:
+        named = torch.device("cpu" if device is None else device)
+        torch.empty(0, device=named)
+    except (RuntimeError, AssertionError):  # a torch without CUDA asserts
+        raise ArgumentError("device", device, rule) from None
+    if named.type == "meta":  # its tensors have no values
+        raise ArgumentError("device", device, rule)
+    return named
+
+
+def open_decoder(source: str | Path) -> Checkpoint:
+    """Open the checkpoint of a text decoder, and check its config before transformers reads it.
+
+    For example ``open_decoder("smollm2-135m").config["model_type"]`` is ``"llama"``.
+
+    Args:
+        source: a model folder, ``.gguf`` or other source with weights.
+
+    Raises:
+        SpecError: the config is not understood, or the model is no text decoder.
+        CheckpointError: files are missing or damaged.
+    """
+    checkpoint = open_checkpoint(model_path(source))
+    refuse_encoder(checkpoint)
+    return checkpoint
+
+
+def refuse_encoder(checkpoint: Checkpoint) -> None:
+    """Refuse a model that is no text decoder.
+
+    Raises:
+        SpecError: the model is an encoder, or has a decoder with cross-attention.
+        CheckpointError: transformers does not accept the config.
+    """
+    if not checkpoint.spec.is_causal:
+        raise SpecError("model_type", checkpoint.spec.model_type, "is an encoder; only decoders can be run")
+    if checkpoint.spec.cross_layers:
+        raise SpecError(
+            "model_type", checkpoint.spec.model_type, "attends to an encoder's output, and not to text alone"
+        )
+    stock_config(checkpoint.config)
+
+
+def check_finite(model: Any) -> None:
+    """Refuse a model with NaN or infinite weights.
+
+    Args:
+        model: a loaded model.
+
+    Raises:
+        CheckpointError: a weight is NaN or infinite, in the file or in the dtype it was loaded in.
+    """
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            rule = f"holds NaN or infinite values in {dtype_name(parameter.dtype)}"
+            raise CheckpointError("tensor", name, rule)
+
+
+def check_logits(logits: Tensor, model: Any) -> None:
+    """Refuse logits from which nothing follows: of NaN, as of activations that overflow, or without a finite largest.
+
+    For example ``check_logits(model(ids).logits, model)``.
+
+    Args:
+        logits: ``[…, V]``, or costs in nats that were computed from them.
+        model: that computed them.
+
+    Raises:
+        CheckpointError: they are such logits.
+    """
+    if not bool(logits.amax(-1).isfinite().all()):
+        rule = f"computes NaN or infinite logits in {dtype_name(model.dtype)}, from which nothing follows"
+        raise CheckpointError("model", model.name_or_path, rule)
+
+
+def _check_cache(model: Any) -> None:
+    """Refuse a config from which transformers cannot make a cache, even if the model itself can be built.
+
+    The cache reads fields that some models ignore, such as a sliding window or the types of layers.
+
+    Raises:
+        CheckpointError: the cache cannot be made.
+    """
+    if not model.can_generate():
+        return
+    try:
+        DynamicCache(config=model.config)
+    except Exception as error:
+        raise refused("config.json", model.config.model_type, error) from None
+
+
+def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A torch dtype by its name.
+
+    For example ``as_dtype("bfloat16")`` is ``torch.bfloat16``.
+
+    Args:
+        dtype: a dtype, or a name such as ``float32`` or ``torch.float32``.
+
+    Raises:
+        ArgumentError: it is no floating dtype that headwise supports.
+    """
+    for supported in DTYPES.values():
+        if dtype in (supported, str(supported), dtype_name(supported)):
+            return supported
+    raise ArgumentError("dtype", str(dtype), "must be float64, float32, float16 or bfloat16")

@@ -1,0 +1,165 @@
+"""Model classes for converted folders: the family's transformers model with headwise's attention in it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+
+from headwise.errors import SpecError
+from headwise.models.checkpoints import family_names, family_of
+from headwise.models.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, read_config
+from headwise.runtime.hf.attention import HostedGroupedAttention, HostedLatentAttention
+
+
+@cache
+def hosted_classes(model_type: str) -> tuple[type[Any], dict[str, type[Any]]]:
+    """The config class of a family's converted folders, and their model class for each Auto class.
+
+    For example ``hosted_classes("llama")[0].model_type`` is ``"headwise_llama"``.
+
+    Models of ``headwise_llama``, for example, are transformers' llama except for the attention modules.
+
+    Args:
+        model_type: of the family, such as ``llama``.
+
+    Returns:
+        The config class, and model classes by the name of the Auto class.
+    """
+    family, config_base = family_of(model_type), CONFIG_MAPPING[model_type]
+    config_class = _subclass(
+        config_base,
+        {
+            "__annotations__": {"headwise": dict[str, Any] | None},
+            "model_type": HOSTED_PREFIX + model_type,
+            "headwise": None,
+            "base_model_tp_plan": None,  # the family's plan splits projections that are no longer there
+        },
+    )
+
+    def hosted(base: type[Any]) -> type[Any]:
+        def init(self: Any, config: Any) -> None:
+            base.__init__(self, config)
+            install_attention(self, config)
+            self.post_init()  # again, because it initialises weights and lists the names of the modules
+
+        def prepare_prompt(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # transformers leaves Whisper's prompt unchanged, and recognises Whisper by its model_type.
+            self.config.model_type = model_type
+            try:
+                return base._prepare_decoder_input_ids_for_generation(self, *args, **kwargs)
+            finally:
+                del self.config.model_type
+
+        attributes = {
+            "__init__": init,
+            "config_class": config_class,
+            # headwise's attention takes masks as tensors, and these two implementations pass other objects.
+            "_supports_flash_attn": False,
+            "_supports_flex_attn": False,
+        }
+        if family.cross_attention:
+            attributes["_prepare_decoder_input_ids_for_generation"] = prepare_prompt
+        return _subclass(base, attributes)
+
+    autos = dict.fromkeys(("AutoModel", *family.autos))
+    return config_class, {auto: hosted(getattr(transformers, auto)._model_mapping[config_base]) for auto in autos}
+
+
+def _subclass(base: type[Any], attributes: dict[str, Any]) -> type[Any]:
+    doc = f"{base.__name__}, with headwise's attention."
+    subclass = type(f"Headwise{base.__name__}", (base,), {"__module__": __name__, "__doc__": doc, **attributes})
+    globals()[subclass.__name__] = subclass  # pickle, and so a spawned worker, looks classes up here
+    return subclass
+
+
+def install_attention(model: Any, config: Any) -> None:
+    """Replace a model's attention modules by the layers that a converted config describes.
+
+    For example ``install_attention(LlamaForCausalLM(config), config)`` with
+    ``config = stock_config(open_checkpoint("./mla").config)``.
+
+    Args:
+        model: of the family, with or without its head.
+        config: the converted config.
+
+    Raises:
+        SpecError: the config does not describe every layer.
+    """
+    values = config.to_dict()
+    spec, family = read_config(values), family_of(values["model_type"])
+    # The family's paths start at the language model; those of `bare` start at its base model.
+    bare, base = family.bare(), model.base_model
+    frequencies = [buffer.numel() for name, buffer in base.named_buffers() if name.endswith("inv_freq")]
+    channels = _channels(config, spec.layers, min(frequencies, default=0))
+    for index, (layer, pairs) in enumerate(zip(spec.layers, channels, strict=True)):
+        path = bare.place(index, hosted=True)
+        replace_attention(base, path, _hosted_layer(layer, config, index, pairs))
+        for name in family.emptied:
+            base.set_submodule(f"{bare.place(index)}.{name}", nn.Identity())
+    for index, layer in enumerate(spec.cross_layers):
+        replace_attention(base, bare.place(index, cross=True), _hosted_layer(layer, config, index, []))
+
+
+def _channels(config: Any, layers: tuple[AttentionSpec, ...], frequencies: int) -> list[list[int]]:
+    """For each rotary pair of each layer, the index of its frequency in the model: the listed ones, or all in order.
+
+    Raises:
+        SpecError: the config does not list frequencies for every layer, or lists one that the model does not have.
+    """
+    listed = config.headwise.get("rope_channels")
+    if listed is None and not any(isinstance(layer, LatentSpec) for layer in layers):
+        return [list(range(layer.rope.dim // 2)) if layer.rope else [] for layer in layers]
+    if not isinstance(listed, list) or len(listed) != len(layers):
+        raise SpecError("headwise.rope_channels", listed, f"must list the frequencies of {len(layers)} layers")
+    for pairs in listed:
+        if not isinstance(pairs, list) or any(type(at) is not int or not 0 <= at < frequencies for at in pairs):
+            raise SpecError("headwise.rope_channels", pairs, f"must list some of the {frequencies} frequencies")
+    return listed
+
+
+def _hosted_layer(spec: AttentionSpec, config: Any, index: int, channels: list[int]) -> nn.Module:
+    if isinstance(spec, LatentSpec):
+        return HostedLatentAttention(spec, config, index, channels)
+    if isinstance(spec, GroupedSpec) and spec.qk_norm is None:
+        return HostedGroupedAttention(spec, config, index, channels)
+    raise SpecError("headwise.attention", spec.kind, f"cannot be hosted in {config.model_type}")
+
+
+def replace_attention(base: nn.Module, path: str, layer: nn.Module) -> None:
+    """Replace the family's attention module by a layer, which becomes an instance of the module's class too.
+
+    transformers finds the modules whose attention weights it returns (``output_attentions``) by their class.
+    """
+    layer_class: Any = type(layer)
+    stock_class: Any = type(base.get_submodule(path))
+    layer.__class__ = _combined_class(layer_class, stock_class)
+    base.set_submodule(path, layer)
+
+
+@cache
+def _combined_class(layer_class: Any, stock_class: Any) -> type[Any]:
+    name = f"{layer_class.__name__}As{stock_class.__name__}"
+    combined = type(name, (layer_class, stock_class), {"__module__": __name__, "__doc__": layer_class.__doc__})
+    globals()[name] = combined
+    return combined
+
+
+def register() -> None:
+    """Register the config and model classes of every family's converted folders with transformers' Auto classes.
+
+    For example ``register()``; ``import headwise.hf`` calls it.
+    """
+    for name in family_names():
+        config_class, models = hosted_classes(name)
+        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+        for auto, model in models.items():
+            getattr(transformers, auto).register(config_class, model, exist_ok=True)
+        stock = CONFIG_MAPPING[name]
+        if stock in TOKENIZER_MAPPING:  # needed by folders whose tokenizer_config.json names no class
+            AutoTokenizer.register(config_class, TOKENIZER_MAPPING[stock], exist_ok=True)

@@ -1,0 +1,171 @@
+"""What a code of an engine's own cache says of itself, beyond the bytes of its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from headwise.errors import ArgumentError
+from headwise.runtime.quantization.groups import TokenCode
+from headwise.runtime.quantization.packing import pack_bits, packed_bytes, unpack_bits
+
+GROUP = 64
+"""Channels of a group of a `GroupedCode` (MLX-LM's ``--kv-group-size``, optimum-quanto's ``q_group_size``)."""
+
+
+class EngineCode(TokenCode, Protocol):
+    """One side of an engine's own cache, rounded as that engine rounds.
+
+    An engine may reorder and rotate the channels of a head before it stores them; queries then take part, and
+    attention is computed in that order. *Turned* states are those that it stores. What most engines do is what the
+    methods do here; a code says what it does in another way.
+
+    Shapes: D channels of a head.
+    """
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it stores codes, and not numbers."""
+        return True
+
+    def block(self, width: int) -> int:
+        """How many channels of a head of ``width`` share a scale, side by side as they are stored; all of them here.
+
+        Raises:
+            ArgumentError: blocks do not divide a head.
+        """
+        self.token_bytes(width)
+        return width
+
+    def interleaved(self) -> Self:
+        """The code for a model whose file keeps the two channels of a rotary pair side by side: a GGUF file's."""
+        return self
+
+    def encode(self, states: Tensor) -> Tensor:
+        """Rows of bytes, uint8 ``[B, K, T, token_bytes(D)]``, of keys or values ``[B, K, T, D]``."""
+        return self.stored(self.turned(states.float()))
+
+    def decode(self, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """The keys or values ``[B, K, T, width]`` that rows stand for."""
+        return self.turned_back(self.as_read(rows, width)).to(dtype)
+
+    def turned(self, states: Tensor) -> Tensor:
+        """Queries, keys or values ``[…, D]`` in the order and rotation that they are stored in."""
+        return states
+
+    def turned_back(self, states: Tensor) -> Tensor:
+        """Undo `turned` for sums of values ``[…, D]``."""
+        return states
+
+    def stored(self, turned: Tensor) -> Tensor:
+        """Rows of bytes of turned states ``[…, D]`` in float32."""
+        ...
+
+    def as_read(self, rows: Tensor, width: int) -> Tensor:
+        """The turned states ``[…, width]`` that rows stand for, in float32."""
+        ...
+
+    def rounded_queries(self, turned: Tensor) -> Tensor:
+        """Turned queries ``[…, D]`` as the engine multiplies them with keys, in float32."""
+        return turned.float()
+
+    def steps(self, turned: Tensor) -> Tensor:
+        """How far apart the codes of each block of turned states lie, ``[…, D / block]``, but for a factor that all
+        blocks share."""
+        ...
+
+    def loss(self, turned: Tensor, queries: Tensor) -> Tensor:
+        """What scores lose by rounding: the mean square of their error, but for a factor of the format alone.
+
+        A block of keys is off by a random part of a step in each channel, so that it is the sum over blocks of the
+        mean square of their steps times that of the queries in them.
+
+        Args:
+            turned: keys ``[…, T, D]``.
+            queries: the mean squares of queries, summed over the channels of each block, ``[…, D / block]``.
+
+        Returns:
+            ``[…]``, which has derivatives.
+        """
+        return (self.steps(turned).square().mean(-2) * queries).sum(-1)
+
+
+@dataclass(frozen=True)
+class GroupedCode(EngineCode):
+    """Integers with two numbers for each group of 64 channels, as several engines have them by default.
+
+    A row has the codes of all groups, the first numbers of all of them and then the second ones.
+
+    Attributes:
+        bits: of a code.
+        dtype: of the two numbers, which is the model's.
+    """
+
+    bits: int
+    dtype: torch.dtype = torch.bfloat16
+
+    engine: ClassVar[str]
+
+    def token_bytes(self, width: int) -> int:
+        """Bytes of a token's row.
+
+        Raises:
+            ArgumentError: groups do not divide a head.
+        """
+        groups = whole_groups(f"{self.engine}:{self}", width, GROUP)
+        return packed_bytes(width, self.bits) + 2 * groups * self.dtype.itemsize
+
+    def block(self, width: int) -> int:
+        """How many channels share a scale: 64."""
+        self.token_bytes(width)
+        return GROUP
+
+    def steps(self, turned: Tensor) -> Tensor:
+        """How far apart the codes of each group lie, ``[…, D / 64]``, but for a factor."""
+        groups = torch.unflatten(turned, -1, (-1, GROUP))
+        return groups.amax(-1) - groups.amin(-1)
+
+    def rows(self, codes: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        """Rows of bytes of codes before they are rounded.
+
+        Args:
+            codes: ``[…, G, 64]``; NaN stands for 0.
+            first: of each group, ``[…, G, 1]``.
+            second: likewise.
+        """
+        whole = codes.round().nan_to_num(0.0).clamp(0, 2**self.bits - 1).to(torch.uint8).flatten(-2)
+        numbers = (as_bytes(each[..., 0], self.dtype) for each in (first, second))
+        return torch.cat((pack_bits(whole, self.bits), *numbers), -1)
+
+    def parts(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes ``[…, G, 64]``, and the two numbers of each group, ``[…, G, 1]``, of `rows`."""
+        end = packed_bytes(width, self.bits)
+        codes = torch.unflatten(unpack_bits(rows[..., :end], self.bits, width), -1, (-1, GROUP))
+        first, second = from_bytes(rows[..., end:], self.dtype).chunk(2, -1)
+        return codes, first[..., None], second[..., None]
+
+
+def whole_groups(code: object, width: int, group: int) -> int:
+    """How many groups of channels a head of ``width`` has: ``whole_groups("mlx:4", 128, 64)`` is 2.
+
+    Raises:
+        ArgumentError: they do not divide it.
+    """
+    if width % group:
+        rule = f"has groups of {group} channels, which do not divide the {width} of this model's heads"
+        raise ArgumentError("quantize", str(code), rule)
+    return width // group
+
+
+def as_bytes(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes of numbers in a dtype: uint8 ``[…, n · bytes]`` of ``[…, n]``."""
+    return numbers.to(dtype).contiguous().view(torch.uint8)
+
+
+def from_bytes(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers ``[…, n]`` of `as_bytes`, in their dtype."""
+    # A copy, because a view in a wider dtype would need rows that begin at multiples of its bytes.
+    return rows.clone(memory_format=torch.contiguous_format).view(dtype)

@@ -1,0 +1,208 @@
+"""Codes of single tokens: integers with a scale and a zero point for each group of channels, or 8-bit floats.
+
+Shapes: B batch, K key–value heads, T tokens, D channels of a head, G groups of channels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headwise.costs.formulas.default_targets import GROUP, GROUPS
+from headwise.errors import ArgumentError
+from headwise.runtime.quantization.packing import pack_bits, packed_bytes, unpack_bits
+
+BITS = (8, 4, 3, 2)
+"""The numbers of bits that an integer code may have."""
+
+HADAMARD = "+hadamard"
+"""The end of the spelling of a code whose channels are rotated first."""
+
+_FLOAT8 = torch.float8_e4m3fn
+_HALF = 2  # bytes of a scale or a zero point, which are float16
+
+
+class TokenCode(Protocol):
+    """A code of the keys or values of single tokens, each row of bytes a token's in one head."""
+
+    def token_bytes(self, width: int) -> int:
+        """Bytes of a token's row, for heads of ``width`` channels."""
+        ...
+
+    def encode(self, states: Tensor) -> Tensor:
+        """Rows of bytes, uint8 ``[B, K, T, token_bytes(D)]``, of keys or values ``[B, K, T, D]``."""
+        ...
+
+    def decode(self, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """The keys or values ``[B, K, T, width]`` that rows stand for."""
+        ...
+
+
+@dataclass(frozen=True)
+class GroupCode:
+    """Integers with a scale and a zero point for each group of a token's channels.
+
+    A number is decoded as ``zero + scale · code``. A row holds the packed codes of all channels, then the groups'
+    scales and then their zero points in float16. Numbers are within half a scale of what they are decoded as; a
+    group with NaN or an infinity, or with numbers beyond float16, is decoded as NaN.
+
+    Attributes:
+        bits: one of `BITS`.
+        group: the channels of a group, one of `headwise.costs.formulas.default_targets.GROUPS`; heads with fewer
+        channels have
+            one group.
+        hadamard: whether a head's channels are multiplied by a Hadamard matrix before they are coded and after they
+            are decoded, so that a large channel is spread over all. D must then be a power of two.
+    """
+
+    bits: int
+    group: int = GROUP
+    hadamard: bool = False
+
+    def __str__(self) -> str:
+        group = "" if self.group == GROUP else f":{self.group}"
+        return f"int{self.bits}{group}{HADAMARD * self.hadamard}"
+
+    def groups(self, width: int) -> int:
+        """G, the number of groups of a head.
+
+        Args:
+            width: D.
+
+        Raises:
+            ArgumentError: the group does not divide D, or D is no power of two and is to be rotated.
+        """
+        if self.hadamard and width & (width - 1):
+            rule = f"needs heads whose width is a power of two, and this model's have {width} channels"
+            raise ArgumentError("quantize", str(self), rule)
+        return group_count(width, self.group, str(self))
+
+    def token_bytes(self, width: int) -> int:
+        """Bytes of a token's row: codes, scales and zero points.
+
+        For example ``GroupCode(4).token_bytes(64)`` is 36.
+
+        Args:
+            width: D.
+        """
+        return packed_bytes(width, self.bits) + 2 * _HALF * self.groups(width)
+
+    def encode(self, states: Tensor) -> Tensor:
+        """Rows of bytes, uint8 ``[B, K, T, token_bytes(D)]``, of keys or values ``[B, K, T, D]``."""
+        groups = self.groups(states.shape[-1])
+        wide = rotated(states.float()) if self.hadamard else states.float()
+        codes, scale, zero = affine_codes(torch.unflatten(wide, -1, (groups, -1)), self.bits)
+        return torch.cat((pack_bits(codes.flatten(-2), self.bits), _as_bytes(scale), _as_bytes(zero)), -1)
+
+    def decode(self, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """The keys or values ``[B, K, T, width]`` that rows stand for."""
+        groups, end = self.groups(width), packed_bytes(width, self.bits)
+        codes = torch.unflatten(unpack_bits(rows[..., :end], self.bits, width), -1, (groups, -1))
+        scale, zero = _as_halves(rows[..., end:]).float().chunk(2, -1)
+        states = (codes.float() * scale[..., None] + zero[..., None]).flatten(-2)
+        return (rotated(states) if self.hadamard else states).to(dtype)
+
+
+@dataclass(frozen=True)
+class Float8Code:
+    """Numbers of 8 bits with 4 bits of exponent and 3 of mantissa (e4m3), without a scale.
+
+    Numbers beyond ±448 become ±448; infinities become NaN.
+    """
+
+    def __str__(self) -> str:
+        return "fp8"
+
+    def token_bytes(self, width: int) -> int:
+        """Bytes of a token's row: one for each of its ``width`` channels."""
+        return width
+
+    def encode(self, states: Tensor) -> Tensor:
+        """Rows of bytes, uint8 ``[B, K, T, D]``, of keys or values ``[B, K, T, D]``."""
+        wide = states.float()
+        most = torch.finfo(_FLOAT8).max
+        return wide.clamp(-most, most).masked_fill(wide.isinf(), torch.nan).to(_FLOAT8).view(torch.uint8)
+
+    def decode(self, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """The keys or values ``[B, K, T, width]`` that rows stand for."""
+        assert rows.shape[-1] == width
+        return rows.view(_FLOAT8).to(dtype)
+
+
+def group_count(width: int, group: int, spelling: str) -> int:
+    """The number of groups of a head; one where the head has fewer channels than a group.
+
+    Args:
+        width: D.
+        group: the channels of a group.
+        spelling: of the format, for the error.
+
+    Raises:
+        ArgumentError: the group does not divide D.
+    """
+    if width <= group:
+        return 1
+    if width % group:
+        fitting = ", ".join(str(size) for size in GROUPS if width % size == 0 or size >= width)
+        rule = f"has groups of {group} channels, which do not divide the {width} of this model's heads"
+        raise ArgumentError("quantize", spelling, f"{rule}; groups of {fitting} do" if fitting else rule)
+    return width // group
+
+
+def affine_codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Integer codes of groups of numbers, each group with a scale and a zero point.
+
+    The zero point is rounded down to float16 and the scale up, so that all numbers of the group lie within the codes'
+    range, and each within half a scale of ``zero + scale · code``.
+
+    Args:
+        values: float32 ``[…, n]``, the groups in the last dimension.
+        bits: of a code.
+
+    Returns:
+        Codes, uint8 ``[…, n]``; scales and zero points, float16 ``[…]``. A group that holds anything but finite
+        numbers has codes of 0 and a scale that is not finite, which decodes as NaN.
+    """
+    most = 2**bits - 1
+    zero = _float16_below(values.amin(-1))
+    wide_zero = zero.float()
+    scale = -_float16_below((wide_zero - values.amax(-1)) / most)
+    codes = ((values - wide_zero[..., None]) / scale.float()[..., None]).round()
+    return codes.nan_to_num(0.0).clamp(0, most).to(torch.uint8), scale, zero
+
+
+def rotated(states: Tensor) -> Tensor:
+    """Each row ``[…, D]`` times the Hadamard matrix over √D, which is its own inverse.
+
+    Args:
+        states: ``[…, D]``; D is a power of two.
+    """
+    width = states.shape[-1]
+    step = 1
+    # Sums of pairs, as the rounding of a matrix product may depend on how many tokens are rotated at once.
+    while step < width:
+        first, second = torch.unflatten(states, -1, (-1, 2, step)).unbind(-2)
+        states = torch.stack((first + second, first - second), -2).flatten(-3)
+        step *= 2
+    return states / math.sqrt(width)
+
+
+def _float16_below(values: Tensor) -> Tensor:
+    """The largest float16 that is not above each number; NaN where it is NaN."""
+    nearest = values.half()
+    bits = nearest.view(torch.int16)  # as integers, negative numbers fall as their bits rise
+    below = torch.where(bits < 0, bits + 1, bits - 1)
+    return torch.where(nearest.float() > values, below, bits).view(torch.float16)
+
+
+def _as_bytes(halves: Tensor) -> Tensor:
+    return halves.contiguous().view(torch.uint8)
+
+
+def _as_halves(rows: Tensor) -> Tensor:
+    # A copy, because a view as float16 would need rows that begin at even bytes.
+    return rows.clone(memory_format=torch.contiguous_format).view(torch.float16)

@@ -1,0 +1,219 @@
+"""Static codes of a layer's cached values: an offset and a scale for each channel and a number of bits for each block
+of 16, all fixed at conversion, and for each token a gain or two.
+
+Shapes: W cached values of a token, in sections (for MLA the latent and the two halves of the rotary key).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from headwise.models.specs import GroupedSpec, LatentSpec
+from headwise.runtime.kernels.native.build import are_plain
+from headwise.runtime.kernels.native.codes.encoding.trellis import can_encode, choose_gains
+from headwise.runtime.kernels.native.codes.sizes import CHANNELS, SINKS
+from headwise.runtime.quantization.trellis import NOISE, REACH, decode, encode
+
+CONTEXT = 2048
+"""The number of tokens that the first ones' bytes are counted over where a cache's bytes a token are planned."""
+
+GAIN_STEP = 1.25
+GAIN_ZERO = 5
+"""The gain number g stands for ``GAIN_STEP ** (g − GAIN_ZERO)``; a byte holds the numbers of two gains."""
+
+GAINS_TRIED = 6
+"""How many numbers of gains are tried for a token, from that of its values' root mean square on."""
+
+_ROWS = 128
+"""Tokens whose gains are chosen at a time on a CPU without the compiled kernel, in memory that fits in its caches."""
+
+_MOST_PARTS = 2
+"""The parts whose gains' numbers fit into a byte."""
+
+
+@dataclass(frozen=True, eq=False)
+class TransformCode:
+    """How a layer's cached values are coded.
+
+    A value is decoded as ``offset + scale · gain · level``, where the level belongs to its trellis code
+    (`headwise.runtime.quantization.trellis`) and the gain to its token and part. A rotary key is coded before it is
+    rotated.
+
+    Attributes:
+        offset: float32 ``[W]``.
+        scale: float32 ``[W]``, positive.
+        bits: the number of bits of each block of `CHANNELS` channels, section after section.
+        sections: the widths of the sections; blocks do not reach over their ends.
+        parts: the widths of the parts of a token that have a gain of their own; two at most.
+    """
+
+    offset: Tensor
+    scale: Tensor
+    bits: tuple[int, ...]
+    sections: tuple[int, ...]
+    parts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Check what the kernels rely on.
+
+        Raises:
+            ValueError: tensors, sections, parts and bits do not belong together.
+        """
+        tensors, width = (self.offset, self.scale), len(self.offset)
+        if any(tensor.dtype != torch.float32 or tensor.shape != (width,) for tensor in tensors):
+            raise ValueError("offset and scale must be vectors of float32 of one length")
+        for widths in (self.sections, self.parts):
+            if any(type(size) is not int or size < 1 for size in widths) or sum(widths) != width:
+                raise ValueError(f"sections and parts must be positive and add up to {width}")
+        if len(self.parts) > _MOST_PARTS or len(self.bits) != len(list(blocks(self.sections))):
+            raise ValueError(f"there must be at most {_MOST_PARTS} parts, and a number of bits for each block")
+        if any(type(bits) is not int or not 1 <= bits <= 8 for bits in self.bits):
+            raise ValueError("bits must be from 1 to 8")
+
+    @cached_property
+    def channel_bits(self) -> Tensor:
+        """The number of bits of every channel, uint8 ``[W]``."""
+        counts = [bits for bits, (a, b) in zip(self.bits, blocks(self.sections), strict=True) for _ in range(a, b)]
+        return torch.tensor(counts, dtype=torch.uint8, device=self.offset.device)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """The cost of a squared error of a level of every channel, float32 ``[W]``."""
+        return self.scale.square()
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of one token: one for the gains, and those of all codes."""
+        return 1 + -(-int(self.channel_bits.sum()) // 8)
+
+    @property
+    def width(self) -> int:
+        """W."""
+        return len(self.offset)
+
+    def to(self, device: torch.device) -> TransformCode:
+        """The code with its tensors on a device."""
+        return replace(self, offset=self.offset.to(device), scale=self.scale.to(device))
+
+    def equals(self, other: TransformCode) -> bool:
+        """Whether both give values the same codes; dataclasses with tensors cannot be compared by ``==``."""
+        fields = (self.bits, self.sections, self.parts) == (other.bits, other.sections, other.parts)
+        pairs = ((self.offset, other.offset), (self.scale, other.scale))
+        return fields and all(torch.equal(own, its.to(own.device)) for own, its in pairs)
+
+    def encode(self, states: Tensor) -> Tensor:
+        """Codes of some tokens: uint8 ``[…, token_bytes]`` of values ``[…, W]``.
+
+        A token with NaN or infinite values gets codes of finite ones, and no other token does.
+        """
+        normal, gains, starts = self.normalised(states)
+        rows = starts.new_zeros(len(starts), self.token_bytes)
+        rows[:, 0] = starts
+        encode(normal, self.weights, self.channel_bits, starts, gains, codes=rows[:, 1:])
+        return rows.view(*states.shape[:-1], self.token_bytes)
+
+    def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values ``[…, W]`` that codes stand for; see `encode`."""
+        starts = codes[..., 0]
+        levels = decode(codes[..., 1:], self.channel_bits, starts)
+        return (levels * self._gains(starts) * self.scale + self.offset).to(dtype)
+
+    def rounded(self, states: Tensor) -> Tensor:
+        """What becomes of values ``[…, W]`` when they are coded: `decode` of `encode`, without the bytes."""
+        normal, gains, starts = self.normalised(states)
+        levels, _ = encode(normal, self.weights, self.channel_bits, starts, gains, pack=False)
+        return (levels * gains * self.scale + self.offset).to(states.dtype).view(states.shape)
+
+    def normalised(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Values ``[…, W]`` over scales and gains, and the gains, each ``[n, W]``; a byte a token: its gains.
+
+        A token's gain is the one of least expected error: small gains make small errors but few large values fit.
+        """
+        values = states.reshape(-1, self.width).float()
+        if can_encode() and are_plain(values, self.offset, self.scale):
+            channels = (self.offset, self.scale, self._noise, self._reach)
+            return choose_gains(
+                values, channels, self.parts, self._of_numbers, tried=GAINS_TRIED, zero=GAIN_ZERO, step=GAIN_STEP
+            )
+        normal = (values - self.offset) / self.scale
+        rows_at_a_time = _ROWS if normal.is_cpu else max(1, len(normal))
+        starts = torch.cat([self._choose_gains(rows) for rows in torch.split(normal, rows_at_a_time)])
+        gains = self._gains(starts)
+        return normal / gains, gains, starts
+
+    def _choose_gains(self, normal: Tensor) -> Tensor:
+        """The byte of each token's gains, uint8 ``[n]``, from values ``[n, W]`` over scales."""
+        squares = torch.stack([part.square().mean(-1) for part in normal.split_with_sizes(self.parts, -1)], -1)
+        middle = (squares.nan_to_num().clamp_min(1e-12).log() / (2 * math.log(GAIN_STEP))).round() + GAIN_ZERO
+        tried = torch.arange(GAINS_TRIED, device=normal.device)[:, None]
+        numbers = (middle[:, None] + tried).clamp(0, 15).long()  # [n, GAINS_TRIED, parts]
+        gains = self._spread(numbers)
+        excess = (normal.abs()[:, None] - self._reach * gains).relu_()
+        errors = (self._noise * gains.square()).addcmul_(excess, excess).mul_(self.weights)
+        costs = torch.stack([part.sum(-1) for part in errors.split_with_sizes(self.parts, -1)], -1)
+        chosen = numbers.gather(1, costs.argmin(1, keepdim=True))[:, 0].to(torch.uint8)
+        return (chosen << self._places).sum(-1).to(torch.uint8)
+
+    @cached_property
+    def _noise(self) -> Tensor:
+        return torch.tensor(NOISE, dtype=torch.float32, device=self.offset.device)[self.channel_bits.long()]
+
+    @cached_property
+    def _reach(self) -> Tensor:
+        return torch.tensor(REACH, dtype=torch.float32, device=self.offset.device)[self.channel_bits.long()]
+
+    @cached_property
+    def _of_numbers(self) -> Tensor:
+        """The gains that numbers stand for."""
+        return GAIN_STEP ** (torch.arange(16, dtype=torch.float32, device=self.offset.device) - GAIN_ZERO)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        return 4 * torch.arange(len(self.parts), dtype=torch.uint8, device=self.offset.device)
+
+    def _gains(self, starts: Tensor) -> Tensor:
+        """The gain of every channel, ``[…, W]``, from the byte of a token's gains ``[…]``."""
+        return self._spread(((starts[..., None] >> self._places) & 15).long())
+
+    def _spread(self, numbers: Tensor) -> Tensor:
+        """The gain of every channel, ``[…, W]``, from the numbers of a token's gains ``[…, parts]``."""
+        gains = self._of_numbers[numbers]
+        parts = (gains[..., k, None].expand(*gains.shape[:-1], width) for k, width in enumerate(self.parts))
+        return torch.cat(tuple(parts), -1)
+
+
+def blocks(sections: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """First and last channel, exclusive, of each block: ``list(blocks((20,)))`` is ``[(0, 16), (16, 20)]``."""
+    start = 0
+    for width in sections:
+        for first in range(start, start + width, CHANNELS):
+            yield first, min(first + CHANNELS, start + width)
+        start += width
+
+
+def code_shape(spec: GroupedSpec | LatentSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The sections and parts of a layer's code; see `TransformCode`."""
+    if isinstance(spec, LatentSpec):
+        return latent_shape(spec.kv_lora_rank, spec.qk_rope_head_dim)
+    return heads_shape(spec.num_kv_heads, spec.head_dim, spec.value_dim)
+
+
+def latent_shape(R: int, P: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`code_shape` of a latent of R values and, where P is not 0, a rotary key of P."""
+    return ((R, P // 2, P // 2), (R, P)) if P else ((R,), (R,))
+
+
+def heads_shape(K: int, D: int, V: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`code_shape` of K heads' keys of D channels, and then their values of V."""
+    return (*(D,) * K, *(V,) * K), (K * D, K * V)
+
+
+def wide_bytes(values: int) -> float:
+    """Bytes a token, at `CONTEXT` tokens, of the first tokens' values, which are stored in bfloat16."""
+    return 2 * SINKS * values / CONTEXT

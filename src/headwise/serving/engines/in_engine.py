@@ -1,0 +1,205 @@
+"""`evaluate_in_engine`: what an engine's own cache costs, measured in the engine itself."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise.base.options import EngineOptions, takes_options
+from headwise.base.processes import process_count
+from headwise.base.progress import Progress, silent
+from headwise.base.type_checks import typed
+from headwise.errors import ArgumentError, CheckpointError
+from headwise.measure.evaluation.evaluate import Windows, begin_of, prompt_of, read_texts, usual_context, windows_of
+from headwise.measure.evaluation.model_pair import Pair, open_pair
+from headwise.measure.evaluation.results import Evaluation, Scores, evaluation_of
+from headwise.measure.evaluation.speed import Speed
+from headwise.models.checkpoints import Checkpoint, GgufCheckpoint
+from headwise.runtime.quantization.ggml import TYPES
+from headwise.serving.engines.facts import ModelFacts
+from headwise.serving.engines.process import ask
+from headwise.serving.engines.rules import ENGINES
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """An engine that models are measured in.
+
+    Attributes:
+        name: of `headwise.serving.engines.ENGINES`.
+        install: what pip installs it by.
+        module: that it is imported by.
+        caches: the formats of its cache, in its own words; empty where it alone knows them.
+        in_pairs: whether keys and values may have a format each, as in ``q8_0/q4_0``.
+    """
+
+    name: str
+    install: str
+    module: str
+    caches: tuple[str, ...] = ()
+    in_pairs: bool = False
+
+    def check(self, cache: str) -> None:
+        """Refuse a format that is not one of its words.
+
+        Raises:
+            ArgumentError: it is not.
+        """
+        sides = cache.split("/") if self.in_pairs else [cache]
+        if self.caches and not (len(sides) <= 2 and all(side in self.caches for side in sides)):
+            pairs = f", or two of them for keys and values ({self.caches[-1]}/{self.caches[0]})" * self.in_pairs
+            raise ArgumentError("cache", cache, f"must be {' or '.join(self.caches)} in {self.name}{pairs}")
+
+
+_MLX = Runnable("MLX-LM", "mlx-lm", "mlx_lm", ("8", "4"))
+RUNNABLE = {
+    "llama.cpp": Runnable("llama.cpp", "llama-cpp-python==0.3.36", "llama_cpp", TYPES, in_pairs=True),
+    "mlx-lm": _MLX,
+    "mlx": _MLX,
+    "vllm": Runnable("vLLM", "vllm", "vllm"),
+}
+"""The engines by the words of ``--engine``."""
+
+
+@takes_options(EngineOptions)
+@typed
+def evaluate_in_engine(model: str | Path, options: EngineOptions, *, progress: Progress = silent) -> Evaluation:
+    """Evaluate a model on text in an engine, with a cache of the engine's, beside the engine's full cache.
+
+    For example ``evaluate_in_engine("model.gguf", engine="llama.cpp", cache="q4_0", text="text.txt").kl``.
+
+    The reference is ``against``, or without it the model itself, and has the engine's full cache. The engine runs in
+    a process of its own, and both models read windows in chunks of 512 tokens through their caches.
+
+    Args:
+        model: a ``.gguf`` for llama.cpp, a model folder for the others.
+        options: the keywords below as one object, in place of them.
+        progress: told of each window.
+
+    Raises:
+        ArgumentError: the engine does not take such a model or cache, fails, or a text is shorter than a window.
+        CheckpointError: a model cannot be read, or computes NaN or infinite logits.
+        MissingExtraError: the engine is not installed.
+    """
+    engine = _engine(options.engine)
+    if process_count() > 1:
+        raise ArgumentError("engine", options.engine, "runs in one process, and not under torchrun")
+    if options.cache is not None:
+        engine.check(options.cache)
+    contents = read_texts(options.text)
+    against = options.against if options.against is not None or options.cache is None else model
+    pair = open_pair(model, against=against)
+    for name in pair.sources:
+        _file(engine, pair, name)  # refused before a text is cut into windows
+    texts, context = windows_of(contents, pair, options)
+    return evaluate_windows_in_engine(
+        pair,
+        texts,
+        engine=options.engine,
+        cache=options.cache,
+        python=options.engine_python,
+        context=context,
+        progress=progress,
+    )
+
+
+def evaluate_windows_in_engine(
+    pair: Pair,
+    texts: Windows,
+    *,
+    engine: str,
+    cache: str | None = None,
+    python: str | Path | None = None,
+    context: int | None = None,
+    progress: Progress = silent,
+) -> Evaluation:
+    """Evaluate a model in an engine on windows of tokens, beside its reference; see `evaluate_in_engine`.
+
+    For example ``evaluate_windows_in_engine(pair, [("text.txt", windows)], engine="llama.cpp", cache="q4_0").kl``.
+
+    Args:
+        pair: the model and its reference.
+        texts: the name of each text, and its windows ``[n, W]``; W is the same for all.
+        engine: one of `RUNNABLE`.
+        cache: of the model, in the engine's words; the engine's full cache when None.
+        python: the interpreter of the engine's environment; this process's own when None.
+        context: tokens in the cache while decoding is timed; see `headwise.measure.evaluation.evaluate_windows`.
+        progress: told of each window.
+
+    Raises:
+        ArgumentError: the engine does not take such a model or cache, or fails.
+        CheckpointError: a model computes NaN or infinite logits.
+        MissingExtraError: the engine is not installed.
+    """
+    runnable = _engine(engine)
+    if cache is not None:
+        runnable.check(cache)
+    context = usual_context(pair) if context is None else context
+    files = {name: _file(runnable, pair, name) for name in pair.sources}
+    request = {
+        "models": {
+            name: {"file": str(file), "cache": cache if name == "model" else None} for name, file in files.items()
+        },
+        "windows": torch.cat([batch for _, batch in texts]).tolist(),
+        "prompt": prompt_of(texts, context)[0].tolist(),
+        "threads": torch.get_num_threads(),
+    }
+    answer = ask(runnable.name, str(python or sys.executable), runnable.install, request, progress)
+    return _evaluation(pair, texts, answer, context, cache)
+
+
+def _engine(name: str) -> Runnable:
+    """The engine of a word.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    if (engine := RUNNABLE.get(name)) is None:
+        raise ArgumentError("engine", name, f"must be {' or '.join(RUNNABLE)}")
+    return engine
+
+
+def _file(engine: Runnable, pair: Pair, name: str) -> Path:
+    """What the engine opens of a model.
+
+    Raises:
+        ArgumentError: the engine does not serve such a model.
+    """
+    checkpoint: Checkpoint = pair.checkpoints[name]
+    rules = next(one for one in ENGINES if one.name == engine.name)
+    if (refusal := rules.refusal(ModelFacts(checkpoint, pair.sources[name]))) is not None:
+        why, instead = refusal
+        raise ArgumentError(name, pair.sources[name], f"{engine.name} {why}; instead: {instead}")
+    return checkpoint.files[0] if isinstance(checkpoint, GgufCheckpoint) else checkpoint.path
+
+
+def _evaluation(pair: Pair, texts: Windows, answer: dict[str, Any], context: int, cache: str | None) -> Evaluation:
+    """An engine's answer as an evaluation.
+
+    Raises:
+        CheckpointError: the engine computes NaN or infinite logits.
+    """
+    scores = {key: torch.tensor(values, dtype=torch.float64) for key, values in answer["scores"]["model"].items()}
+    for key, name in (("nll", "model"), ("reference_nll", "against")):
+        if key in scores and not bool(scores[key].isfinite().all()):
+            raise CheckpointError(name, pair.sources[name], f"computes NaN or infinite logits in {answer['version']}")
+    counts = [len(batch) for _, batch in texts]
+    parts = {key: values.split(counts) for key, values in scores.items()}  # type: ignore[no-untyped-call]
+    names = [name for name, _ in texts]
+    own: Scores = [(name, {key: part[at] for key, part in parts.items()}) for at, name in enumerate(names)]
+    speed = {
+        name: Speed(one["bytes"] / one["room"], 1e3 * one["seconds"], one["bytes"])
+        for name, one in answer["speed"].items()
+    }
+    about = {"window": texts[0][1].shape[1], "begin": begin_of(pair, texts), "context": context}
+    about |= {"engine": answer["version"]}
+    device = {"device": answer["device"]}
+    reference = None
+    if "against" in speed:
+        alone: Scores = [(name, {"nll": score["reference_nll"]}) for name, score in own]
+        reference = evaluation_of(alone, speed["against"], about | pair.about("against") | device)
+    return evaluation_of(own, speed["model"], about | pair.about() | device | {"cache": cache}, reference)

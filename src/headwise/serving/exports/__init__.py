@@ -1,0 +1,1 @@
+"""Folders and files of stock models that engines load."""

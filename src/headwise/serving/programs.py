@@ -1,0 +1,213 @@
+"""Which engines run what an option makes, and what is typed for it.
+
+`headwise engines FOLDER` says it of a finished folder, condition by condition, and docs/engines.md of every output
+that was run.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+from headwise.costs.prediction import SERVING_ENGINES, Pass, cache_of, engine_caches
+from headwise.errors import HeadwiseError
+from headwise.models.specs import GroupedSpec, ModelSpec, locate
+
+PLUGIN_FAMILIES = ("llama", "mistral", "qwen2")
+"""Families whose folders of headwise's own MLA are served by headwise's plugin in vLLM; and those that are written as
+stock MLA (``--format deepseek``, ``--format gguf``)."""
+
+WITHOUT_KV_HEADS = ("bert", "gpt2", "gpt_neox", "opt", "whisper")
+"""Families whose own classes have as many key–value heads as query heads, so that GQA needs headwise's layers."""
+
+GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families that headwise writes as GGUF files."""
+
+OWN = "headwise, transformers"
+"""What loads a folder with headwise's layers; transformers after ``import headwise.hf``."""
+
+UNCHANGED = "all, as now"
+"""Said of what needs nothing that the original does not need."""
+
+_STOCK_MLA: Mapping[str, str] = MappingProxyType(
+    {
+        "transformers": "",
+        "llama.cpp": "--format gguf",
+        "mlx": "--format deepseek",
+        "vllm": "--format deepseek --bias-free",
+        "sglang": "--format deepseek --bias-free",
+        "tensorrt-llm": "--format deepseek --bias-free",
+    }
+)
+"""The options with which `headwise convert` writes MLA as each engine loads it."""
+
+
+def conversion_format(target: str, model: ModelSpec, engine: str) -> str | None:
+    """The further options of `headwise convert` for what an engine is to run; None where it cannot run the result.
+
+    For example ``conversion_format("mla:0.5", read_spec("llama-2-7b"), "mlx")`` is ``"--format deepseek"``.
+
+    Args:
+        target: a conversion, as `headwise.decide.advice.Option.target` has it.
+        model: the source.
+        engine: its name.
+    """
+    if "@" in target:
+        return None  # codes of a cache, which headwise alone reads
+    family = model.model_type
+    if not target.startswith("mla"):
+        if engine == "llama.cpp":
+            return "--format gguf" if family in GGUF_FAMILIES else None
+        return "" if engine == "transformers" or family not in WITHOUT_KV_HEADS else None
+    return _STOCK_MLA[engine] if engine == "transformers" or _is_plain(model) else None
+
+
+def _is_plain(model: ModelSpec) -> bool:
+    """Whether a model's MLA is written as stock classes: plain RoPE in all layers, and no windows."""
+    return model.model_type in PLUGIN_FAMILIES and all(
+        isinstance(layer, GroupedSpec)
+        and layer.rope is not None
+        and layer.rope.rope_type == "default"
+        and layer.sliding_window is None
+        and layer.qk_norm is None
+        for layer in model.layers
+    )
+
+
+def runs(target: str, model: ModelSpec, engine: str) -> bool:
+    """Whether an engine runs an option.
+
+    For example ``runs("vllm:fp8", read_spec("llama-2-7b"), "mlx")`` is False.
+
+    Args:
+        target: as `headwise.decide.advice.Option.target` has it.
+        model: the source.
+        engine: its name.
+    """
+    if target == "as it is":
+        return True
+    if _is_conversion(target):
+        return conversion_format(target, model, engine) is not None
+    return target.startswith(f"{engine}:")
+
+
+def _is_conversion(target: str) -> bool:
+    return re.match(r"(mha|mqa|gqa|mla|same)(?![a-z])", target) is not None
+
+
+def served_by(target: str, model: ModelSpec) -> str:
+    """The programs that run an option, in words.
+
+    For example ``served_by("mla@0.5", read_spec("llama-2-7b"))`` is ``"headwise"``.
+
+    Args:
+        target: as `headwise.decide.advice.Option.target` has it.
+        model: the source.
+    """
+    if target == "as it is":
+        return UNCHANGED
+    if not _is_conversion(target):
+        engine = SERVING_ENGINES.get(target.partition(":")[0])
+        return "headwise" if engine is None else engine.title
+    if "@" in target:
+        return "headwise"
+    if not target.startswith("mla"):
+        return OWN if model.model_type in WITHOUT_KV_HEADS else UNCHANGED
+    return "any, by --format" if _is_plain(model) else OWN
+
+
+def commands(
+    target: str,
+    convert_to: str | None,
+    model: ModelSpec,
+    source: str,
+    engine: str | None,
+    step: Pass | None = None,
+) -> tuple[str, ...]:
+    """The command lines that serve an option, one after the other; none where headwise knows of no engine.
+
+    For example ``commands("vllm:fp8", None, read_spec("llama-2-7b"), "./llama", None)`` is
+    ``("vllm serve ./llama --kv-cache-dtype fp8",)`` where that folder is.
+
+    Args:
+        target: as `headwise.decide.advice.Option.target` has it.
+        convert_to: the options of ``headwise convert`` that make it; None where nothing is converted.
+        model: the source.
+        source: as the user named it.
+        engine: that is to run it; when None, the engine of a cache of an engine's own.
+        step: the decode step that it is to have room for; when None the engine chooses its sizes.
+    """
+    name = engine or target.partition(":")[0]
+    if name not in SERVING_ENGINES:
+        return (_convert(source, convert_to, ""),) if convert_to else ()
+    served = SERVING_ENGINES[name]
+    context, batch, ranks = (None, 1, 1) if step is None else (step.total, step.batch, step.ranks)
+    command = partial(served.command, context=context, batch=batch, ranks=ranks)
+    if convert_to is not None:
+        made = _convert(source, convert_to, conversion_format(target, model, name) or "")
+        is_own = name == "transformers" and (target.startswith("mla") or model.model_type in WITHOUT_KV_HEADS)
+        imported = "import headwise.hf; " if is_own else ""
+        return made, imported + command("OUT/model.gguf" if name == "llama.cpp" else "OUT")
+    steps, path = _path(source, name)
+    if target == "as it is":
+        return (*steps, command(path))
+    known = engine_caches(model, name).get(target)
+    if known is None:
+        return ()
+    cache = known[1]
+    if cache.is_simulated and all(isinstance(layer, GroupedSpec) for layer in model.layers):
+        prepared = "prepared.gguf" if name == "llama.cpp" else "PREPARED"
+        steps, path = (*steps, f"headwise prepare {path} {prepared} --for {target}"), prepared
+    return (*steps, command(path, cache))
+
+
+def serving_commands(model: str, target: str) -> tuple[str, ...]:
+    """The command lines that serve a model at hand with an engine's own cache, one after the other.
+
+    For example ``serving_commands("./prepared", "vllm:fp8")`` is ``("vllm serve ./prepared --kv-cache-dtype fp8",)``.
+
+    Args:
+        model: its path.
+        target: the engine and the cache, as in `headwise.decide.advice.Option.target`.
+    """
+    engine, _, name = target.partition(":")
+    steps, path = _path(model, engine) if engine == "llama.cpp" else ((), shlex.quote(model))
+    return (*steps, SERVING_ENGINES[engine].command(path, cache_of(engine, name)))
+
+
+def with_weights(source: str) -> str:
+    """A model's name in a command line that reads its weights: ``MODEL`` where the source has none.
+
+    For example ``with_weights("llama-3-8b")`` is ``"MODEL"``: the catalog has configs alone.
+
+    Args:
+        source: as the user named it.
+    """
+    with suppress(HeadwiseError):
+        if locate(source).kind not in ("catalog", "config"):
+            return shlex.quote(source)
+    return "MODEL"
+
+
+def _convert(source: str, options: str, further: str) -> str:
+    return " ".join(
+        filter(None, ("headwise convert", with_weights(source), "OUT", options, further, "--calibrate TEXT"))
+    )
+
+
+def _path(source: str, engine: str) -> tuple[tuple[str, ...], str]:
+    """What is done first so that an engine finds a model, and the model's name in its command line."""
+    stands_for = SERVING_ENGINES[engine].model
+    if engine == "llama.cpp":
+        if source.endswith(".gguf"):
+            return (), shlex.quote(source)
+        is_folder = Path(source).is_dir()
+        return ((f"headwise export {shlex.quote(source)} {stands_for}",) if is_folder else ()), stands_for
+    if source.startswith("hf://"):
+        return (), shlex.quote(source.removeprefix("hf://"))
+    return (), shlex.quote(source) if Path(source).is_dir() else stands_for

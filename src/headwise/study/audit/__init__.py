@@ -1,0 +1,22 @@
+"""The guides' claims, tested: formulas, counters, timings, conversions and trained models."""
+
+from headwise.study.audit.audit import Audit, audit
+from headwise.study.audit.check import Check, Result
+from headwise.study.audit.claim import Claim, Judged, Verdict
+from headwise.study.audit.claims import all_claims
+from headwise.study.audit.mechanisms import MechanismBench, MechanismRow, Similarity, bench_mechanisms
+
+__all__ = [
+    "Audit",
+    "Check",
+    "Claim",
+    "Judged",
+    "MechanismBench",
+    "MechanismRow",
+    "Result",
+    "Similarity",
+    "Verdict",
+    "all_claims",
+    "audit",
+    "bench_mechanisms",
+]

@@ -1,0 +1,67 @@
+"""Claims about attention on several ranks: C25."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from headwise.study.audit.check import Check, UntestableError, exact
+from headwise.study.audit.claim import Claim
+from headwise.study.audit.layers import named
+
+SIZES = {"hidden_size": 64, "num_heads": 8, "ranks": 2}
+
+
+def sums(mechanism: str, part: str, hidden_size: int, num_heads: int, ranks: int) -> int:
+    """The sums over ranks in one forward pass of a layer whose heads are shared out.
+
+    Args:
+        mechanism: such as ``GQA-4``.
+        part: ``inside``, up to the output projection; or ``behind``, from there on.
+        hidden_size: E.
+        num_heads: query heads.
+        ranks: processes, which talk by gloo.
+    """
+    return counted(mechanism, hidden_size, num_heads, ranks)[part == "behind"]
+
+
+@cache
+def counted(mechanism: str, hidden_size: int, num_heads: int, ranks: int) -> tuple[int, int]:
+    """The sums inside attention and behind it."""
+    from torch import multiprocessing
+
+    from headwise.study.audit.sharing import free_port, share_and_count
+
+    context = multiprocessing.get_context("spawn")
+    queue, port, spec = context.SimpleQueue(), free_port(), named(mechanism, hidden_size, num_heads)
+    processes = [
+        context.Process(target=share_and_count, args=(rank, ranks, port, spec, queue)) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise UntestableError(f"{ranks} processes could not talk to each other on this machine")
+    inside, behind = queue.get()
+    return inside, behind
+
+
+CLAIMS = (
+    Claim(
+        id="C25",
+        guide="G3",
+        says="heads split over ranks need no communication inside attention",
+        how="sums over two processes, counted in a forward pass of layers whose heads are shared out",
+        checks=tuple(
+            Check(
+                states=f"sums of {mechanism}",
+                when=when,
+                printed=exact(0),
+                measure=sums,
+                inputs={"mechanism": mechanism, "part": part, **SIZES},
+            )
+            for mechanism in ("MHA", "GQA-4")
+            for part, when in (("inside", "inside attention"), ("behind", "with the output projection"))
+        ),
+    ),
+)

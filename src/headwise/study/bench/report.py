@@ -1,0 +1,233 @@
+"""A benchmark's report: cases, each with its limit and the ways that were timed; and how a case is timed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from headwise.measure.timing.machine import machine, versions
+from headwise.measure.timing.machine_limits import Limits, Probes
+from headwise.measure.timing.timing import Spread, recorded, seconds, spread_interleaved
+
+OURS = "headwise"
+"""The name of the way that the others are compared with."""
+
+_PATIENCE = 10.0
+"""Seconds; a call that takes longer is not repeated."""
+
+BETWEEN = 256 << 20
+"""Bytes of caches that are read in turn: more than a processor's own caches hold, so that each one comes from memory,
+as it does in a model, which reads all other layers' caches in between."""
+
+_REPLAYED = 64
+"""The most calls of one CUDA graph."""
+
+MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One way's time for a case.
+
+    Attributes:
+        ms: the median; None where the way could not be run.
+        low_ms: the lower quartile.
+        high_ms: the upper quartile.
+        called_ms: on a GPU the median of calls that Python makes; the three above are then of calls that a CUDA graph
+            replays. None on a CPU, and where the way cannot be recorded.
+        error: why the way could not be run.
+        note: what the way chose or left out.
+    """
+
+    ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    called_ms: float | None = None
+    error: str | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of sizes, its limit and the times of all ways.
+
+    Attributes:
+        name: for tables.
+        values: the sizes, by name.
+        nbytes: bytes that have to be read.
+        flops: FLOPs that have to be done.
+        read_bytes_per_second: the machine's, measured in the same minute.
+        matmul_flops_per_second: the machine's in the case's dtype, measured in the same minute.
+        limit_ms: the least time possible: the larger of bytes over bandwidth and FLOPs over 0.7 of the peak.
+        ways: each way's timing, by its name.
+    """
+
+    name: str
+    values: dict[str, Any]
+    nbytes: int
+    flops: int
+    read_bytes_per_second: float
+    matmul_flops_per_second: float
+    limit_ms: float
+    ways: dict[str, Timing]
+
+    def ratio(self, way: str) -> float | None:
+        """A way's time over the limit."""
+        ms = self.ways[way].ms if way in self.ways else None
+        return None if ms is None else ms / self.limit_ms
+
+    def to_dict(self) -> dict[str, Any]:
+        """The case as JSON-able values, with rates beside the times."""
+        ways = {
+            name: {key: value for key, value in asdict(timing).items() if value is not None}
+            | (
+                {}
+                if timing.ms is None
+                else {
+                    "gb_per_s": self.nbytes / timing.ms / 1e6,
+                    "gflop_per_s": self.flops / timing.ms / 1e6,
+                    "of_limit": timing.ms / self.limit_ms,
+                }
+            )
+            for name, timing in self.ways.items()
+        }
+        return {**{key: value for key, value in vars(self).items() if key != "ways"}, "ways": ways}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The report of a benchmark.
+
+    Attributes:
+        kind: ``decode``, ``prefill``, ``module`` or ``generate``.
+        cases: in the order they were timed.
+        device: they ran on.
+        notes: what a reader should know.
+    """
+
+    kind: str
+    cases: Sequence[Case]
+    device: str = "cpu"
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    def ways(self) -> list[str]:
+        """The names of all ways of all cases, in the order of their first case."""
+        return list(dict.fromkeys(way for case in self.cases for way in case.ways))
+
+    def speedups(self) -> dict[str, float]:
+        """Each other way's time over headwise's: the median over the cases that both ran."""
+        speedups = {}
+        for way in self.ways():
+            pairs = ((case.ways.get(way, Timing()).ms, case.ways.get(OURS, Timing()).ms) for case in self.cases)
+            ratios = [theirs / ours for theirs, ours in pairs if theirs is not None and ours is not None]
+            if way != OURS and ratios:
+                speedups[way] = statistics.median(ratios)
+        return speedups
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-able values, with the machine and the versions it was made on."""
+        return {
+            "kind": self.kind,
+            "machine": machine(self.device),
+            "versions": versions(),
+            "speedups": self.speedups(),
+            "notes": list(self.notes),
+            "cases": [case.to_dict() for case in self.cases],
+        }
+
+
+Way = Callable[[], object]
+"""A call that is timed; it raises `UnableError` where it cannot be run."""
+
+
+class UnableError(Exception):
+    """A way cannot compute a case; the message says why."""
+
+
+def run_case(
+    name: str,
+    values: dict[str, Any],
+    ways: Mapping[str, Callable[[], Way]],
+    *,
+    nbytes: int,
+    flops: int,
+    probes: Probes,
+    budget: float,
+    notes: Mapping[str, str] | None = None,
+) -> Case:
+    """Time the ways of one case in turn, and measure the machine's limits in between.
+
+    Args:
+        name: of the case.
+        values: its sizes.
+        ways: by name, functions that prepare a way and return the call to time; both may raise `UnableError`.
+        nbytes: bytes that have to be read.
+        flops: FLOPs that have to be done.
+        probes: measure the limits.
+        budget: seconds for all ways together.
+        notes: for some ways, by name, what the way chose.
+    """
+    calls: dict[str, Way] = {}
+    errors: dict[str, str] = {}
+    slow: dict[str, Timing] = {}
+    for way, make in ways.items():
+        try:
+            call = make()
+            first = seconds(call)
+            if first > _PATIENCE:
+                slow[way] = Timing(first * 1e3, note="one call: too slow to repeat")
+            else:
+                calls[way] = call
+        except UnableError as error:
+            errors[way] = str(error)
+        except MEMORY_ERRORS:
+            errors[way] = "not enough memory"
+        except RuntimeError as error:
+            errors[way] = str(error).strip().splitlines()[0][:200]
+    times = max(1, min(_REPLAYED, BETWEEN // max(nbytes, 1)))
+    replays = _replays(calls, times) if probes.device.type == "cuda" else {}
+    timed = spread_interleaved({**probes.calls(), **calls}, budget=budget)
+    replayed = spread_interleaved(replays, budget=budget)
+    limits = probes.limits(timed["read"].median, timed["product"].median)
+    failed = {way: Timing(error=error) for way, error in errors.items()}
+    repeated = {way: _timing(timed[way], (notes or {}).get(way)) for way in calls}
+    for way, spread in replayed.items():
+        repeated[way] = replace(_timing(spread, repeated[way].note, times), called_ms=repeated[way].ms)
+    timings = {way: (slow | failed | repeated)[way] for way in ways}
+    return case_of(name, values, timings, nbytes=nbytes, flops=flops, limits=limits)
+
+
+def case_of(
+    name: str, values: dict[str, Any], ways: dict[str, Timing], *, nbytes: int, flops: int, limits: Limits
+) -> Case:
+    """Make a case from its timings, with its limit."""
+    return Case(
+        name=name,
+        values=values,
+        nbytes=nbytes,
+        flops=flops,
+        read_bytes_per_second=limits.bytes_per_second,
+        matmul_flops_per_second=limits.flops_per_second,
+        limit_ms=limits.seconds(nbytes, flops) * 1e3,
+        ways=ways,
+    )
+
+
+def _replays(calls: Mapping[str, Way], times: int) -> dict[str, Way]:
+    """Calls that replay a CUDA graph of so many calls of each way, for the ways that can be recorded."""
+    replays = {}
+    for way, call in calls.items():
+        with suppress(RuntimeError):
+            replays[way] = recorded(call, times)
+    return replays
+
+
+def _timing(spread: Spread, note: str | None, times: int = 1) -> Timing:
+    """The timing of one call, of samples of so many calls."""
+    low, median, high = (value * 1e3 / times for value in (spread.low, spread.median, spread.high))
+    return Timing(median, low, high, note=note)

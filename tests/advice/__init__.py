@@ -1,1 +1,0 @@
-"""Tests of `headwise.advice`."""

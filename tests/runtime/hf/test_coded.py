@@ -1,0 +1,372 @@
+"""A converted model with a coded cache: a forward, caches of all kinds, batches, beams and crops see the same values.
+
+In float64: a code changes by leaps, so that sums taken in another order may choose another one, and float64 leaves
+that to chance of 1e-13.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from huggingface_hub import HfApi, ModelCard
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.utils import parametrize
+from transformers import DynamicCache, StaticCache
+
+import headwise
+from headwise.errors import ArgumentError, CheckpointError
+from headwise.runtime.caches.coded import CodedLayer
+from headwise.runtime.hf import HeadwiseCache
+from headwise.runtime.hf.attention import CodedAttention
+from headwise.runtime.quantization import SINKS
+from headwise.runtime.quantization.files import FILE, codes_content, read_codes
+from tests.tiny_families import save_family
+
+TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
+
+
+@pytest.fixture(scope="module")
+def coded(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("coded")
+    (folder / "text.txt").write_text(TEXT)
+    headwise.convert(
+        tiny_llama_folder,
+        folder / "model",
+        to="mla",
+        kv_lora_rank=12,
+        qk_rope_head_dim=8,
+        bits=3,
+        calibrate=folder / "text.txt",
+        calibration_tokens=1024,
+        calibration_window=64,
+        evaluate=False,
+    )
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def model(coded: Path) -> Any:
+    return headwise.load(coded, dtype=torch.float64)
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(2, 30, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def stepwise(model: Any, ids: Tensor, cache: Any, prompt: int = 5, **more: Any) -> Tensor:
+    parts = [model(ids[:, :prompt], past_key_values=cache, **more).logits]
+    for place in range(prompt, ids.shape[1]):
+        parts.append(model(ids[:, place : place + 1], past_key_values=cache, **more).logits)
+    return torch.cat(parts, 1)
+
+
+@torch.no_grad()
+def test_rounding_changes_what_is_computed(model: Any, coded: Path, ids: Tensor) -> None:
+    wide = headwise.load(coded, dtype=torch.float64)
+    for layer in wide.model.layers:
+        layer.self_attn.set_code(None, None)
+    difference = (model(ids).logits - wide(ids).logits).abs().amax((0, 2))
+    first, coded_ones = float(difference[: SINKS // 2].max()), float(difference[SINKS:].max())
+    assert first < 1e-3 < coded_ones  # only bfloat16's rounding, and codes
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prompt", [1, 2, 5, 24])
+def test_any_cache_gives_what_one_forward_gives(model: Any, ids: Tensor, prompt: int) -> None:
+    expected = model(ids, use_cache=False).logits
+    caches = [
+        HeadwiseCache(model),
+        HeadwiseCache(model, max_length=24),
+        DynamicCache(config=model.config),
+        StaticCache(config=model.config, max_cache_len=30),
+    ]
+    for cache in caches:
+        assert torch.allclose(stepwise(model, ids, cache, prompt), expected, atol=1e-10)
+    assert all(isinstance(layer, CodedLayer) for layer in caches[0].layers)
+
+
+@torch.no_grad()
+def test_padding_on_the_left_changes_nothing(model: Any, ids: Tensor) -> None:
+    padded = torch.cat((torch.zeros(2, 3, dtype=torch.int64), ids), 1)
+    mask = torch.ones_like(padded)
+    mask[0, :3] = 0
+    mask[1, :1] = 0
+    padded[1, 1:3] = 9
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    alone = [model(padded[row : row + 1, skipped:]).logits for row, skipped in ((0, 3), (1, 1))]
+    together = model(padded, attention_mask=mask, position_ids=positions).logits
+    cache = HeadwiseCache(model)
+    parts = []
+    for end in range(1, padded.shape[1] + 1):
+        start = 0 if end == 6 else end - 1
+        if end >= 6:
+            inputs = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+            parts.append(model(padded[:, start:end], past_key_values=cache, **inputs).logits)
+    by_steps = torch.cat(parts, 1)
+    for row, (skipped, expected) in enumerate(zip((3, 1), alone, strict=True)):
+        # Angles are float32, and differ by the padding.
+        assert torch.allclose(together[row, skipped:], expected[0], atol=1e-4)
+        assert torch.allclose(by_steps[row, skipped:], expected[0], atol=1e-4)
+
+
+@torch.no_grad()
+def test_generate_stores_codes_by_itself(model: Any, ids: Tensor) -> None:
+    out = model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
+    assert all(isinstance(layer, CodedLayer) for layer in out.past_key_values.layers)
+    logits = model(out.sequences, use_cache=False).logits
+    assert torch.equal(logits[:, 23:-1].argmax(-1), out.sequences[:, 24:])
+
+
+@torch.no_grad()
+def test_beams_are_those_of_a_wide_cache(model: Any, ids: Tensor) -> None:
+    settings = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    by_codes = model.generate(ids, **settings)
+    wide = model.generate(ids, past_key_values=DynamicCache(config=model.config), **settings)
+    assert torch.equal(by_codes, wide)
+
+
+@torch.no_grad()
+def test_a_cropped_and_a_copied_cache_go_on(model: Any, ids: Tensor) -> None:
+    expected = model(ids, use_cache=False).logits
+    cache = HeadwiseCache(model)
+    model(ids[:, :20], past_key_values=cache)
+    for length in (15, 2):
+        cache.crop(length - cache.length)
+        other = copy.deepcopy(cache)
+        for one in (cache, other):
+            assert torch.allclose(stepwise(model, ids[:, length:], one, 1), expected[:, length:], atol=1e-10)
+
+
+@torch.no_grad()
+def test_rows_of_a_batch_are_chosen_and_repeated(model: Any, ids: Tensor) -> None:
+    cache = HeadwiseCache(model)
+    model(ids[:, :20], past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    expected = model(ids.flip(0), use_cache=False).logits[:, 20:]
+    assert torch.allclose(stepwise(model, ids.flip(0)[:, 20:], cache, 1), expected, atol=1e-10)
+
+
+@torch.no_grad()
+def test_beams_change_places_among_the_first_tokens(model: Any, ids: Tensor) -> None:
+    order = torch.tensor([1, 0])
+    cache = HeadwiseCache(model)
+    model(ids[:, :2], past_key_values=cache)
+    cache.reorder_cache(order)
+    expected = model(ids[order], use_cache=False).logits[:, 2:]
+    assert torch.allclose(stepwise(model, ids[order][:, 2:], cache, 1), expected, atol=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("move", ["reorder", "repeat"])
+def test_positions_go_with_their_rows(model: Any, ids: Tensor, move: str) -> None:
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    places = (mask.cumsum(1) - 1).clamp(0)
+    cache = HeadwiseCache(model)
+    model(ids[:, :20], mask[:, :20], places[:, :20], past_key_values=cache)
+    if move == "reorder":
+        rows = torch.tensor([1, 0])
+        cache.reorder_cache(rows)
+    else:
+        rows = torch.tensor([1])
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3]))
+    ids, mask, places = ids[rows], mask[rows], places[rows]
+    expected = model(ids, mask, places, use_cache=False).logits[:, 20:]
+    assert torch.allclose(
+        model(ids[:, 20:], mask, places[:, 20:], past_key_values=cache).logits, expected, atol=1e-10
+    )
+
+
+def test_a_cache_of_other_codes_is_refused(model: Any, coded: Path, ids: Tensor, tmp_path: Path) -> None:
+    folder = shutil.copytree(coded, tmp_path / "model")
+    codes = read_codes(folder)
+    codes = {index: replace(code, scale=2 * code.scale) for index, code in codes.items()}
+    (folder / FILE).write_bytes(codes_content(codes))
+    other, copied = headwise.load(folder, dtype=torch.float64), headwise.load(coded, dtype=torch.float64)
+    cache = HeadwiseCache(model)
+    with torch.no_grad():
+        with pytest.raises(ArgumentError, match="past_key_values = 'layer 0': was made for another model"):
+            other(ids, past_key_values=cache)
+        assert torch.equal(copied(ids, past_key_values=cache).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_bytes_are_those_of_the_codes(model: Any, coded: Path, ids: Tensor) -> None:
+    cache = HeadwiseCache(model, max_length=24)
+    model(ids, past_key_values=cache)
+    codes = read_codes(coded)
+    wide = sum(2 * 2 * SINKS * code.width for code in codes.values())
+    starts = 2 * 8 * len(codes)
+    assert cache.nbytes == 2 * 24 * sum(code.token_bytes for code in codes.values()) + wide + starts
+
+
+@torch.no_grad()
+def test_spare_memory_is_never_read(model: Any, ids: Tensor) -> None:
+    expected = model(ids, use_cache=False).logits
+    cache = HeadwiseCache(model, max_length=64)
+    model(ids[:, :20], past_key_values=cache)
+    for layer in cache.layers:
+        layer.rooms[0].memory[:, :, 20:] = 255
+    assert torch.allclose(stepwise(model, ids[:, 20:], cache, 1), expected[:, 20:], atol=1e-10)
+
+
+def test_another_batch_is_refused(model: Any, ids: Tensor) -> None:
+    cache = HeadwiseCache(model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(ArgumentError, match="batch = 1: must be 2"):
+            model(ids[:1, :1], past_key_values=cache)
+
+
+def test_positions_may_begin_anywhere(model: Any, ids: Tensor) -> None:
+    places = torch.arange(ids.shape[1])[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert torch.allclose(model(ids, position_ids=places + 100).logits, expected, atol=1e-9)
+        cache = HeadwiseCache(model)
+        model(ids[:, :20], position_ids=places[:, :20] + 100, past_key_values=cache)
+        last = model(ids[:, 20:], position_ids=places[:, 20:] + 100, past_key_values=cache).logits
+        assert torch.allclose(last, expected[:, 20:], atol=1e-9)
+        # Sequences in a row, and one that begins behind padding.
+        model(ids, position_ids=torch.cat((places[:, :9], places[:, :-9]), 1))
+        model(ids, torch.cat((torch.zeros(2, 3), torch.ones(2, 21)), 1), (places - 3).clamp(0))
+
+
+@pytest.mark.parametrize("steps", [2, 0])
+def test_positions_that_are_not_slots_apart_are_refused(model: Any, ids: Tensor, steps: int) -> None:
+    places, rule = torch.arange(1, ids.shape[1] + 1)[None], r"position_ids = '.* in slot .*must be as far"
+    wrong = places[:, :1] + steps * (places - places[:, :1])
+    with torch.no_grad(), pytest.raises(ArgumentError, match=rule):
+        model(ids, position_ids=wrong)
+    with torch.no_grad(), pytest.raises(ArgumentError, match=rule):
+        model(ids, None, wrong)
+    cache = HeadwiseCache(model)
+    with torch.no_grad():
+        model(ids[:, :9], position_ids=places[:, :9], past_key_values=cache)
+        with pytest.raises(ArgumentError, match=rule):
+            model(ids[:, 9:10], position_ids=places[:, 8 + steps : 9 + steps], past_key_values=cache)
+    # Padding between the tokens takes a slot, and no position.
+    mask = torch.ones_like(ids)
+    mask[1, 5] = 0
+    with torch.no_grad(), pytest.raises(ArgumentError, match=rule):
+        model(ids, mask, mask.cumsum(1))
+
+
+def test_damaged_codes_are_refused(coded: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(coded, tmp_path / "model")
+    codes, path = read_codes(folder), folder / FILE
+    width = codes[0].width
+    wrong = {
+        "kv_cache.safetensors = '1 codes': must have a code for each of the model's 2 layers": {0: codes[0]},
+        "'0 codes': must have a code": {},
+        "= 1: codes a layer that the model does not have": {**codes, 1: replace(codes[1], parts=(width - 8 - 1, 9))},
+    }
+    for message, content in wrong.items():
+        path.write_bytes(codes_content(content))
+        with pytest.raises(CheckpointError, match=message):
+            headwise.load(folder)
+    path.write_bytes(b"no codes")
+    with pytest.raises(CheckpointError, match="damaged"):
+        headwise.load(folder)
+    path.unlink()
+    path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="damaged"):
+        headwise.load(folder)
+
+
+@torch.no_grad()
+def test_a_call_without_a_cache_returns_codes(model: Any, ids: Tensor) -> None:
+    for out in (model(ids), model(ids, use_cache=True), model(ids, None)):
+        assert all(isinstance(layer, CodedLayer) for layer in out.past_key_values.layers)
+    assert model(ids, use_cache=False).past_key_values is None
+
+
+def test_derivatives_pass_the_rounding(model: Any, coded: Path, ids: Tensor) -> None:
+    wide = headwise.load(coded, dtype=torch.float64)
+    for layer in wide.model.layers:
+        layer.self_attn.set_code(None, None)
+    gradients = []
+    for one in (model, wide):
+        weight = one.model.layers[0].self_attn.kv_a_proj_with_mqa.weight
+        loss = one(ids, use_cache=False).logits[:, SINKS:].square().mean()
+        gradients.append(torch.autograd.grad(loss, weight)[0].flatten())
+    assert float(torch.cosine_similarity(*gradients, dim=0)) > 0.95
+
+
+@torch.no_grad()
+def test_a_new_process_can_be_sent_the_model(model: Any, ids: Tensor) -> None:
+    copied = pickle.loads(pickle.dumps(model))
+    assert torch.equal(copied(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+def same_folder(one: Path, other: Path) -> bool:
+    """Whether two folders have the same tensors, codes and class."""
+    tensors = [load_file(folder / "model.safetensors") for folder in (one, other)]
+    codes = [(folder / FILE).read_bytes() for folder in (one, other)]
+    classes = [json.loads((folder / "config.json").read_text())["architectures"] for folder in (one, other)]
+    same = tensors[0].keys() == tensors[1].keys() and codes[0] == codes[1] and classes[0] == classes[1]
+    return same and all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama", "opt", "phi3"])
+def test_a_saved_model_is_the_folder_of_its_family(family: str, ids: Tensor, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    source = save_family(tmp_path / "source", family)
+    calibration = {"calibrate": tmp_path / "text.txt", "calibration_tokens": 256, "calibration_window": 64}
+    headwise.convert(source, tmp_path / "coded", to="same", bits=3, evaluate=False, **calibration)
+    model = headwise.load(tmp_path / "coded")
+    model.save_pretrained(tmp_path / "saved")
+    assert same_folder(tmp_path / "coded", tmp_path / "saved")
+    assert torch.equal(headwise.load(tmp_path / "saved")(ids).logits, model(ids).logits)
+    layer = next(module for module in model.modules() if isinstance(module, CodedAttention))
+    parametrize.register_parametrization(layer.q_proj, "weight", torch.nn.Identity())
+    with pytest.raises(ArgumentError, match=r"state_dict = .* such as adapters': merge them before"):
+        model.save_pretrained(tmp_path / "adapted")
+
+
+@torch.no_grad()
+def test_a_converted_model_is_saved_with_its_codes(coded: Path, ids: Tensor, tmp_path: Path) -> None:
+    model = headwise.load(coded)
+    model.save_pretrained(tmp_path / "saved", state_dict=model.state_dict())
+    assert same_folder(coded, tmp_path / "saved")
+    assert torch.equal(headwise.load(tmp_path / "saved")(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("how", ["save_pretrained", "push_to_hub"])
+def test_codes_are_uploaded_too(model: Any, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Mock(spec=HfApi)
+    hub.create_repo.return_value.repo_id = "someone/model"
+    for module in ("modeling_utils", "utils.hub"):
+        monkeypatch.setattr(f"transformers.{module}.hf_api", lambda: hub)
+        card = f"transformers.{module}.create_and_tag_model_card"
+        monkeypatch.setattr(card, lambda *_, **__: ModelCard("a card"))
+    if how == "push_to_hub":
+        model.push_to_hub("someone/model")
+    else:
+        model.save_pretrained(tmp_path / "model", push_to_hub=True)
+    assert FILE in [operation.path_in_repo for operation in hub.create_commit.call_args.kwargs["operations"]]
+
+
+@torch.no_grad()
+def test_evaluation_reads_bytes_off_the_codes(coded: Path, tiny_llama_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    result = headwise.evaluate(
+        coded, against=tiny_llama_folder, text=tmp_path / "text.txt", window=64, windows=2, context=32
+    )
+    codes = read_codes(coded).values()
+    expected = sum(code.token_bytes + (2 * SINKS * code.width + 8) / 64 for code in codes)
+    assert result.cache_bytes_per_token == expected

@@ -1,0 +1,109 @@
+"""The GPU kernels as machine code, which Triton makes without a GPU: the interpreter does not check types."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwise.runtime.quantization.packing import packed_bytes
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+COMPILE = """
+import importlib, json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+for module, name, constants, pointers in json.loads(sys.argv[1]):
+    kernel = getattr(importlib.import_module(module), name)
+    kinds = {argument: "i32" for argument in kernel.arg_names} | {"scale": "fp32"} | pointers
+    signature = {argument: "constexpr" if argument in constants else kinds[argument] for argument in kernel.arg_names}
+    places = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    made = triton.compile(source, target=GPUTarget("cuda", 80, 32))
+    print(len(made.asm["cubin"]))
+"""
+"""Run without the interpreter; prints the bytes of each kernel for an A100."""
+
+POINTERS = {"key": "*u8", "value": "*u8", "block_scales": "*fp16", "mask": "*i1"}
+
+
+def of_codes(dtype: str, bits: tuple[int, int], groups: tuple[int, int], block: int, has_mask: bool) -> list[Any]:
+    """A kernel for heads of 64 channels."""
+    constants = {"D": 64, "V": 64, "MAIN": 64, "WIDTH": 64, "ROWS": 16, "TOKENS": 32, "BLOCK": block}
+    constants |= {"HAS_MASK": has_mask, "CAUSAL": has_mask, "WIDEN": False}
+    for name, width, count in zip(("KEY", "VALUE"), bits, groups, strict=True):
+        size = packed_bytes(64, width)
+        constants |= {f"{name}_BITS": width, f"{name}_BYTES": size, f"{name}_ROW": size + 4 * count}
+        constants |= {f"{name}_COUNT": count, f"{name}_GROUPS": max(count, 1), f"{name}_ALIGN": 4}
+    pointers = POINTERS | {"query": f"*{dtype}", "mixtures": "*fp32", "weights": "*fp32"}
+    return ["headwise.runtime.kernels.gpu.code_kernels", "attend_part_of_codes", constants, pointers]
+
+
+def of_latents(dtype: str) -> list[Any]:
+    """The kernel for latents of 48 channels and a rotary key of 16."""
+    constants = {"R": 48, "HALF": 8, "TURN": 64, "SINKS": 4, "ROW": 33, "ROWS": 32, "TOKENS": 32}
+    constants |= {"WIDTH": 64, "PAIRS": 16, "HAS_CONTENT": True, "HAS_MASK": True, "CAUSAL": True, "WIDEN": False}
+    names = ["gains", "channel_scale", "channel_offset", "turn", "cos", "sin", "mixtures", "weights"]
+    pointers = dict.fromkeys(names, "*fp32") | dict.fromkeys(["ends", "bits", "frequency"], "*i32")
+    pointers |= {
+        "query": f"*{dtype}",
+        "codes": "*u8",
+        "wide": "*bf16",
+        "first": "*i64",
+        "mask": "*i1",
+        "tables": "*i8",
+    }
+    return ["headwise.runtime.kernels.gpu.code_kernels", "attend_part_of_latents", constants, pointers]
+
+
+def of_wide(name: str, constants: dict[str, Any], *tensors: str) -> list[Any]:
+    """A kernel for bfloat16."""
+    pointers = dict.fromkeys(tensors, "*bf16") | {"mixtures": "*fp32", "weights": "*fp32", "mask": "*i1"}
+    return ["headwise.runtime.kernels.gpu.kernels", name, constants, pointers]
+
+
+def of_narrow() -> list[Any]:
+    """The kernel for float32 heads of less than 16 channels, in products of parts."""
+    constants = {"ROWS": 16, "TOKENS": 32, "MAIN": 16, "REST": 0, "WIDTH": 16, "HAS_MASK": False, "CAUSAL": True}
+    constants |= {"SHARED": False, "WIDEN": False, "NARROW": True, "PRECISION": "tf32x3"}
+    pointers = dict.fromkeys(("query", "key", "value", "mixtures", "weights"), "*fp32") | {"mask": "*i1"}
+    return ["headwise.runtime.kernels.gpu.kernels", "attend_part", constants, pointers]
+
+
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    wide = {"ROWS": 16, "TOKENS": 32, "MAIN": 64, "REST": 16, "WIDTH": 64, "HAS_MASK": True, "CAUSAL": True}
+    kernels = [
+        of_wide(
+            "attend_part",
+            wide | {"SHARED": False, "WIDEN": False, "NARROW": False, "PRECISION": "ieee"},
+            "query",
+            "key",
+            "value",
+        ),
+        of_narrow(),
+        of_wide("join_parts", {"WIDTH": 64, "PARTS": 8, "SOME": 4}, "out"),
+        of_codes("bf16", (8, 4), (1, 2), 0, False),
+        of_codes("fp32", (3, 2), (2, 1), 0, True),
+        of_latents("bf16"),
+        of_latents("fp32"),
+        of_codes("fp16", (2, 3), (0, 2), 32, True),
+    ]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, json.dumps(kernels)],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [int(size) > 0 for size in done.stdout.split()] == [True] * len(kernels)

@@ -1,0 +1,120 @@
+"""Attention to keys and values of heads in trellis codes, against their decoded values in float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from headwise.runtime.attention.rope import rotate
+from headwise.runtime.kernels.native import built
+from headwise.runtime.kernels.native.codes.heads import attend_heads
+from headwise.runtime.kernels.native.codes.sizes import TURN
+from headwise.runtime.quantization import SINKS, TransformCode
+from headwise.runtime.quantization.layout import heads_layout
+from headwise.runtime.quantization.transform_code import blocks
+from tests.runtime.kernels.test_affine import allowed, reference
+from tests.runtime.kernels.test_coded import CLOSE, draw_mask
+
+pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")
+
+FREQUENCIES = 8
+
+
+def random_code(pick: random.Random, noise: torch.Generator, K: int, D: int, V: int) -> TransformCode:
+    """Draw a code of any bits."""
+    sections, width = (D,) * K + (V,) * K, K * (D + V)
+    bits = tuple(pick.randint(1, 8) for _ in blocks(sections))
+    offset, scale = torch.randn(width, generator=noise), torch.rand(width, generator=noise) + 0.05
+    return TransformCode(offset, scale, bits, sections, (K * D, K * V))
+
+
+def decoded(code: TransformCode, codes: Tensor, wide: Tensor, first: Tensor) -> Tensor:
+    """``[B, T, W]`` in float64, with the values of first tokens in their place."""
+    values = code.decode(codes[:, 0], torch.float64)
+    for row, slot in enumerate(first.tolist()):
+        count = min(SINKS, values.shape[1] - slot)
+        values[row, slot : slot + count] = wide[row, :count].double()
+    return values
+
+
+def check(seed: int) -> None:
+    """Draw a case of any shape, with other bytes behind its codes, and compare."""
+    pick, noise = random.Random(seed), torch.Generator().manual_seed(seed)
+    B, K, G, S = pick.choice([1, 1, 2]), pick.choice([1, 2, 3]), pick.choice([1, 3, 4, 8]), pick.choice([1, 1, 2, 8])
+    T = max(S, pick.choice([1, 2, 4, 17, 63, 64, 65, 127, 130, 200]))
+    dtype = pick.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16])
+    D, V = pick.choice([8, 16, 20, 34, 48, 64, 64, 128]), pick.choice([1, 16, 20, 33, 64, 64, 128])
+    P = pick.choice([D, D, 0, min(D, 6), min(D, 32)])
+    code = random_code(pick, noise, K, D, V)
+    room = T + pick.choice([0, 0, 5])
+    memory = torch.randint(0, 256, (B, 1, room, code.token_bytes), generator=noise, dtype=torch.uint8)
+    memory[..., 0] = (memory[..., 0] & 0x77) + 1  # gains that numbers of float16 can hold
+    codes, wide = memory[:, :, :T], torch.randn(B, SINKS, code.width, generator=noise).bfloat16()
+    first = torch.randint(0, T, (B,), generator=noise) if pick.random() < 0.5 else torch.zeros(B, dtype=torch.int64)
+    query = torch.randn(B, S, K * G, D, generator=noise).transpose(1, 2).to(dtype)
+    mask = draw_mask(pick, noise, (B, K * G, S, T))
+    options = (mask, pick.random() < 0.6, pick.choice([0.2, 0.05, 1.0, -0.1]) / D)
+    angles = torch.arange(max(T, TURN))[:, None] * torch.rand(FREQUENCIES, generator=noise, dtype=torch.float64)
+    cos, sin, frequency = angles.cos(), angles.sin(), torch.randint(0, FREQUENCIES, (P // 2,), generator=noise)
+    turn = (cos[:TURN, frequency].float(), sin[:TURN, frequency].float()) if P else None
+    layout = heads_layout(code, ((K, D), (K, V)), turn)
+    assert layout is not None
+    factor = pick.choice([1.0, 1.0, 0.5, 1.35]) if P else 1.0  # scaled RoPE multiplies its rotations
+    tables = (cos.float() * factor, sin.float() * factor)
+    out = attend_heads(query, codes, wide, first, layout, tables, frequency, *options)
+
+    whole = decoded(code, codes, wide, first)
+    keys, values = (
+        torch.unflatten(part, -1, (K, -1)).transpose(1, 2) for part in whole.split_with_sizes(code.parts, -1)
+    )
+    turned = rotate(keys[..., :P], cos[None, :T, frequency], sin[None, :T, frequency], interleaved=False)
+    expected = reference(query, torch.cat((turned * factor, keys[..., P:]), -1), values, options)
+    largest = max(expected.abs().max().item(), values.abs().max().item() * 0.05)
+    assert out.dtype == dtype
+    assert (out.double() - expected).abs().max().item() <= CLOSE[dtype] * largest, seed
+    assert (out[~allowed(mask, options[1], (B, K * G, S, T)).any(-1)] == 0).all(), seed
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_it_is_attention_to_the_decoded_values(part: int) -> None:
+    for seed in range(200 * part, 200 * (part + 1)):
+        check(seed)
+
+
+@pytest.mark.parametrize("bias", [3, 30, 300, 3000])
+@pytest.mark.parametrize("seed", range(4))
+def test_keys_far_from_zero_lose_no_more_than_in_bfloat16(seed: int, bias: float) -> None:
+    """Biases make keys many times as large as what tells them apart."""
+    noise = torch.Generator().manual_seed(seed)
+    K, G, D, T = 2, 4, 64, 150
+    width = 2 * K * D
+    biased = torch.rand(width, generator=noise) < 0.1
+    biased[K * D :] = False
+    offset = torch.randn(width, generator=noise) * bias * biased
+    scale = torch.rand(width, generator=noise) + 0.05
+    code = TransformCode(offset, scale, (4,) * (width // 16), (D,) * (2 * K), (K * D, K * D))
+    codes = torch.randint(0, 256, (1, 1, T, code.token_bytes), generator=noise, dtype=torch.uint8)
+    codes[..., 0] = (codes[..., 0] & 0x77) + 1
+    wide, first = torch.randn(1, SINKS, width, generator=noise).bfloat16(), torch.zeros(1, dtype=torch.int64)
+    query = torch.randn(1, K * G, 1, D, generator=noise)
+    small = torch.unflatten(biased[: K * D], 0, (K, 1, 1, D)).expand(K, G, 1, D).reshape(1, K * G, 1, D)
+    query = torch.where(small, query / bias, query).bfloat16()
+    angles = torch.arange(T)[:, None] * 1e4 ** (-torch.arange(D // 2, dtype=torch.float64) / (D // 2))
+    cos, sin, frequency = angles.cos(), angles.sin(), torch.arange(D // 2)
+    layout = heads_layout(code, ((K, D), (K, D)), (cos[:TURN].float(), sin[:TURN].float()))
+    assert layout is not None
+    options = (None, True, D**-0.5)
+    out = attend_heads(query, codes, wide, first, layout, (cos.float(), sin.float()), frequency, *options)
+
+    whole = decoded(code, codes, wide, first)
+    keys, values = (
+        torch.unflatten(part, -1, (K, D)).transpose(1, 2) for part in whole.split_with_sizes(code.parts, -1)
+    )
+    keys = rotate(keys, cos[None], sin[None], interleaved=False)
+    expected = reference(query, keys, values, options)
+    rounded = reference(query, keys.bfloat16().double(), values, options)
+    loss, usual = ((result.double() - expected).square().mean().sqrt() for result in (out, rounded))
+    assert loss < usual + expected.square().mean().sqrt() / 512  # the result is rounded to bfloat16 too
