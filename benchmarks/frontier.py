@@ -21,10 +21,10 @@ from benchmarks.kept import say
 from benchmarks.tables import RESULTS
 
 from benchmarks import joined
+from headwise.base.documents import refuse_no_plotly
 from headwise.conversion.frontiers.page import markdown, page
 from headwise.conversion.frontiers.points import advice
 from headwise.conversion.frontiers.results import write_file
-from headwise.decide.report import refuse_no_plotly
 from headwise.models.checkpoints import open_checkpoint
 
 

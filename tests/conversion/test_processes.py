@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headwise import processes
+from headwise.base import processes
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
 

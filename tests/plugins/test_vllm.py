@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from headwise.attention import MultiHeadLatentAttention
 from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import headwise
 import headwise_vllm
+from headwise.runtime.attention import MultiHeadLatentAttention
 from headwise.serving.engines import rules
 from headwise_vllm.config import FAMILIES, ROPES, LatentLayer, latent_layers, register_configs
 from headwise_vllm.paged import Decoders, Request, _absorbed, _expanded, attend, attend_to_latents, store

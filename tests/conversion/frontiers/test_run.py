@@ -187,7 +187,7 @@ def test_a_run_that_ended_early_goes_on(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from headwise import disk
+from headwise.base import disk
 from tests.conversion.frontiers.test_run import climb
 
 left, own = int(sys.argv[1]), disk.replace
@@ -211,7 +211,7 @@ def test_a_run_that_was_killed_goes_on(moment: int, place: Path, whole: Path, tm
     run = [sys.executable, "-c", KILLED, str(moment), str(place), str(tmp_path / "out")]
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     killed = subprocess.run(
-        run, env=environment, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
+        run, env=environment, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3]
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert (tmp_path / "out/.headwise-work").is_dir()

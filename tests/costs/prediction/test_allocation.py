@@ -15,7 +15,7 @@ from headwise.costs.prediction.allocation import BLOCK, CELLS
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs import read_config, read_spec
 
-KEPT = json.loads((Path(__file__).parents[2] / "benchmarks/results/allocations.json").read_text())
+KEPT = json.loads((Path(__file__).parents[3] / "benchmarks/results/allocations.json").read_text())
 CONTEXTS = KEPT["settings"]["contexts"]
 ROWS: dict[str, dict[str, Any]] = KEPT["rows"]
 for _row in ROWS.values():  # the toys were asked for contexts beyond their positions, where every window acts
@@ -51,7 +51,7 @@ def test_models_of_every_kind_are_among_those_that_llama_cpp_ran() -> None:
     assert {"mla", "gqa", "mqa", "mamba", "mamba2", "short_conv"} <= kinds
     assert any(spec.sliding_window for model in models for spec in model.layers)
     assert len(rows("vllm")) >= 20
-    said = (Path(__file__).parents[2] / "docs/prediction.md").read_text().split()
+    said = (Path(__file__).parents[3] / "docs/prediction.md").read_text().split()
     assert f"log of {len(models)} models" in " ".join(said)
     assert f"plans the cache of {len(rows('vllm'))}." in " ".join(said)
 

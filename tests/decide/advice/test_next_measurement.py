@@ -24,7 +24,7 @@ from headwise.decide.advice import (
 from headwise.decide.advice.advise import _measure_next
 from headwise.models.specs import read_spec
 
-RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 
 
 def point(target: str, loss: float, fraction: float = 0.5) -> Measured:

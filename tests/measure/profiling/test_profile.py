@@ -286,13 +286,13 @@ def test_whole_decoders_correct_what_comes_from_memory_and_prompts(monkeypatch: 
 
 
 def kept_check(name: str) -> dict[str, Any]:
-    file = Path(__file__).parents[2] / f"benchmarks/results/{name}.json"
+    file = Path(__file__).parents[3] / f"benchmarks/results/{name}.json"
     found: dict[str, Any] = json.loads(file.read_text())["check"]
     return found
 
 
 def the_page() -> str:
-    return " ".join((Path(__file__).parents[2] / "docs/prediction.md").read_text().split())
+    return " ".join((Path(__file__).parents[3] / "docs/prediction.md").read_text().split())
 
 
 @pytest.mark.parametrize("name", ["profile", "profile-cuda"])

@@ -21,7 +21,7 @@ def run_on(ranks: int, program: str, *arguments: object) -> str:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     run = subprocess.run(
         [sys.executable, *launch, str(HERE / program), *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[2])},
         capture_output=True,
         text=True,
         check=False,

@@ -13,7 +13,7 @@ import pytest
 import headwise
 from headwise.conversion import export_gguf
 from headwise.serving.engines import ENGINES, engines, rules
-from tests.conversion.output.test_gguf import TEXT, _give_tokenizer, save_plain
+from tests.serving.exports.test_gguf import TEXT, _give_tokenizer, save_plain
 
 SIZES: dict[str, Any] = {"to": "mla", "kv_lora_rank": 16, "qk_rope_head_dim": 8, "evaluate": False}
 OTHER_BASE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
@@ -142,7 +142,7 @@ def test_export_from_the_command_line(
 
 
 def test_packages_that_are_looked_for_are_those_of_the_extra() -> None:
-    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+    extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
     names = " ".join(extras["engines"])

@@ -16,7 +16,7 @@ from headwise.errors import ArgumentError
 from headwise.models.checkpoints import load_tokenizer
 from headwise.serving.exports.padding import parse_padding
 from tests.closeness import assert_close
-from tests.conversion.output.test_gguf import TEXT, _give_tokenizer, save_plain
+from tests.serving.exports.test_gguf import TEXT, _give_tokenizer, save_plain
 
 FLOAT32_NORM = 2e-6
 """transformers takes every RMSNorm's mean square in float32, whatever the model's dtype."""

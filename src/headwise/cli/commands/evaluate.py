@@ -116,7 +116,7 @@ def _document(model: str, against: Any, results: dict[str, Any]) -> dict[str, An
 
 def _results(model: str, options: TaskOptions, cache: str | None, progress: Progress) -> dict[str, Any]:
     """The result of each requested task with one cache, by its name; models are loaded once for all tasks on text."""
-    from headwise import evaluation
+    from headwise.measure import evaluation
 
     if options.engine is not None:
         from headwise.serving.engines import evaluate_in_engine
