@@ -15,8 +15,10 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from benchmarks.engines.__main__ import run
@@ -31,7 +33,9 @@ from headwise.conversion import export_gguf
 from headwise.measure.texts import read_text, token_windows
 from headwise.models.checkpoints import load_tokenizer
 from headwise.runtime.hf import default_cache
+from headwise.runtime.quantization.formats import ENGINES, EngineFormat
 
+MLX: dict[str, Any] = ENGINES["mlx"]
 IDS = 256
 STEPS = 400
 FULL, FIRST = "full", ", first layer"
@@ -140,7 +144,8 @@ def compared(
 def _simulated(folder: Path, ids: torch.Tensor, cache: str | None) -> torch.Tensor:
     """The log-probabilities of a text's tokens, ``[S - 1]``."""
     model = headwise.load(folder, dtype="float32")
-    with nullcontext() if cache is None else default_cache(model, cache):
+    in_float32 = {name: EngineFormat("mlx", *2 * [replace(of.keys, dtype=torch.float32)]) for name, of in MLX.items()}
+    with patch.dict(MLX, in_float32), nullcontext() if cache is None else default_cache(model, cache):
         logits = model(ids[None], use_cache=False).logits[0].float()
     return log_softmax(logits, -1)[torch.arange(len(ids) - 1), ids[1:]]
 

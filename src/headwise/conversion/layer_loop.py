@@ -95,7 +95,7 @@ def _last_step(plan: ConversionPlan, place: Place, evidence: Evidence) -> Callab
     assert evidence.statistics is not None
     moments = evidence.statistics.inputs
     rope = plan.before.layers[place.index].rope
-    constant = constant_of_inputs(evidence.statistics)
+    constant = constant_of_inputs(evidence.statistics, evidence.starts)
     gain = moved(plan.checkpoint.read(input_norm(place.index)))
 
     def last_step(layer: Layer) -> Layer:

@@ -20,7 +20,7 @@ from headwise.conversion.budget import shared_channels
 from headwise.conversion.budget.shared_channels import choose_shared_channels, rotary_losses
 from headwise.conversion.calibration.base import NOTHING_KNOWN
 from headwise.conversion.layer_loop import convert_layer
-from headwise.conversion.output import deepseek, formats
+from headwise.conversion.output import formats
 from headwise.conversion.output.difference import logits_difference
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.planning.plan import ConversionPlan, Place, make_plan, read_layer
@@ -31,6 +31,7 @@ from headwise.conversion.storage.layers import LayerFiles
 from headwise.conversion.storage.store import LayerStore
 from headwise.models.checkpoints import FolderWriter, open_checkpoint
 from headwise.models.specs import GroupedSpec, LatentSpec
+from headwise.serving.exports import deepseek
 from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family

@@ -174,7 +174,8 @@ class TextCalibrator(Calibrator):
         rotation = partial(self.windows.rotation, source.spec)
         cost = output_cost(sensitivity, source.spec.hidden_size)
         self._current = _CurrentLayer(place.index, module, rotation, cost)
-        return Evidence(statistics, sensitivity)
+        starts = None if self.windows.starts is None else self._inputs.read(len(self.windows))
+        return Evidence(statistics, sensitivity, starts)
 
     @torch.no_grad()
     def refine(

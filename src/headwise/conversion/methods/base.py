@@ -28,10 +28,12 @@ class Evidence:
             a text.
         sensitivity: ``[E, E]`` float64, the cost of an error of the layer's output; None for equal cost in every
             direction.
+        starts: ``[W, E]``, the layer's inputs at tokens that begin a text each; None where they are not known.
     """
 
     statistics: Statistics | None = None
     sensitivity: Tensor | None = None
+    starts: Tensor | None = None
 
 
 @dataclass(frozen=True)

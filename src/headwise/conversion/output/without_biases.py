@@ -19,19 +19,24 @@ _RIDGE = 1e-3
 """The penalty of the fit of a constant, as a share of the inputs' mean square."""
 
 
-def constant_of_inputs(statistics: Statistics) -> Tensor:
+def constant_of_inputs(statistics: Statistics, starts: Tensor | None = None) -> Tensor:
     """The weights ``[E]`` of a linear function of a layer's inputs that is as near as can be to 1 on a text.
 
     For example ``inputs @ constant_of_inputs(statistics)`` is 1 but for a few percent.
 
-    Half of the tokens' weight is equal, and half by how much depends on their keys: the first token of a text, which
-    attention rests on, is unlike the others.
+    Each of these has the same weight: all tokens, tokens by how much depends on their keys, and the first tokens of
+    texts. A first token is unlike the others, and attention rests on it. Where the function is far from 1 there, the
+    whole text is predicted badly, and the windows of a text begin with few different tokens.
 
     Args:
         statistics: means over a text, with its constant input last.
+        starts: ``[W, E]``, the layer's inputs at tokens that begin a text each, where they are known.
     """
-    moments = (statistics.inputs + statistics.keys) / 2  # [E + 1, E + 1]
-    gram, mean = moments[:-1, :-1], moments[:-1, -1]
+    seen = [(moments[:-1, :-1], moments[:-1, -1]) for moments in (statistics.inputs, statistics.keys)]  # [E, E], [E]
+    if starts is not None:
+        wide = starts.to(statistics.inputs)
+        seen.append((wide.mT @ wide / len(wide), wide.mean(0)))
+    gram, mean = (torch.stack(part).mean(0) for part in zip(*seen, strict=True))
     ridge = _RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
     weights: Tensor = torch.linalg.solve(gram + ridge, mean)
     return weights * (1 / float(weights @ mean))
