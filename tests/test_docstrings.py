@@ -38,7 +38,6 @@ ROOMS = (
     "headwise.conversion.frontiers",
     "headwise.conversion",
     "headwise.conversion.healing",
-    "headwise.conversion.migrate",
     "headwise.runtime.parallel",
 )
 

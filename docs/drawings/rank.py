@@ -10,7 +10,7 @@ from docs.drawings.plots import BLUE, GREEN, ORANGE, as_svg, figure, log_ticks, 
 from torch import Tensor
 
 from headwise.conversion.solvers.joint_latent import Part, joint_latent
-from headwise.conversion.solvers.metrics import cost_without
+from headwise.conversion.solvers.statistics import cost_without
 
 INPUTS, KEYS, VALUES = 128, 64, 64
 """The width of the layer's inputs, and the rows of its keys and of its values."""

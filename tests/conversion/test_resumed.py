@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import headwise
-from headwise.conversion import layer_loop as layers
+from headwise.conversion import write_folder as layers
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.plan import Place
 from headwise.conversion.storage import Activations, LayerFiles

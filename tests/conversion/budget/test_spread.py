@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import headwise
 from headwise import Conversion
-from headwise.conversion.budget import layer_trials, spread
+from headwise.conversion.budget import spread
+from headwise.conversion.budget import trials as layer_trials
 from headwise.conversion.budget.trials import LayerTrials, Trial, held_pieces, sizes_to_try
 from headwise.conversion.calibration.windows import repeating_pieces
 from headwise.conversion.methods import Evidence, LatentMethod, LayerTarget

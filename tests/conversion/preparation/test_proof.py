@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import headwise
 from headwise.base.progress import silent
-from headwise.conversion.preparation import folder as folder_module
+from headwise.conversion.preparation import stored as folder_module
 from headwise.conversion.preparation.change import Change
 from headwise.conversion.preparation.proof import check_written
 from headwise.errors import ArgumentError, CheckpointError

@@ -27,11 +27,11 @@ from headwise.measure.profiling import (
     grids,
     measure,
     measure_curves,
-    memory,
     pace,
     profile,
     write_profile,
 )
+from headwise.measure.profiling import check as memory
 from headwise.measure.profiling.check import kinds
 from headwise.measure.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
 from headwise.measure.timing.timing import recorded

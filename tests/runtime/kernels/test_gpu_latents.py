@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 
-from headwise.runtime.kernels.gpu import attend_latents, latents, why_not_latents
+from headwise.runtime.kernels.gpu import attend_latents, why_not_latents
+from headwise.runtime.kernels.gpu import codes as latents
 from headwise.runtime.kernels.native.build import TURN
 from headwise.runtime.quantization import SINKS
 from headwise.runtime.quantization.reader import latent_layout

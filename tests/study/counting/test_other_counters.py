@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from torch import Tensor, nn, zeros
 
-from headwise.study.counting import PeerCount, other_counters, peer_counts
+from headwise.study.counting import PeerCount, peer_counts
+from headwise.study.counting import layer_comparison as other_counters
 
 
 class Scaled(nn.Module):
