@@ -1,6 +1,6 @@
 """Let llama.cpp and vLLM say what they allocate for the caches of toy models.
 
-Tests hold `headwise.costs.prediction.allocation` to it.
+Tests hold `headwise.costs.prediction.memory` to it.
 
     python -m benchmarks.allocations --llama-cpp SOURCE --python llama.cpp=ENV/bin/python vllm=ENV/bin/python
 

@@ -21,18 +21,16 @@ from benchmarks.kept import Kept, say
 from torch import Tensor
 
 import headwise
-from headwise.measure.timing.machine_limits import Probes
+from headwise.measure.timing.machine import Probes
 from headwise.measure.timing.timing import seconds
 from headwise.runtime.hf import HeadwiseCache
 from headwise.runtime.kernels import attend
-from headwise.runtime.kernels.native.codes.attention import attend_coded
-from headwise.runtime.kernels.native.codes.heads import attend_heads
-from headwise.runtime.kernels.native.codes.sizes import TURN
+from headwise.runtime.kernels.native.build import TURN
+from headwise.runtime.kernels.native.codes.calls import attend_coded, attend_heads
 from headwise.runtime.quantization import SINKS, TransformCode
 from headwise.runtime.quantization.formats import TokenFormat, parse_format
 from headwise.runtime.quantization.kivi import KiviCode
-from headwise.runtime.quantization.layout import heads_layout, kernel_layout
-from headwise.runtime.quantization.stored import Read, read_kivi, read_tokenwise
+from headwise.runtime.quantization.reader import Read, heads_layout, kernel_layout, read_kivi, read_tokenwise
 from headwise.runtime.quantization.transform_code import blocks
 
 LATENT_HEADS, FREQUENCIES = 9, 32

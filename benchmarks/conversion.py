@@ -34,7 +34,7 @@ from headwise.conversion.calibration.saved import write_statistics
 from headwise.conversion.calibration.windows import plain_windows
 from headwise.measure.evaluation import evaluate, evaluate_choices, open_pair, score_window
 from headwise.measure.texts import calibration_windows, read_text, token_windows
-from headwise.measure.texts.calibration_texts import CalibrationTexts
+from headwise.measure.texts.calibration import CalibrationTexts
 from headwise.models.checkpoints import Checkpoint, FolderWriter, load_tokenizer, open_checkpoint
 from headwise.models.specs import AttentionSpec, split_budget
 

@@ -21,9 +21,8 @@ import torch
 from benchmarks.kept import Kept, say
 
 from headwise.costs.formulas.target import convert_spec, parse_target
-from headwise.costs.prediction.crossover import most_absorbed
-from headwise.measure.timing.layer_latency import filled_cache
-from headwise.measure.timing.timing import time_interleaved
+from headwise.costs.prediction.operators import most_absorbed
+from headwise.measure.timing.timing import filled_cache, time_interleaved
 from headwise.models.specs import LatentSpec, layer_spec, read_spec
 from headwise.runtime.attention import build
 

@@ -17,7 +17,7 @@ from benchmarks.kept import Kept, say
 
 import headwise
 from benchmarks import data
-from headwise.costs.formulas.default_targets import PLAIN_FORMATS
+from headwise.costs.formulas.target import PLAIN_FORMATS
 from headwise.measure.evaluation import open_pair
 from headwise.measure.evaluation.plain_cache import bfloat16_bytes
 from headwise.models.checkpoints import open_checkpoint

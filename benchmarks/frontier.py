@@ -24,7 +24,7 @@ from benchmarks import joined
 from headwise.base.documents import refuse_no_plotly
 from headwise.conversion.frontiers.page import markdown, page
 from headwise.conversion.frontiers.points import advice
-from headwise.conversion.frontiers.results import write_file
+from headwise.conversion.frontiers.run import write_file
 from headwise.models.checkpoints import open_checkpoint
 
 

@@ -26,7 +26,7 @@ from headwise.conversion.healing.loop import Loop
 from headwise.conversion.healing.optimizer import optimizer_of
 from headwise.conversion.healing.state import Progressed
 from headwise.conversion.healing.windows import open_windows
-from headwise.measure.timing.machine_limits import Probes
+from headwise.measure.timing.machine import Probes
 from headwise.measure.timing.timing import seconds
 from headwise.runtime.hf import as_dtype, load, open_decoder
 

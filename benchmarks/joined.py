@@ -18,7 +18,7 @@ from benchmarks.budgets import BUDGETS
 from headwise.conversion.frontiers.candidate import Candidate, Kind
 from headwise.conversion.frontiers.points import Frontier, collect
 from headwise.measure.evaluation.plain_cache import SAME_BYTES
-from headwise.measure.texts.calibration_texts import NARROWEST
+from headwise.measure.texts.calibration import NARROWEST
 
 PUBLISHED = {
     "kvquant": "KVQuant",
@@ -43,7 +43,7 @@ class Row:
         fraction: the fraction that it takes.
         ratio: perplexity over the original's on all texts.
         ratios: the same on each text.
-        result: as `headwise.conversion.frontiers.results.result_of` returns it.
+        result: as `headwise.conversion.frontiers.run.result_of` returns it.
         versions: of headwise and the libraries that measured it.
     """
 

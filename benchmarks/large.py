@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerFast
 from headwise.conversion.calibration.saved import save_layer, write_statistics
 from headwise.conversion.calibration.windows import plain_windows
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.conversion.storage.layers import LayerFiles
+from headwise.conversion.storage import LayerFiles
 from headwise.models.checkpoints import FolderWriter, TensorInfo, open_checkpoint
 from headwise.runtime.hf import expected_tensors
 

@@ -31,8 +31,7 @@ from headwise.base.progress import silent
 from headwise.measure.evaluation.evaluate import prompt_of, read_texts, windows_of
 from headwise.measure.evaluation.model_pair import open_pair
 from headwise.models.checkpoints import load_tokenizer
-from headwise.serving.engines.in_engine import RUNNABLE
-from headwise.serving.engines.process import ask
+from headwise.serving.engines.in_engine import RUNNABLE, ask
 
 
 def folder(cache: Path) -> Path:

@@ -27,7 +27,7 @@ from benchmarks import data
 from headwise.measure.evaluation import load_encoder
 from headwise.measure.evaluation.retrieval import Questions, rated
 from headwise.measure.texts import read_jsonl, token_ids
-from headwise.measure.texts.calibration_texts import CalibrationTexts
+from headwise.measure.texts.calibration import CalibrationTexts
 from headwise.models.checkpoints import load_tokenizer, open_checkpoint
 
 HEADS = (6, 3)

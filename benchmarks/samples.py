@@ -25,7 +25,7 @@ from benchmarks import data
 from headwise.base.disk import write_whole
 from headwise.measure.evaluation import evaluate_choices, open_pair
 from headwise.measure.texts import read_text
-from headwise.measure.texts.calibration_texts import CalibrationTexts
+from headwise.measure.texts.calibration import CalibrationTexts
 from headwise.models.checkpoints import open_checkpoint
 
 SOURCE = "smollm2-135m"

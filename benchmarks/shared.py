@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from headwise.measure.texts import read_text, shared_fraction, token_windows
-from headwise.measure.texts.calibration_texts import CalibrationTexts, open_windows
+from headwise.measure.texts.calibration import CalibrationTexts, open_windows
 from headwise.measure.texts.overlap import TOLERATED
 from headwise.models.checkpoints import Checkpoint, load_tokenizer
 

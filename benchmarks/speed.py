@@ -28,10 +28,10 @@ from benchmarks.kept import Kept, say
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import headwise
-from headwise.measure.timing.machine_limits import Probes
+from headwise.measure.timing.machine import Probes
 from headwise.measure.timing.timing import seconds, spread_interleaved
 from headwise.runtime.hf import HeadwiseCache
-from headwise.runtime.hf.linear import FewTokensLinear
+from headwise.runtime.hf.optimize import FewTokensLinear
 from headwise.runtime.kernels import attend
 
 LAYERS = 4

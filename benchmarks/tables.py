@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.shared import shared_mark
 
 from benchmarks import audit_tables, healing_tables, joined
-from headwise.conversion.frontiers.verdict import verdict_lines
+from headwise.conversion.frontiers.points import verdict_lines
 from headwise.conversion.methods import all_methods
 from headwise.costs.prediction import SERVING_ENGINES
 from headwise.measure.texts.overlap import SHARED

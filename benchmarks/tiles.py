@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from benchmarks.kept import Kept, say
 from torch import Tensor
 
-from headwise.measure.timing.machine_limits import Probes
+from headwise.measure.timing.machine import Probes
 from headwise.measure.timing.timing import recorded, seconds
 from headwise.runtime.kernels import attend
 from headwise.runtime.kernels.gpu import attend_split, split

@@ -38,7 +38,7 @@ ROOMS = (
     "headwise.conversion.frontiers",
     "headwise.conversion",
     "headwise.conversion.healing",
-    "headwise.conversion.migration",
+    "headwise.conversion.migrate",
     "headwise.runtime.parallel",
 )
 

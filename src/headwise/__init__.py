@@ -43,7 +43,7 @@ _PUBLIC = {
     "LayerCounts": "headwise.study.counting",
     "MissingExtraError": "headwise.errors",
     "MigrateOptions": "headwise.base.options",
-    "Migration": "headwise.conversion.migration",
+    "Migration": "headwise.conversion.migrate",
     "ModelSpec": "headwise.models.specs",
     "MultiHeadAttention": "headwise.runtime.attention",
     "MultiHeadLatentAttention": "headwise.runtime.attention",
@@ -83,7 +83,7 @@ _PUBLIC = {
     "heal": "headwise.conversion.healing",
     "inspect": "headwise.costs.formulas",
     "load": "headwise.runtime.hf",
-    "migrate": "headwise.conversion.migration",
+    "migrate": "headwise.conversion.migrate",
     "optimize": "headwise.runtime.hf",
     "quick_frontier": "headwise.conversion.frontiers",
     "sample": "headwise.measure.texts",
@@ -109,7 +109,7 @@ if TYPE_CHECKING:
     from headwise.conversion import Calibration, Conversion, calibrate, convert
     from headwise.conversion.frontiers import Frontier, QuickFrontier, frontier, quick_frontier
     from headwise.conversion.healing import Healing, heal
-    from headwise.conversion.migration import Migration, migrate
+    from headwise.conversion.migrate import Migration, migrate
     from headwise.conversion.preparation import Preparation, prepare
     from headwise.costs import formulas
     from headwise.costs.formulas import Comparison, Complexity, Inspection, compare, complexity, inspect

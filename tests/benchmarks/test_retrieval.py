@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.retrieval import plan, shared_passages, study
 
-from headwise.measure.texts.calibration_texts import CalibrationTexts
+from headwise.measure.texts.calibration import CalibrationTexts
 from tests.measure.evaluation.test_retrieval import save_bert
 
 

@@ -278,7 +278,7 @@ main()
 SLOWLY_ON_TEXT = """
 import time
 from headwise.cli import main
-from headwise.conversion.storage.activations import Activations
+from headwise.conversion.storage import Activations
 
 commit = Activations.commit
 def slowly(self):

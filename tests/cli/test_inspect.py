@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.cli.commands.from_configs.inspect import _names_of
+from headwise.cli.commands.inspect import _names_of
 from headwise.models.specs import catalog
 from tests.cli.conftest import Result
 from tests.toy_configs import TOYS

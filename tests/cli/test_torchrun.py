@@ -13,7 +13,7 @@ import torch
 
 import headwise
 from headwise.conversion.calibration.saved import open_statistics, read_evidence
-from headwise.conversion.storage.layers import LayerFiles
+from headwise.conversion.storage import LayerFiles
 from headwise.models.checkpoints import open_checkpoint
 from tests.closeness import assert_close
 from tests.real_models import save_tiny

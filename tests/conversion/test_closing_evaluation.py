@@ -14,7 +14,7 @@ from headwise.conversion import STAGES, closing_evaluation
 from headwise.conversion.closing_evaluation import REFERENCE, choose_exam
 from headwise.measure.evaluation import evaluate_windows, model_pair, open_pair
 from headwise.measure.texts import calibration_windows, language_reference, text_identity
-from headwise.measure.texts.calibration_texts import CalibrationTexts
+from headwise.measure.texts.calibration import CalibrationTexts
 from headwise.models.checkpoints import load_tokenizer, open_checkpoint
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family

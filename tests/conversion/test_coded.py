@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import headwise
-from headwise.conversion.storage.activations import Activations
+from headwise.conversion.storage import Activations
 from headwise.errors import HeadwiseError
 from headwise.models.specs import LatentSpec, read_config
 from headwise.runtime.hf import HeadwiseCache
-from headwise.runtime.quantization.files import FILE, read_codes
+from headwise.runtime.quantization.transform_code import FILE, read_codes
 from tests.closeness import assert_close
 from tests.conversion.test_resumed import TEXT, StoppedError, stop_at
 from tests.real_models import save_tiny

@@ -34,7 +34,7 @@ def text(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwise.conversion.solvers.device.QUICK", False)
-    monkeypatch.setattr("headwise.conversion.codes.scales.RATIOS", (1.0, 1.6))  # each takes seconds here
+    monkeypatch.setattr("headwise.conversion.codes.RATIOS", (1.0, 1.6))  # each takes seconds here
     optimizers = sys.modules["torch.optim.optimizer"]  # which torch.optim hides
     monkeypatch.setattr(optimizers, "_get_fused_kernels_supported_devices", lambda: ["cpu", str(DEVICE)])
     for name in ("convert", "calibrate"):  # the device is refused, as torch knows it as one without numbers

@@ -6,7 +6,7 @@ import torch
 
 from headwise.conversion import convert_to_latent
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.measure.profiling.memory import peak_bytes
+from headwise.measure.profiling.check import peak_bytes
 from headwise.models.specs import GroupedSpec, RopeSpec, as_latent
 
 WIDTH = 256

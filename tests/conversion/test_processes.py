@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from headwise.models.checkpoints import open_checkpoint
-from headwise.conversion.storage.activations import Activations
+from headwise.conversion.storage import Activations
 from headwise.base.processes import all_sum, barrier, my_windows, process_index
 from headwise.runtime.hf import LayerwiseModel
 

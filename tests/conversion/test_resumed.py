@@ -11,9 +11,8 @@ import pytest
 import headwise
 from headwise.conversion import layer_loop as layers
 from headwise.conversion.calibration.text import TextCalibrator
-from headwise.conversion.planning.plan import Place
-from headwise.conversion.storage.activations import Activations
-from headwise.conversion.storage.layers import LayerFiles
+from headwise.conversion.plan import Place
+from headwise.conversion.storage import Activations, LayerFiles
 from headwise.measure.texts import sources
 from headwise.models.checkpoints import Checkpoint, FolderWriter
 from tests.real_models import save_tiny

@@ -22,7 +22,7 @@ from headwise.base.options import (
     SampleOptions,
     declarations,
 )
-from headwise.conversion.frontiers import results
+from headwise.conversion.frontiers import run as results
 from headwise.models.checkpoints import run_identity
 from tests.real_models import save_tiny
 
@@ -149,7 +149,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], ModuleType, type[Options]]] = {
     "frontier": (headwise.frontier, results, FrontierOptions),
     "heal": (headwise.heal, sys.modules["headwise.conversion.healing.heal"], HealOptions),
     "sample": (headwise.sample, sys.modules["headwise.measure.texts.sample"], SampleOptions),
-    "migrate": (headwise.migrate, sys.modules["headwise.conversion.migration.migrate"], MigrateOptions),
+    "migrate": (headwise.migrate, sys.modules["headwise.conversion.migrate"], MigrateOptions),
 }
 """Each function that continues a killed run, the module that makes its identity, and its options."""
 

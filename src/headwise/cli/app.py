@@ -18,8 +18,7 @@ from rich.table import Table
 
 from headwise.base.documents import finite
 from headwise.base.progress import Progress, TimeLeft
-from headwise.cli.captured_output import held_back
-from headwise.cli.printable import PrintableConsole, printable_json
+from headwise.cli.printable import PrintableConsole, held_back, printable_json
 
 app = typer.Typer(
     name="headwise",

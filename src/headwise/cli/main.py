@@ -133,29 +133,27 @@ def _complain(message: str) -> None:
 def register_commands() -> None:
     """Import the files of all commands, each of which registers its own."""
     from headwise.cli.commands import (  # noqa: F401
+        advise,
         audit,
         bench,
         calibrate,
+        compare,
+        complexity,
         convert,
         count,
         demo,
         doctor,
+        engines,
         evaluate,
         export,
         frontier,
         generate,
         heal,
+        inspect,
         migrate,
+        predict,
         prepare,
         profile,
-        sample,
-    )
-    from headwise.cli.commands.from_configs import (  # noqa: F401
-        advise,
-        compare,
-        complexity,
-        engines,
-        inspect,
-        predict,
         report,
+        sample,
     )

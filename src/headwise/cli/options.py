@@ -1,4 +1,9 @@
-"""Parameters of a typer command from an options class: each field becomes an option or a flag."""
+"""Options that several commands have, and the scores that they print.
+
+Parameters of a typer command from an options class: each field becomes an option or a flag.
+
+Print evaluations as tables, the model beside its reference.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,19 @@ from collections.abc import Callable
 from dataclasses import MISSING
 from functools import wraps
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
+from rich.markup import escape
 
 from headwise.base.options import Declaration, Options, declarations
+from headwise.cli.app import numbers_table, out
 from headwise.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from headwise.measure.evaluation import ChoiceEvaluation, Evaluation, PlantedEvaluation, Rate, RetrievalEvaluation
+    from headwise.measure.evaluation.results import Paired
+
 
 _NO = "no_"
 """Prefix of a parameter whose flag sets a field to False."""
@@ -108,3 +120,119 @@ def _values(kind: type[Options], arguments: dict[str, Any]) -> dict[str, Any]:
                 raise ArgumentError(name, values[name][0], f"cannot be used with --no-{name.replace('_', '-')}")
             values[name] = False
     return values
+
+
+COLUMNS = ("model", "reference")
+
+
+def show_text(result: Evaluation, *, columns: tuple[str, str] = COLUMNS) -> None:
+    """Print an evaluation on text.
+
+    Args:
+        result: the evaluation.
+        columns: headings for the model and for its reference.
+    """
+    begin = f" that begin with {escape(' '.join(result.begin))}" if result.begin else ""
+    threads = f"{result.threads} thread{'s' * (result.threads != 1)}"
+    how = f"windows of {result.window}{begin}; {result.engine or result.dtype}, {threads}"
+    cache = "" if result.cache is None else f"; the model's cache in {result.cache}"
+    out.print(f"{result.tokens:,} tokens of {escape(result.text)}, {how}{cache}")
+    table = _table("", result.against, columns)
+    for score in result.texts if len(result.texts) > 1 else ():
+        _row(table, f"perplexity of {escape(score.text)}", score, "perplexity", ".3f")
+    _row(table, "perplexity", result, "perplexity", ".3f")
+    _row(table, "cache B/token", result, "cache_bytes_per_token", ",.0f")
+    if result.engine is not None:
+        _row(table, "cache B", result, "cache_bytes", ",")
+    _row(table, f"decode ms/token at {result.context}", result, "decode_ms", ".1f")
+    if result.engine is not None:
+        _row(table, "decode tokens/s", result, "decode_tokens_per_second", ".1f")
+    out.print(table)
+    for score in result.texts if result.against is not None else ():
+        name = f"{escape(score.text)}: " if len(result.texts) > 1 else ""
+        out.print(
+            f"{name}perplexity ratio {score.perplexity_ratio:.4f} · KL {score.kl:.4f} nats a token"
+            f" · top-1 agreement {score.top1_agreement:.1%}"
+        )
+        if result.engine is not None:
+            out.print(f"{name}one token in a thousand has a KL above {score.kl_999:.2f} nats")
+
+
+def _show_by_position(result: Evaluation) -> None:
+    for score in result.texts:
+        table = _table(f"nats at positions of {escape(score.text)}", result.against)
+        for bucket in score.by_position:
+            _row(table, f"{bucket.start}–{bucket.stop - 1}", bucket, "nll", ".4f")
+        out.print(table)
+
+
+def _show_choices(result: ChoiceEvaluation) -> None:
+    cache = "" if result.cache is None else f"; the model's cache in {result.cache}"
+    out.print(f"{result.items:,} items of {escape(result.file)}, zero-shot{cache}")
+    rates = {"accuracy": result.accuracy, "accuracy by length": result.accuracy_norm}
+    _show_rates(rates, result.against)
+
+
+def _show_planted(result: PlantedEvaluation) -> None:
+    one, several = ("a fact", "facts") if result.strings is None else ("a random string", "random strings")
+    facts = one if result.keys == 1 else f"{result.keys} {several}"
+    if result.strings is not None:
+        facts += f" of {result.strings} tokens"
+    trials = "one trial" if result.trials == 1 else f"{result.trials} trials"
+    out.print(f"{facts} planted in {result.context:,} tokens of {escape(result.text)}, {trials} at each depth")
+    table = _table(f"probability among {result.codes} codes", result.against)
+    for row in result.depths:
+        _row(table, f"at depth {row.depth:.0%}", row, "probability", ".3f")
+    for row in result.depths:
+        _row(table, f"nats at depth {row.depth:.0%}", row, "nll", ".3f")
+    out.print(table)
+    _show_rates({"likeliest of the codes": result.first, "generated": result.found}, result.against)
+
+
+def _show_retrieval(result: RetrievalEvaluation) -> None:
+    out.print(f"{result.questions:,} questions, {result.passages:,} passages of {escape(result.file)}")
+    _show_rates({"R@1": result.recall_at_1, "R@10": result.recall_at_10}, result.against)
+    reference = "" if result.reference is None else f", reference {result.reference.mrr:.4f}"
+    out.print(f"MRR {result.mrr:.4f}{reference}")
+
+
+def _show_rates(rates: dict[str, Rate], against: str | None) -> None:
+    """Print rates with their 95 % intervals, and differences in percentage points."""
+    table = _table("with 95 % intervals", against)
+    for name, rate in rates.items():
+        models = [rate] if rate.reference is None else [rate, rate.reference]
+        table.add_row(name, *(f"{model.rate:.1%} ({_span(model.low, model.high)})" for model in models))
+    out.print(table)
+    for name, rate in rates.items():
+        if rate.difference is not None:
+            out.print(
+                f"{name} {100 * rate.difference:+.1f} points"
+                f" ({_span(rate.difference_low, rate.difference_high, '+.1f')});"
+                f" only the model {rate.only_model}, only the reference {rate.only_reference}"
+            )
+
+
+def _span(low: float | None, high: float | None, style: str = ".1f") -> str:
+    assert low is not None
+    assert high is not None
+    return f"{100 * low:{style}} to {100 * high:{style}}"
+
+
+def _table(heading: str, against: str | None, columns: tuple[str, str] = COLUMNS) -> Any:
+    return numbers_table(heading, *columns[: 1 if against is None else 2])
+
+
+def _row(table: Any, name: str, result: Paired, number: str, style: str) -> None:
+    """Add a row with one number of a result, followed by the reference's."""
+    models = [result] if result.reference is None else [result, result.reference]
+    table.add_row(name, *(format(getattr(model, number), style) for model in models))
+
+
+SHOW: dict[str, Callable[[Any], None]] = {
+    "text": show_text,
+    "by_position": _show_by_position,
+    "choices": _show_choices,
+    "planted": _show_planted,
+    "retrieval": _show_retrieval,
+}
+"""The function that prints the result of each task, by the task's name."""

@@ -20,13 +20,12 @@ from headwise.conversion.calibration.saved import ABOUT, save_layer, write_stati
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
 from headwise.conversion.calibration.source_stream import begin_streams, sensitivity_windows, traced
 from headwise.conversion.calibration.windows import CalibrationWindows, recall_windows
-from headwise.conversion.planning.plan import Place, read_layer
-from headwise.conversion.solvers.device import computing_on, own_device
+from headwise.conversion.plan import Place, read_layer
+from headwise.conversion.solvers.device import computing_on, own_device, refuse_unsolvable
 from headwise.conversion.solvers.statistics import statistics_of
-from headwise.conversion.storage.layers import LayerFiles
-from headwise.conversion.unsolvable import refuse_unsolvable
+from headwise.conversion.storage import LayerFiles
 from headwise.costs.formulas.target import refuse_latent
-from headwise.measure.texts.calibration_texts import check_texts, open_windows, refuse_cross_layers
+from headwise.measure.texts.calibration import check_texts, open_windows, refuse_cross_layers
 from headwise.measure.texts.sources import refuse_texts_within
 from headwise.measure.timing import peak_rss_bytes
 from headwise.models.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity

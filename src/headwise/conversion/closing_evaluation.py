@@ -27,7 +27,7 @@ from headwise.measure.texts import (
     usual_window,
     windows_beyond,
 )
-from headwise.measure.texts.calibration_texts import NO_TEXTS, CalibrationTexts, open_windows, refuse_unknown_tokens
+from headwise.measure.texts.calibration import NO_TEXTS, CalibrationTexts, open_windows, refuse_unknown_tokens
 from headwise.measure.timing import available_bytes
 from headwise.models.checkpoints import Checkpoint, load_tokenizer
 from headwise.models.specs import ModelSpec

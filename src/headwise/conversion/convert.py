@@ -17,7 +17,6 @@ from headwise.base.options import ConvertOptions, takes_options
 from headwise.base.processes import first_enters, process_count, process_index
 from headwise.base.progress import Progress, TimedProgress, silent
 from headwise.base.type_checks import typed
-from headwise.conversion.balance import balance
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
 from headwise.conversion.closing_evaluation import (
     EVALUATING,
@@ -29,15 +28,13 @@ from headwise.conversion.closing_evaluation import (
     window_notes,
 )
 from headwise.conversion.estimate import estimate_stages
-from headwise.conversion.measured import measured_json
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
 from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.plain_comparison import COMPARING, compare_plain
-from headwise.conversion.planning.plan import ConversionPlan, make_plan, refuse_inputs
-from headwise.conversion.report import Conversion, describe, notes_before
-from headwise.conversion.solvers.device import computing_on, own_device, peak_bytes, reset_peak
-from headwise.conversion.unsolvable import refuse_unsolvable
+from headwise.conversion.plan import ConversionPlan, make_plan, refuse_inputs
+from headwise.conversion.report import Conversion, balance, describe, measured_json, notes_before
+from headwise.conversion.solvers.device import computing_on, own_device, peak_bytes, refuse_unsolvable, reset_peak
 from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, write_folder
 from headwise.costs.formulas.model import cache_bytes_per_token
 from headwise.costs.formulas.target import Target, parse_target

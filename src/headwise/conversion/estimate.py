@@ -10,21 +10,20 @@ from torch import Tensor
 
 from headwise.base.processes import process_count, temporary_folder
 from headwise.base.progress import Progress, silent
-from headwise.conversion.budget.layer_trials import SPREADING
-from headwise.conversion.budget.shared_channels import CHOOSING
-from headwise.conversion.budget.spread import PIECES, TOKENS
+from headwise.conversion.budget.spread import CHOOSING, PIECES, TOKENS
+from headwise.conversion.budget.trials import SPREADING
 from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
 from headwise.conversion.calibration.saved import SavedCalibrator
 from headwise.conversion.calibration.sensitivity import MEASURING, PIECE
 from headwise.conversion.calibration.source_stream import sensitivity_windows
 from headwise.conversion.calibration.text import TextCalibrator, descent_steps, open_calibration
 from headwise.conversion.closing_evaluation import EVALUATING, Exam
-from headwise.conversion.layer_loop import CONVERTING, convert_layer
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.plain_comparison import COMPARING
-from headwise.conversion.planning.plan import ConversionPlan, Place
+from headwise.conversion.plan import ConversionPlan, Place
 from headwise.conversion.solvers.device import clock
-from headwise.conversion.storage.store import LayerStore
+from headwise.conversion.storage import LayerStore
+from headwise.conversion.write_folder import CONVERTING, convert_layer
 from headwise.measure.texts import NO_TEXTS, CalibrationTexts
 from headwise.runtime.hf import LayerwiseModel
 from headwise.runtime.kernels import attend

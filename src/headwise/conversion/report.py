@@ -1,25 +1,115 @@
-"""The report of a conversion, which `convert` returns."""
+"""The report of a conversion, what it gains at a context, and the file that keeps it.
+
+What a conversion gains and costs at a user's context: bytes of cache and of weights, and a decode step's work.
+
+The report of a conversion, which `convert` returns.
+
+What a conversion measured of itself, as a file of its folder that `headwise advise --measured` reads.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from headwise.base.documents import as_document
-from headwise.conversion.balance import Balance
+from headwise.base.documents import as_document, finite
+from headwise.base.options import ConvertOptions
 from headwise.conversion.budget.spread import Spread
 from headwise.conversion.output.card import parameters_of
 from headwise.conversion.output.formats import OutputFormat, StockReport
 from headwise.conversion.plain_comparison import PlainComparison
-from headwise.conversion.planning.plan import ConversionPlan
+from headwise.conversion.plan import ConversionPlan
 from headwise.costs.formulas import model as cost
+from headwise.costs.formulas.model import cache_bytes_per_token
+from headwise.costs.formulas.target import Target
+from headwise.costs.prediction import Pass, operators
+from headwise.errors import HeadwiseError
 from headwise.measure.evaluation import Evaluation
 from headwise.models.checkpoints import TensorInfo, dtype_name
 from headwise.models.checkpoints.gguf import GgufCheckpoint
-from headwise.models.specs import read_config
+from headwise.models.specs import ModelSpec, read_config
 from headwise.runtime.quantization import SINKS
-from headwise.runtime.quantization.files import FILE
+from headwise.runtime.quantization.transform_code import FILE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """A model before and after its conversion, with a cache of so many tokens; what is not in codes has 16 bits.
+
+    Attributes:
+        context: tokens of all sequences together.
+        cache_bytes: of these tokens, before and after.
+        weight_bytes: of the files of weights, before and after.
+        flops: of a decode step of one sequence of these tokens, after over before; None where it is not known.
+        bytes_read: by that step, weights and cache in 16 bits or in codes, likewise.
+    """
+
+    context: int
+    cache_bytes: tuple[float, float]
+    weight_bytes: tuple[int, int]
+    flops: float | None = None
+    bytes_read: float | None = None
+
+    @property
+    def saved(self) -> float:
+        """Bytes of cache and weights together that are saved; negative where more are taken."""
+        return sum(self.cache_bytes[:1] + self.weight_bytes[:1]) - self.cache_bytes[1] - self.weight_bytes[1]
+
+    @property
+    def even_at(self) -> int | None:
+        """The tokens from which on memory is saved; None where it never is, and 0 where it always is."""
+        by_token = (self.cache_bytes[0] - self.cache_bytes[1]) / self.context
+        grown = self.weight_bytes[1] - self.weight_bytes[0]
+        if by_token <= 0:
+            return None
+        return max(math.ceil(grown / by_token), 0)
+
+
+def balance(
+    before: ModelSpec,
+    after: ModelSpec,
+    *,
+    context: int,
+    token_bytes: tuple[float, float],
+    weight_bytes: tuple[int, int],
+) -> Balance | None:
+    """Weigh a conversion.
+
+    Args:
+        before: the source.
+        after: the result.
+        context: tokens of all sequences together.
+        token_bytes: of a token in the caches of both, as they are served.
+        weight_bytes: of the files of weights of both.
+
+    Returns:
+        The balance; None where the source caches nothing.
+    """
+    if not token_bytes[0]:
+        return None
+    found = Balance(
+        context=context,
+        cache_bytes=(context * token_bytes[0], context * token_bytes[1]),
+        weight_bytes=weight_bytes,
+    )
+    try:
+        (flops, read), (later_flops, later_read) = (
+            _step(model, context, each) for model, each in zip((before, after), token_bytes, strict=True)
+        )
+    except HeadwiseError:  # layers whose costs are not known
+        return found
+    return replace(found, flops=later_flops / flops, bytes_read=later_read / read)
+
+
+def _step(model: ModelSpec, context: int, token_bytes: float) -> tuple[float, float]:
+    """FLOPs of a decode step, and the bytes that it reads."""
+    step = Pass(total=context)
+    found = operators(replace(model, stored=None), step)
+    weights = sum(each.times * each.weight_bytes for each in found)
+    return sum(each.times * each.flops for each in found), weights + context * token_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,3 +259,34 @@ def notes_before(
     if isinstance(plan.checkpoint, GgufCheckpoint) and plan.checkpoint.quantization is not None:
         notes.append(f"the source is dequantised from {plan.checkpoint.quantization}")
     return notes
+
+
+def measured_json(plan: ConversionPlan, target: Target, options: ConvertOptions, report: Conversion) -> str | None:
+    """A frontier's JSON with one point, this conversion's; None where nothing was measured, or it has no spelling.
+
+    A conversion by another method than headwise's whole one, or into another format, says so in ``way``: its quality
+    is not that of the target by itself.
+    """
+    evaluation = report.evaluation
+    if evaluation is None or target.spelling is None:
+        return None
+    # Codes are compared with the source's cache in bfloat16, and numbers with numbers of the same dtype.
+    whole = cache_bytes_per_token(plan.before) if report.coded else report.kv_bytes_per_token_before
+    others = [f"by {report.method}"] if options.method else []
+    others += [f"without {', '.join(options.without)}"] if options.without else []
+    others += [f"as {report.format}"] if report.format != "headwise" else []
+    point = {
+        "target": target.spelling,
+        "way": " ".join(("headwise", *others)),
+        "label": report.label,
+        "cache_fraction": report.kv_bytes_per_token_after / whole,
+        "perplexity_ratio": evaluation.perplexity_ratio,
+        "kl": evaluation.kl,
+    }
+    document = {
+        "label": plan.before.label,
+        "tokens": evaluation.tokens,
+        "window": evaluation.window,
+        "points": [point],
+    }
+    return json.dumps(finite(document), indent=1) + "\n"

@@ -1,8 +1,16 @@
-"""Carry out a plan: calibrate, size the layers, convert them, and write the folder in its format."""
+"""Carry out a plan: calibrate, size the layers, convert one after the other, and write the folder.
+
+The layer loop: evidence of a layer, its solution, the refined layer on disk, and on to the next layer.
+
+`convert_layer` is the whole way of one layer's tensors. `write_tensors` asks for each layer when it comes to the
+layer's first tensor in the folder.
+
+Carry out a plan: calibrate, size the layers, convert them, and write the folder in its format.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,24 +19,160 @@ from torch import Tensor
 
 from headwise.base.processes import barrier, first_enters, process_index
 from headwise.base.progress import Progress, silent
-from headwise.conversion.budget.shared_channels import choose_shared_channels
-from headwise.conversion.budget.spread import Spread, find_spread
+from headwise.conversion.budget.spread import Spread, choose_shared_channels, compare_own_channels, find_spread
 from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
 from headwise.conversion.calibration.saved import SavedCalibrator
 from headwise.conversion.calibration.text import TextCalibrator, start_on_text
 from headwise.conversion.closing_evaluation import Exam
-from headwise.conversion.layer_loop import follow, write_tensors
-from headwise.conversion.output.difference import logits_difference
-from headwise.conversion.output.formats import OutputFormat, StockReport
+from headwise.conversion.methods import Evidence
+from headwise.conversion.output.formats import OutputFormat, StockReport, logits_difference
 from headwise.conversion.output.layout import OutputLayout
-from headwise.conversion.planning.plan import ConversionPlan
+from headwise.conversion.output.without_biases import constant_of_inputs, with_even_pairs, without_biases
+from headwise.conversion.plan import ConversionPlan, Place, read_layer
 from headwise.conversion.solvers.device import CPU, computing_on, moved
-from headwise.conversion.storage.layers import LayerFiles
-from headwise.conversion.storage.store import LayerStore
+from headwise.conversion.solvers.layer import Layer
+from headwise.conversion.storage import ConvertedLayer, LayerFiles, LayerStore
 from headwise.measure.texts import NO_TEXTS, CalibrationTexts
 from headwise.models.checkpoints import Checkpoint, FolderWriter, TensorInfo, dtype_name, open_checkpoint
+from headwise.runtime.attention import RotaryEmbedding
 from headwise.runtime.quantization import TransformCode
-from headwise.runtime.quantization.files import FILE, codes_content
+from headwise.runtime.quantization.transform_code import FILE, codes_content
+from headwise.serving.exports.deepseek import input_norm
+
+CONVERTING = "converting"
+"""The name of the stage, for progress."""
+
+
+def convert_layers(
+    layout: OutputLayout,
+    calibrator: Calibrator,
+    store: LayerStore,
+    places: Iterable[Place],
+    progress: Progress = silent,
+) -> Iterator[ConvertedLayer]:
+    """Convert some layers, in order, each when the caller asks for it.
+
+    Args:
+        layout: the layout of the output folder, with the plan.
+        calibrator: gives the evidence of each layer.
+        store: saves converted layers, for a run that continues this one if it is killed.
+        places: the layers' places in the model.
+        progress: told of each layer.
+
+    Raises:
+        CheckpointError: the result of an earlier run is lost, or a number does not fit the output's dtype.
+        StorageError: the disk is full.
+    """
+    count = layout.plan.before.num_layers
+    for place in places:
+        layer = store.load(place) if calibrator.may_be_saved(place) else None
+        if layer is None:
+            progress(CONVERTING, place.index, count)  # a layer that is loaded says nothing about the pace
+            layer = convert_layer(layout, calibrator, store, place)
+        yield layer
+        del layer  # freed before the next one is converted
+    progress(CONVERTING, count, count)
+
+
+def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStore, place: Place) -> ConvertedLayer:
+    """Convert one layer; see `convert_layers`."""
+    plan = layout.plan
+    source = read_layer(plan.checkpoint, place)
+    target = plan.layer_target(place)
+    evidence = calibrator.evidence(place, source)
+    solution = plan.method.solve(source, target, evidence)
+    channel_losses = compare_own_channels(plan.method, source, target, evidence, solution, calibrator)
+    refined = calibrator.refine(place, solution, target.token_bytes, _last_step(plan, place, evidence))
+    about = {**refined.about(), **channel_losses}
+    layer = ConvertedLayer(
+        place,
+        layout.stored(place, refined.layer),
+        refined.layer.channels,
+        about,
+        None if refined.layer.code is None else refined.layer.code.to(CPU),
+    )
+    if process_index() == 0:
+        store.save(layer)
+    calibrator.advance(place, refined)
+    return layer
+
+
+def _last_step(plan: ConversionPlan, place: Place, evidence: Evidence) -> Callable[[Layer], Layer] | None:
+    """What is done with a layer before its refit: biases are removed, where the plan says so.
+
+    Engines' small caches take such layers, so that their rotary pairs are made to bear rounding first.
+    """
+    if not plan.bias_free:
+        return None
+    assert evidence.statistics is not None
+    moments = evidence.statistics.inputs
+    rope = plan.before.layers[place.index].rope
+    constant = constant_of_inputs(evidence.statistics, evidence.starts)
+    gain = moved(plan.checkpoint.read(input_norm(place.index)))
+
+    def last_step(layer: Layer) -> Layer:
+        if rope is not None:
+            layer = with_even_pairs(
+                layer, moments, moved(torch.tensor(RotaryEmbedding(rope).frequencies))[layer.channels]
+            )
+        return without_biases(layer, constant, gain, plan.dtype)
+
+    return last_step
+
+
+def write_tensors(
+    layout: OutputLayout, writer: FolderWriter, calibrator: Calibrator, store: LayerStore, progress: Progress = silent
+) -> tuple[dict[int, list[int]], dict[int, TransformCode]]:
+    """Add all tensors that a folder lacks, with one layer in memory at a time.
+
+    Args:
+        layout: the layout of the folder.
+        writer: the open writer of the folder.
+        calibrator: see `convert_layers`.
+        store: see `convert_layers`.
+        progress: told of each layer.
+
+    Returns:
+        The rotary channels of each layer, for the folder's config, and the code of each layer's cache.
+    """
+    plan, owner = layout.plan, layout.owner
+    # A text goes through every layer, and the config needs the channels of every MLA layer.
+    visits_all = calibrator.is_sequential or plan.after.mechanism == "mla"
+    places = list(dict.fromkeys(owner[name] for name in owner if visits_all or not writer.has(name)))
+    layers = convert_layers(layout, calibrator, store, places, progress)
+    channels: dict[int, list[int]] = {}
+    codes: dict[int, TransformCode] = {}
+    layer: ConvertedLayer | None = None
+    for name in layout.tensors:
+        if name not in owner:
+            if not writer.has(name):
+                writer.add(name, layout.cast(name, plan.checkpoint.read(name)))
+            continue
+        place = owner[name]
+        if layer is None or layer.place != place:
+            if place not in places:
+                continue
+            layer = next(layers)
+            if not place.cross:
+                channels[place.index] = layer.channels
+                if layer.code is not None:
+                    codes[place.index] = layer.code
+        tensor = layer.tensors.pop(name)
+        if not writer.has(name):
+            writer.add(name, tensor)
+        del tensor  # freed before the next layer is converted
+    for _ in layers:  # run the generator to its end
+        pass
+    return channels, codes
+
+
+def follow(layout: OutputLayout, calibrator: Calibrator) -> None:
+    """Convert without writing: the part of every process but the first in a conversion on a text."""
+    if calibrator.is_sequential:
+        places = [place for place in layout.plan.places if not calibrator.may_be_saved(place)]
+        for _ in convert_layers(layout, calibrator, LayerStore(None), places):
+            pass
+
 
 TOKENS = 512
 """The number of tokens that the two formats of an exported folder are compared on."""

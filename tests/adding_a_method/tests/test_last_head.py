@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import headwise
 from headwise.conversion import find_method
-from headwise.conversion.frontiers.ladder import list_candidates
+from headwise.conversion.frontiers.candidate import list_candidates
 from headwise.models.checkpoints import open_checkpoint
 
 

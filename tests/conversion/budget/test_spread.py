@@ -16,17 +16,14 @@ from safetensors.torch import load_file, save_file
 import headwise
 from headwise import Conversion
 from headwise.conversion.budget import layer_trials, spread
-from headwise.conversion.budget.layer_trials import LayerTrials, sizes_to_try
-from headwise.conversion.budget.trial import Trial, held_pieces
+from headwise.conversion.budget.trials import LayerTrials, Trial, held_pieces, sizes_to_try
 from headwise.conversion.calibration.windows import repeating_pieces
 from headwise.conversion.methods import Evidence, LatentMethod, LayerTarget
-from headwise.conversion.planning.plan import Place, read_layer
-from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
-from headwise.conversion.solvers.latent_sizes import narrowed
+from headwise.conversion.plan import Place, read_layer
+from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent, narrowed
 from headwise.conversion.solvers.layer import Layer, State, rotation_tables
-from headwise.conversion.solvers.metrics import KEY_WEIGHT
-from headwise.conversion.solvers.statistics import Statistics, statistics_of
-from headwise.conversion.storage.layers import LayerFiles
+from headwise.conversion.solvers.statistics import KEY_WEIGHT, Statistics, statistics_of
+from headwise.conversion.storage import LayerFiles
 from headwise.models.checkpoints import open_checkpoint
 from headwise.models.specs import GroupedSpec, LatentSpec, RopeSpec, as_latent
 from headwise.runtime.hf import LayerwiseModel
@@ -172,7 +169,7 @@ class OneHeadChannels(LatentMethod):
 
 def test_every_size_is_solved_by_the_plans_own_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     method = OneHeadChannels()
-    monkeypatch.setattr("headwise.conversion.planning.plan.choose_method", lambda *_: method)
+    monkeypatch.setattr("headwise.conversion.plan.choose_method", lambda *_: method)
     uneven(tmp_path / "source")
     (tmp_path / "text.txt").write_text(TEXT)
     done = headwise.convert(

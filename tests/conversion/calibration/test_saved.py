@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save
 
 import headwise
-from headwise.conversion import layer_loop
+from headwise.conversion import write_folder as layer_loop
 from headwise.conversion.calibration import saved
 from headwise.conversion.calibration.saved import _triangle, _whole, open_statistics, read_evidence
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.closing_evaluation import REFERENCE
-from headwise.conversion.storage.layers import LayerFiles
-from headwise.measure.texts import calibration_windows
+from headwise.conversion.storage import LayerFiles
+from headwise.measure.texts import calibration as calibration_windows
 from headwise.models.checkpoints import load_tokenizer, open_checkpoint
 from headwise.runtime.hf import LayerwiseModel
 from tests.conversion.test_resumed import StoppedError, stop_at

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 import headwise
-from headwise.conversion.calibration.starts import DRAWN, Starts, start_ids
-from headwise.conversion.calibration.windows import plain_windows
-from headwise.conversion.planning.plan import Place, read_layer
+from headwise.conversion.calibration.windows import DRAWN, Starts, plain_windows, start_ids
+from headwise.conversion.plan import Place, read_layer
 from headwise.conversion.solvers.layer import rotation_tables
 from headwise.conversion.solvers.refit import OUTLIER, Cost, OutputRefit
 from headwise.measure.texts.windows import begun

@@ -12,16 +12,15 @@ import torch
 import torch.nn.functional as F
 
 import headwise
-from headwise.conversion.calibration.candidate_layer import Candidate
 from headwise.conversion.calibration.sensitivity import drawn_labels, output_sensitivities
-from headwise.conversion.calibration.text import TextCalibrator, descent_steps
+from headwise.conversion.calibration.text import Candidate, TextCalibrator, descent_steps
 from headwise.conversion.calibration.windows import plain_windows
-from headwise.conversion.planning.plan import Place, read_layer
+from headwise.conversion.plan import Place, read_layer
 from headwise.conversion.solvers import layer as heads
 from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_rows
 from headwise.conversion.solvers.refit import RIDGES, Cost, OutputRefit, refine
 from headwise.conversion.solvers.statistics import Statistics, WindowStatistics, output_metric, root
-from headwise.conversion.storage.layers import LayerFiles
+from headwise.conversion.storage import LayerFiles
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints import open_checkpoint
 from headwise.models.specs import GroupedSpec

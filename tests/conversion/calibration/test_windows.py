@@ -17,7 +17,7 @@ from headwise.conversion.calibration.windows import (
     recall_windows,
     repeating_pieces,
 )
-from headwise.conversion.planning.plan import Place, read_layer
+from headwise.conversion.plan import Place, read_layer
 from headwise.conversion.solvers.rope_channels import mean_rotation
 from headwise.conversion.solvers.statistics import statistics_of
 from headwise.models.checkpoints import open_checkpoint

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from headwise.conversion.codes.scales import allot, fit_scales
+from headwise.conversion.codes import allot, fit_scales
 from headwise.runtime.quantization.trellis import NOISE, REACH, encode
 
 SECTIONS, PARTS = (64, 16, 16), (64, 32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.conversion.codes.shares import code_shape, whole_shares
+from headwise.conversion.codes import code_shape, whole_shares
 from headwise.models.specs import LatentSpec
 from headwise.runtime.quantization.transform_code import blocks
 

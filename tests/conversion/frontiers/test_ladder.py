@@ -8,9 +8,8 @@ import pytest
 
 import headwise
 from headwise.conversion import STAGES
-from headwise.conversion.frontiers.candidate import Candidate, read_target
-from headwise.conversion.frontiers.ladder import list_candidates
-from headwise.costs.formulas.default_targets import BYTES, PLAIN_FORMATS, plain_formats
+from headwise.conversion.frontiers.candidate import Candidate, list_candidates, read_target
+from headwise.costs.formulas.target import BYTES, PLAIN_FORMATS, plain_formats
 from headwise.models.checkpoints import open_checkpoint
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family

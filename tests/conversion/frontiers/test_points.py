@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise.conversion.frontiers.candidate import Candidate, Kind, Tried
-from headwise.conversion.frontiers.page import markdown, tables, title
-from headwise.conversion.frontiers.plot import figure
+from headwise.conversion.frontiers.page import figure, markdown, tables, title
 from headwise.conversion.frontiers.points import Frontier, advice, collect, dominates, shown
 
 Spot = tuple[float, float]

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import headwise
-from headwise.conversion.frontiers import results
-from headwise.measure.texts.calibration_texts import CalibrationTexts, open_windows
+from headwise.conversion.frontiers import run as results
+from headwise.measure.texts.calibration import CalibrationTexts, open_windows
 from headwise.models.checkpoints import open_checkpoint
 from headwise.runtime.quantization.kivi import KiviCode
 from tests.conversion.test_resumed import StoppedError

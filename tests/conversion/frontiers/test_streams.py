@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.conversion.frontiers.streams import stream_losses
+from headwise.conversion.frontiers.quick import stream_losses
 from headwise.measure.evaluation.scoring import score_window
 from headwise.models.checkpoints import open_checkpoint
 from headwise.runtime.hf import LayerwiseModel, default_cache, load

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise.conversion.frontiers.candidate import Candidate
-from headwise.conversion.frontiers.verdict import Measured, SizeRange, size_ranges, verdict_lines
+from headwise.conversion.frontiers.points import Measured, SizeRange, size_ranges, verdict_lines
 
 TOKENS = 10_000
 

@@ -22,7 +22,7 @@ from headwise.models.checkpoints import open_checkpoint
 from headwise.runtime.hf import default_cache
 from headwise.runtime.kernels import attend
 from headwise.runtime.quantization.formats import parse_format
-from headwise.runtime.quantization.stored import passed_through, read_rounded
+from headwise.runtime.quantization.reader import passed_through, read_rounded
 from tests.byte_level import save_byte_level
 from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.real_models import save_tiny

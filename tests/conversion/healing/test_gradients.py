@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise
-from headwise.conversion.healing.gradients import add_gradients
+from headwise.conversion.healing.loop import add_gradients
 from headwise.conversion.healing.optimizer import Muon
 from headwise.conversion.healing.state import TrainingState
 from tests.conversion.test_resumed import StoppedError, stop_at

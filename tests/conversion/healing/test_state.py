@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headwise.conversion.healing.state import Progressed, TrainingState
-from headwise.conversion.storage.layers import LayerFiles
+from headwise.conversion.storage import LayerFiles
 from tests.conversion.test_resumed import StoppedError, stop_at
 
 

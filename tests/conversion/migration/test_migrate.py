@@ -16,7 +16,7 @@ from headwise.errors import HeadwiseError
 from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.real_models import save_tiny
 
-module = importlib.import_module("headwise.conversion.migration.migrate")
+module = importlib.import_module("headwise.conversion.migrate")
 
 STUDY = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
 EXAM = "then it does so again. the quick brown fox jumps over the lazy dog, and " * 12

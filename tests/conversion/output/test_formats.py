@@ -16,19 +16,17 @@ import torch
 import headwise
 from headwise.base.progress import silent
 from headwise.conversion import parse_target
-from headwise.conversion.budget import shared_channels
-from headwise.conversion.budget.shared_channels import choose_shared_channels, rotary_losses
+from headwise.conversion.budget import spread as shared_channels
+from headwise.conversion.budget.spread import choose_shared_channels, rotary_losses
 from headwise.conversion.calibration.base import NOTHING_KNOWN
-from headwise.conversion.layer_loop import convert_layer
 from headwise.conversion.output import formats
-from headwise.conversion.output.difference import logits_difference
+from headwise.conversion.output.formats import logits_difference
 from headwise.conversion.output.layout import OutputLayout
-from headwise.conversion.planning.plan import ConversionPlan, Place, make_plan, read_layer
+from headwise.conversion.plan import ConversionPlan, Place, make_plan, read_layer
 from headwise.conversion.solvers.rope_channels import keep_rotation
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.conversion.storage.activations import Activations
-from headwise.conversion.storage.layers import LayerFiles
-from headwise.conversion.storage.store import LayerStore
+from headwise.conversion.storage import Activations, LayerFiles, LayerStore
+from headwise.conversion.write_folder import convert_layer
 from headwise.models.checkpoints import FolderWriter, open_checkpoint
 from headwise.models.specs import GroupedSpec, LatentSpec
 from headwise.serving.exports import deepseek

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.conversion.output.rotary_factors import with_even_pairs
-from headwise.conversion.output.without_biases import without_biases
+from headwise.conversion.output.without_biases import with_even_pairs, without_biases
 from headwise.conversion.solvers.layer import Layer, Rotation, attention_weights
 from headwise.models.specs import LatentSpec
 from headwise.runtime.quantization.ggml import GgmlCode

@@ -10,7 +10,7 @@ import pytest
 
 from headwise.conversion import parse_target
 from headwise.conversion.methods import STAGES
-from headwise.conversion.planning.plan import LayerSize, Place, make_plan, read_layer
+from headwise.conversion.plan import LayerSize, Place, make_plan, read_layer
 from headwise.models.checkpoints import open_checkpoint
 from headwise.models.specs import LatentSpec
 from tests.real_models import save_tiny

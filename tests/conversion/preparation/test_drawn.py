@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.conversion.preparation.drawn import drawn
+from headwise.conversion.preparation.one_layer import drawn
 from headwise.conversion.preparation.samples import Projected
 from headwise.models.specs import GroupedSpec, RopeSpec
 

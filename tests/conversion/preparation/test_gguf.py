@@ -206,7 +206,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("headwise.conversion.preparation.gguf_file.GgufLayers.write", full)
+    monkeypatch.setattr("headwise.conversion.preparation.stored.GgufLayers.write", full)
     with pytest.raises(HeadwiseError, match="No space left"):
         headwise.prepare(source, tmp_path / "out.gguf", cache="llama.cpp:q4_0")
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]

@@ -20,7 +20,7 @@ import headwise
 from headwise.base.progress import silent
 from headwise.conversion.preparation import folder as folder_module
 from headwise.conversion.preparation.change import Change
-from headwise.conversion.preparation.check import check_written
+from headwise.conversion.preparation.proof import check_written
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.models.checkpoints import Checkpoint, open_checkpoint
 from headwise.models.checkpoints.gguf.scaling import Rows

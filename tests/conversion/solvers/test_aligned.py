@@ -13,11 +13,9 @@ from torch import Tensor
 
 from headwise.conversion import convert_to_grouped
 from headwise.conversion.solvers import aligned
-from headwise.conversion.solvers.head_groups import Group, group_heads
-from headwise.conversion.solvers.merging import NormedHeads
-from headwise.conversion.solvers.metrics import KEY_WEIGHT, centred
+from headwise.conversion.solvers.merging import Group, NormedHeads, group_heads
 from headwise.conversion.solvers.rope_channels import as_rotated, to_complex
-from headwise.conversion.solvers.statistics import Statistics
+from headwise.conversion.solvers.statistics import KEY_WEIGHT, Statistics, centred
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.checkpoints import open_checkpoint
 from headwise.models.specs import GroupedSpec, RopeSpec, as_grouped, rotated_dims

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.conversion.solvers.head_groups import Group, group_heads
+from headwise.conversion.solvers.merging import Group, group_heads
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.booleans(), st.integers(0, 10**6))

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.conversion.planning.plan import Place, read_layer
+from headwise.conversion.plan import Place, read_layer
 from headwise.conversion.solvers.aligned import align
-from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
-from headwise.conversion.solvers.latent_sizes import solve_sizes
+from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent, solve_sizes
 from headwise.conversion.solvers.layer import Layer, rotation_tables
 from headwise.conversion.solvers.statistics import statistics_of
 from headwise.models.checkpoints import open_checkpoint

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.conversion.storage.activations import Activations, Spill
+from headwise.conversion.storage import Activations, Spill
 from headwise.errors import CheckpointError
 
 N, W, E = 5, 4, 6
@@ -180,7 +180,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import torch
-from headwise.conversion.storage.activations import Activations, Spill
+from headwise.conversion.storage import Activations, Spill
 
 def resident(field):
     line = next(line for line in open("/proc/self/status") if line.startswith(field))

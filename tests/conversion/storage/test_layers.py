@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.conversion.storage.layers import LayerFiles
+from headwise.conversion.storage import LayerFiles
 from headwise.errors import CheckpointError
 
 ABOUT = {"spec": {"kind": "latent", "rope": None}, "channels": [3, 0, 7], "error": 0.1 + 0.2, "chosen": "refit é"}

@@ -9,11 +9,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from headwise import cost
+from headwise.costs.formulas.activations import total_bytes
 from headwise.costs.formulas.layer import call_of
 from headwise.costs.formulas.size import Size
 from headwise.costs.formulas.stages import KERNELS, Kernel
-from headwise.costs.formulas.training.activations import total_bytes
-from headwise.costs.formulas.training.totals import kept_activations
+from headwise.costs.formulas.training import kept_activations
 from headwise.models.specs import ExpertLatentSpec, LatentSpaceSpec
 from tests.strategies import AnySpec, causal, runnable_specs
 

@@ -11,7 +11,7 @@ import pytest
 
 from headwise.costs.formulas import model as costs
 from headwise.costs.prediction import ENGINES, Pass, allocation, largest_batch, peak_memory, predict
-from headwise.costs.prediction.allocation import BLOCK, CELLS
+from headwise.costs.prediction.memory import BLOCK, CELLS
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs import read_config, read_spec
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from headwise.costs.formulas.default_targets import plain_formats
 from headwise.costs.formulas.model import weights
+from headwise.costs.formulas.target import plain_formats
 from headwise.costs.prediction import (
     SERVING_ENGINES,
     Pass,
@@ -25,7 +25,7 @@ from headwise.costs.prediction import (
     peak_memory,
     seconds,
 )
-from headwise.costs.prediction.allocation import cache_bytes
+from headwise.costs.prediction.memory import cache_bytes
 from headwise.decide.advice import (
     PREDICTED_ERROR,
     Measured,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headwise.measure.evaluation import rate
-from headwise.measure.evaluation.accuracy_intervals import mcnemar, wilson
+from headwise.measure.evaluation.results import mcnemar, wilson
 
 
 def test_a_rate_alone() -> None:

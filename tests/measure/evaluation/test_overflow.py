@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import headwise
 from headwise.measure.evaluation import evaluate_choices, evaluate_planted
-from headwise.runtime.hf.cuda_graph import decode_recorded
+from headwise.runtime.hf.generate import decode_recorded
 from tests.real_models import save_tiny
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from headwise.measure.evaluation import DepthScore, Evaluation, PositionScore, RetrievalEvaluation, TextScore, rate
-from headwise.measure.evaluation.paired_results import Paired
+from headwise.measure.evaluation.results import Paired
 
 
 @dataclass(frozen=True, kw_only=True)

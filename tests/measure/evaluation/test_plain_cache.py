@@ -10,7 +10,7 @@ import torch
 
 import headwise
 from headwise.costs.formulas import model as cost
-from headwise.costs.formulas.default_targets import PLAIN_FORMATS, plain_formats
+from headwise.costs.formulas.target import PLAIN_FORMATS, plain_formats
 from headwise.measure.evaluation.plain_cache import bfloat16_bytes, compared_formats, margin, nearest_formats
 from headwise.models.checkpoints import Checkpoint, open_checkpoint
 from headwise.runtime.quantization.formats import TokenFormat, parse_format

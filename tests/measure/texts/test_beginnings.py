@@ -18,7 +18,7 @@ from headwise.conversion.calibration.windows import recall_windows, repeating_pi
 from headwise.conversion.closing_evaluation import choose_exam
 from headwise.conversion.healing.windows import open_windows as open_healing_windows
 from headwise.errors import CheckpointError
-from headwise.measure.texts.calibration_texts import CalibrationTexts, open_windows
+from headwise.measure.texts.calibration import CalibrationTexts, open_windows
 from headwise.measure.texts.windows import begun, first_ids, token_windows
 from headwise.models.checkpoints import load_tokenizer, open_checkpoint
 from tests.tiny_families import save_family

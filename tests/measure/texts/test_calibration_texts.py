@@ -16,7 +16,7 @@ from headwise.conversion.calibration.text import descent_steps
 from headwise.conversion.calibration.windows import plain_windows
 from headwise.errors import ArgumentError
 from headwise.measure.texts import token_ids, wrapping_ids
-from headwise.measure.texts.calibration_texts import NARROWEST, CalibrationTexts, check_texts, open_windows
+from headwise.measure.texts.calibration import NARROWEST, CalibrationTexts, check_texts, open_windows
 from headwise.models.checkpoints import load_tokenizer, open_checkpoint
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family

@@ -24,7 +24,7 @@ from headwise.measure.texts import (
     text_identity,
     windows_beyond,
 )
-from headwise.measure.texts.files import read_jsonl, read_text
+from headwise.measure.texts.sources import read_jsonl, read_text
 from headwise.models.checkpoints import load_tokenizer
 from tests.real_models import save_character_tokenizer
 

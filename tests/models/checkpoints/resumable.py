@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from headwise.conversion.storage.activations import Activations
-from headwise.conversion.storage.layers import LayerFiles
+from headwise.conversion.storage import Activations, LayerFiles
 from headwise.models.checkpoints import FolderWriter, TensorInfo
 
 LAYERS, N, W, E = 3, 2, 3, 64

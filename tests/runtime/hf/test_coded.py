@@ -29,7 +29,7 @@ from headwise.runtime.caches.coded import CodedLayer
 from headwise.runtime.hf import HeadwiseCache
 from headwise.runtime.hf.attention import CodedAttention
 from headwise.runtime.quantization import SINKS
-from headwise.runtime.quantization.files import FILE, codes_content, read_codes
+from headwise.runtime.quantization.transform_code import FILE, codes_content, read_codes
 from tests.tiny_families import save_family
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40

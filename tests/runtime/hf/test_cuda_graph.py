@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headwise
-from headwise.runtime.hf.cuda_graph import Recorded, can_record, decode_recorded
+from headwise.runtime.hf.generate import Recorded, can_record, decode_recorded
 from tests.real_models import save_tiny
 
 

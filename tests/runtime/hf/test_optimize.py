@@ -16,7 +16,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNo
 
 import headwise
 from headwise.conversion import export_deepseek
-from headwise.runtime.hf.deepseek import OptimizedLatentAttention
+from headwise.runtime.hf.optimize import OptimizedLatentAttention
 from tests.closeness import assert_close
 from tests.one_size import convert_to_one_size
 from tests.real_models import save_tiny, tiny_model

@@ -19,7 +19,7 @@ import headwise
 from headwise.measure.timing import cache_nbytes
 from headwise.runtime.hf import HeadwiseCache, default_cache
 from headwise.runtime.kernels.native import built
-from headwise.runtime.quantization import stored
+from headwise.runtime.quantization import reader as stored
 from headwise.runtime.quantization.formats import TokenFormat, parse_format
 from headwise.runtime.quantization.groups import GroupCode
 from headwise.runtime.quantization.kivi import KiviCode

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.costs.formulas.default_targets import GROUPS
+from headwise.costs.formulas.target import GROUPS
 from headwise.runtime.kernels.native import built
-from headwise.runtime.kernels.native.codes.integers.affine import AffineRows, KeyBlocks, attend_affine
+from headwise.runtime.kernels.native.codes.calls import AffineRows, KeyBlocks, attend_affine
 from headwise.runtime.kernels.reference import attend_reference
 from headwise.runtime.quantization.groups import GroupCode
 from headwise.runtime.quantization.kivi import KiviCode

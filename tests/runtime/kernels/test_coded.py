@@ -13,11 +13,11 @@ from torch import Tensor
 
 from headwise.runtime.attention.rope import rotate
 from headwise.runtime.kernels.native import build, built
-from headwise.runtime.kernels.native.codes import sizes
-from headwise.runtime.kernels.native.codes.attention import attend_coded
-from headwise.runtime.kernels.native.codes.sizes import TURN
+from headwise.runtime.kernels.native import build as sizes
+from headwise.runtime.kernels.native.build import TURN
+from headwise.runtime.kernels.native.codes.calls import attend_coded
 from headwise.runtime.quantization import SINKS, TransformCode
-from headwise.runtime.quantization.layout import kernel_layout
+from headwise.runtime.quantization.reader import kernel_layout
 from headwise.runtime.quantization.transform_code import blocks
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from headwise.errors import ArgumentError
 from headwise.runtime.kernels import attend, choose_backend
 from headwise.runtime.kernels.native import build, built
-from headwise.runtime.kernels.native.codes.sizes import definitions
+from headwise.runtime.kernels.native.build import definitions
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")
 

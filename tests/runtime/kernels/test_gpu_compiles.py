@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from headwise.runtime.quantization.packing import packed_bytes
+from headwise.runtime.quantization.groups import packed_bytes
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from headwise.runtime.kernels.gpu import attend_latents, latents, why_not_latents
-from headwise.runtime.kernels.native.codes.sizes import TURN
+from headwise.runtime.kernels.native.build import TURN
 from headwise.runtime.quantization import SINKS
-from headwise.runtime.quantization.layout import latent_layout
+from headwise.runtime.quantization.reader import latent_layout
 from tests.runtime.kernels.test_coded import CLOSE, Case, draw, random_code
 from tests.runtime.kernels.test_gpu_codes import moved
 from tests.runtime.kernels.test_split import DEVICE

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from headwise.runtime.attention.rope import rotate
 from headwise.runtime.kernels.native import built
-from headwise.runtime.kernels.native.codes.heads import attend_heads
-from headwise.runtime.kernels.native.codes.sizes import TURN
+from headwise.runtime.kernels.native.build import TURN
+from headwise.runtime.kernels.native.codes.calls import attend_heads
 from headwise.runtime.quantization import SINKS, TransformCode
-from headwise.runtime.quantization.layout import heads_layout
+from headwise.runtime.quantization.reader import heads_layout
 from headwise.runtime.quantization.transform_code import blocks
 from tests.runtime.kernels.test_affine import allowed, reference
 from tests.runtime.kernels.test_coded import CLOSE, draw_mask

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise.costs.formulas.default_targets import GROUPS
+from headwise.costs.formulas.target import GROUPS
 from headwise.errors import ArgumentError
 from headwise.runtime.quantization.groups import BITS, Float8Code, GroupCode, affine_codes, rotated
 from tests.runtime.quantization.by_hand import codes_of, hadamard, halves

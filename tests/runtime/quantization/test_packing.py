@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.runtime.quantization.packing import pack_bits, packed_bytes, unpack_bits
+from headwise.runtime.quantization.groups import pack_bits, packed_bytes, unpack_bits
 
 
 @given(st.integers(1, 8), st.integers(1, 70), st.integers(0, 2**16))

@@ -15,10 +15,17 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from headwise.errors import CheckpointError
-from headwise.runtime.kernels.native.codes.sizes import CHANNELS
+from headwise.runtime.kernels.native.build import CHANNELS
 from headwise.runtime.quantization import TransformCode, transform_code
-from headwise.runtime.quantization.files import FILE, code_from, code_tensors, codes_content, read_codes
-from headwise.runtime.quantization.transform_code import GAIN_STEP, blocks
+from headwise.runtime.quantization.transform_code import (
+    FILE,
+    GAIN_STEP,
+    blocks,
+    code_from,
+    code_tensors,
+    codes_content,
+    read_codes,
+)
 from tests.closeness import assert_close
 
 

@@ -14,7 +14,7 @@ import headwise
 from headwise.conversion import export_gguf
 from headwise.errors import ArgumentError
 from headwise.models.checkpoints import load_tokenizer
-from headwise.serving.exports.padding import parse_padding
+from headwise.serving.exports.deepseek import parse_padding
 from tests.closeness import assert_close
 from tests.serving.exports.test_gguf import TEXT, _give_tokenizer, save_plain
 

@@ -9,7 +9,7 @@ import pytest
 
 from headwise.errors import ArgumentError
 from headwise.study.audit import audit
-from headwise.study.audit.page import page
+from headwise.study.audit.audit import page
 from tests.cli.test_cli import run
 
 

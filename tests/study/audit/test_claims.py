@@ -11,7 +11,7 @@ import pytest
 
 from headwise.errors import HeadwiseError
 from headwise.study.audit import Check, Claim, all_claims
-from headwise.study.audit.check import Number, Range, UntestableError, about, at_least, at_most, between, exact
+from headwise.study.audit.claim import Number, Range, UntestableError, about, at_least, at_most, between, exact
 
 BUSY = ("C9", "C10", "C12", "C13", "C17", "C23", "C25")
 """Claims that time, convert or start processes; others are closed forms and small samples."""

@@ -13,8 +13,8 @@ import torch
 from headwise import cost
 from headwise.errors import ArgumentError
 from headwise.study.audit import training
+from headwise.study.audit.audit import Effort, working
 from headwise.study.audit.decoder import Decoder, Sizes, mechanisms, width_for
-from headwise.study.audit.effort import Effort, working
 from headwise.study.audit.training import FromScratch, Trained, interval, spec_decoder, train, trained
 
 SMALL = Sizes(hidden_size=32, num_heads=4, num_layers=2, intermediate_size=64)

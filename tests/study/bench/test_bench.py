@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import headwise
-from headwise.measure.timing.machine_limits import Limits, Probes
+from headwise.measure.timing.machine import Limits, Probes
 from headwise.runtime.kernels import attend
 from headwise.study.bench import Bench, Shape, Timing, bench_decode, bench_generate, bench_module, bench_prefill, page
 from headwise.study.bench.decode import expanded, ways_to_attend

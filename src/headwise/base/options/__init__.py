@@ -20,6 +20,7 @@ from headwise.base.options.declare import (
     each_of,
     not_empty,
     option,
+    takes_options,
 )
 from headwise.base.options.evaluate import (
     CACHE,
@@ -37,7 +38,6 @@ from headwise.base.options.evaluate import (
 )
 from headwise.base.options.frontier import FrontierOptions, QuickFrontierOptions
 from headwise.base.options.heal import HealOptions
-from headwise.base.options.keywords import takes_options
 from headwise.base.options.migrate import MOST_LOSS, MigrateOptions
 from headwise.base.options.prepare import PrepareOptions
 from headwise.base.options.sample import SampleOptions

@@ -66,7 +66,7 @@ def audit(
             _print_losses(scratch)
         _print(report)
     if html is not None:
-        from headwise.study.audit.page import page
+        from headwise.study.audit.audit import page
 
         write_page(html, page(report, shlex.join(["headwise", *sys.argv[1:]])), is_silent=as_json)
 

@@ -195,7 +195,7 @@ def mechanisms(
     else:
         _print_mechanisms(report)
     if plot is not None:
-        from headwise.cli.figures import mechanisms_figure
+        from headwise.cli.plots import mechanisms_figure
 
         write_plot(plot, lambda: mechanisms_figure(report), is_silent=as_json)
 
@@ -236,7 +236,7 @@ def _show(report: Bench, html: Path | None, *, as_json: bool) -> None:
     else:
         _print(report)
     if html is not None:
-        from headwise.study.bench import page
+        from headwise.study.bench.report import page
 
         write_page(html, page(report, command), is_silent=as_json)
 

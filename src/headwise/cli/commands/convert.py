@@ -9,13 +9,12 @@ from rich.markup import escape
 
 from headwise.base.options import ConvertOptions
 from headwise.cli.app import SOURCES, Json, app, bytes_text, emit, out, progress_bar, say
-from headwise.cli.options import takes_options
-from headwise.cli.scores import show_text
+from headwise.cli.options import show_text, takes_options
 from headwise.cli.torchrun import as_one_process
 
 if TYPE_CHECKING:
     from headwise.conversion import Conversion
-    from headwise.conversion.balance import Balance
+    from headwise.conversion.report import Balance
 
 
 @app.command(

@@ -24,9 +24,8 @@ from headwise.base.options import (
 )
 from headwise.base.progress import Progress
 from headwise.cli.app import SOURCES, Json, app, emit, progress_bar
-from headwise.cli.options import takes_options
+from headwise.cli.options import SHOW, takes_options
 from headwise.cli.pages import Html, first_question, model_page, refuse_no_page, write_page
-from headwise.cli.scores import SHOW
 from headwise.cli.torchrun import as_one_process
 from headwise.errors import ArgumentError, naming
 

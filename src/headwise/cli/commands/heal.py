@@ -9,8 +9,7 @@ from rich.markup import escape
 
 from headwise.base.options.heal import HealOptions
 from headwise.cli.app import Json, app, count_text, emit, out, progress_bar
-from headwise.cli.options import takes_options
-from headwise.cli.scores import show_text
+from headwise.cli.options import show_text, takes_options
 from headwise.cli.torchrun import as_one_process
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from headwise.cli.options import takes_options
 from headwise.cli.torchrun import as_one_process
 
 if TYPE_CHECKING:
-    from headwise.conversion.migration import Migration
+    from headwise.conversion.migrate import Migration
 
 
 @app.command(
@@ -28,7 +28,7 @@ def migrate(
 ) -> None:
     """Find the smallest cache whose loss is allowed: verify, convert, train, verify."""
     with as_one_process(), progress_bar() as progress:
-        from headwise.conversion.migration import migrate as migrate_source
+        from headwise.conversion.migrate import migrate as migrate_source
 
         report = migrate_source(source, output, options, progress=progress)
     if as_json:

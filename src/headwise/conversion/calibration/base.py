@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headwise.conversion.methods import Evidence
-from headwise.conversion.planning.plan import ConversionPlan, Place, read_layer
+from headwise.conversion.plan import ConversionPlan, Place, read_layer
 from headwise.conversion.solvers.layer import Layer
 
 

@@ -28,11 +28,11 @@ from headwise.base.progress import Progress, silent
 from headwise.conversion.calibration.base import Calibrator
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.methods import Evidence
-from headwise.conversion.planning.plan import Place
+from headwise.conversion.plan import Place
 from headwise.conversion.solvers.device import moved
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.conversion.storage.layers import LOST, LayerFiles
+from headwise.conversion.storage import LOST, LayerFiles
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.measure.texts import first_ids, text_identity
 from headwise.models.checkpoints import Checkpoint, dtype_name, load_tokenizer, model_identity, versions

@@ -26,7 +26,7 @@ from headwise.base.progress import Progress, silent
 from headwise.base.threads import side_by_side
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.solvers.device import CPU, moved, quick_products
-from headwise.conversion.storage.layers import LOST, LayerFiles
+from headwise.conversion.storage import LOST, LayerFiles
 from headwise.errors import CheckpointError
 from headwise.runtime.hf import LayerwiseModel
 

@@ -21,7 +21,7 @@ from headwise.conversion.solvers.device import quick_products
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.normed import seen_by_mla
 from headwise.conversion.solvers.statistics import Statistics, statistics_of
-from headwise.conversion.storage.activations import Activations
+from headwise.conversion.storage import Activations
 from headwise.models.specs import ModelSpec
 from headwise.runtime.hf import AttentionCall, LayerwiseModel
 

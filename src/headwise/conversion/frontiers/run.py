@@ -1,29 +1,245 @@
-"""`frontier`: try many ways to make one model's cache smaller, each on the same texts: quality against cache."""
+"""`frontier`: try many ways to make one model's cache smaller on the same texts, and keep each result.
+
+The result of one candidate: made and evaluated now, or saved by an earlier run of the same frontier.
+
+`frontier`: try many ways to make one model's cache smaller, each on the same texts: quality against cache.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwise.base.disk import working_folder
-from headwise.base.documents import FRONTIER, refuse_no_plotly
+import torch
+
+from headwise.base.disk import clearly, refuse_file, refuse_no_folder, working_folder, write_whole
+from headwise.base.documents import FRONTIER, PREDICTED, read_document, refuse_no_plotly
 from headwise.base.options import FrontierOptions, takes_options
 from headwise.base.processes import barrier, process_count, process_index
-from headwise.base.progress import Progress, silent
+from headwise.base.progress import Progress, silent, untimed
 from headwise.base.type_checks import typed
-from headwise.conversion.closing_evaluation import choose_exam, overlap_notes, refuse_unexamined, window_notes
-from headwise.conversion.frontiers.candidate import Candidate
-from headwise.conversion.frontiers.ladder import list_candidates
+from headwise.conversion import convert
+from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, refuse_unexamined, window_notes
+from headwise.conversion.frontiers.candidate import Candidate, list_candidates
 from headwise.conversion.frontiers.page import markdown, page
 from headwise.conversion.frontiers.points import Frontier, collect
-from headwise.conversion.frontiers.results import WORK, Setting, refuse_output, result_of, write_file
-from headwise.errors import HeadwiseError, StorageError
-from headwise.measure.texts import check_texts, named_texts, read_source, refuse_texts_within
-from headwise.models.checkpoints import open_checkpoint, versions
+from headwise.errors import ArgumentError, HeadwiseError, StorageError
+from headwise.measure.evaluation import Pair, evaluate_windows, open_pair, score_window
+from headwise.measure.evaluation.plain_cache import bfloat16_bytes, served_bytes
+from headwise.measure.texts import (
+    NO_TEXTS,
+    CalibrationTexts,
+    check_texts,
+    named_texts,
+    open_windows,
+    read_source,
+    refuse_texts_within,
+)
+from headwise.models.checkpoints import Checkpoint, dtype_name, open_checkpoint, run_identity, versions
 from headwise.runtime.hf import as_device, as_dtype
+
+RESULTS = "results"
+"""The name of the folder of results within a frontier's output."""
+
+WORK = ".headwise-work"
+"""The name of the folder there that a run works in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The settings that all candidates share.
+
+    Attributes:
+        checkpoint: the source.
+        source: the source, as the user named it.
+        output: the frontier's output folder.
+        options: the user's options.
+        models: the folder of converted models.
+        calibrate: the calibration texts.
+        exam: the windows to evaluate on.
+        dtype: the dtype of the conversions; the source's when None.
+        progress: told of layers and windows.
+    """
+
+    checkpoint: Checkpoint
+    source: str
+    output: Path
+    options: FrontierOptions
+    models: Path
+    calibrate: CalibrationTexts
+    exam: Exam
+    dtype: torch.dtype | None
+    progress: Progress
+
+
+def result_of(candidate: Candidate, setting: Setting) -> dict[str, Any]:
+    """A candidate's conversion, if it is one, and its evaluation, from this run or an earlier one.
+
+    The model is removed once it has been evaluated, unless ``setting.options.keep``.
+
+    Returns:
+        ``conversion``, the report of `headwise.convert`, None for a format of the source's cache; ``evaluation``;
+        ``cache``, bytes a token of the candidate's cache and of the source's, where numbers that are not in codes are
+        bfloat16; ``held_out_loss`` for variants of a method.
+    """
+    barrier()  # all processes read what is saved before any of them saves more
+    run = _identity(candidate, setting)
+    file = setting.output / RESULTS / f"{candidate.slug}-{run[:12]}.json"
+    result = read_document(file)
+    if candidate.cache is not None:
+        return result or _saved(_document(candidate, setting.source, None, setting), file)
+    model = setting.models / candidate.slug
+    conversion = _converted(model, run)
+    if conversion is None and (result is None or setting.options.keep):
+        conversion = _convert(candidate, model, run, setting)
+    if result is None:
+        result = _saved(_document(candidate, model, conversion, setting), file)
+    if not setting.options.keep and process_index() == 0:
+        shutil.rmtree(model, ignore_errors=True)
+        _stamp(model).unlink(missing_ok=True)
+    return result
+
+
+def _document(
+    candidate: Candidate, model: str | Path, conversion: dict[str, Any] | None, setting: Setting
+) -> dict[str, Any]:
+    """Evaluate a candidate beside the source; see `result_of`."""
+    pair = open_pair(
+        model,
+        against=setting.source,
+        dtype=_name(setting.dtype),
+        device=setting.options.device,
+        progress=setting.progress,
+    )
+    scored = evaluate_windows(pair, setting.exam, cache=candidate.cache, progress=setting.progress, shared=True)
+    document: dict[str, Any] = {
+        "conversion": conversion,
+        # The path of a model that is removed is no part of the result.
+        "evaluation": {**scored.to_dict(), "model": candidate.slug},
+        "cache": {
+            "bytes_per_token": served_bytes(pair.checkpoints["model"], scored),
+            "source_bytes_per_token": bfloat16_bytes(setting.checkpoint, scored.window),
+        },
+    }
+    if candidate.is_variant:
+        document["held_out_loss"] = _held_out_loss(pair, setting)
+    return document
+
+
+def _saved(document: dict[str, Any], file: Path) -> dict[str, Any]:
+    """A result as it is read again from the file that it is written to."""
+    write_file(file, json.dumps(document, indent=2))
+    barrier()
+    result = read_document(file)
+    assert result is not None
+    return result
+
+
+def _held_out_loss(pair: Pair, setting: Setting) -> float:
+    """Nats a token on calibration's held-out windows: the best variant must not be chosen on the evaluation text."""
+    windows, held_out, _ = open_windows(setting.checkpoint, setting.calibrate)
+    losses = [score_window({"model": pair.models["model"]}, ids)["nll"] for ids in windows[-held_out:]]
+    return float(torch.cat(losses).mean())
+
+
+def _convert(candidate: Candidate, model: Path, run: str, setting: Setting) -> dict[str, Any]:
+    """Convert, and save the run's identity beside the model, so that a later run can tell whose model it is."""
+    if process_index() == 0:
+        _stamp(model).unlink(missing_ok=True)
+    texts = _texts(candidate, setting)
+    report = convert(
+        setting.source,
+        model,
+        calibrate=texts.sources,
+        calibration_tokens=texts.tokens if texts else None,
+        calibration_window=texts.window,
+        dtype=_name(setting.dtype),
+        device=setting.options.device,
+        evaluate=False,  # all candidates are evaluated alike, on the frontier's windows
+        overwrite=model.is_dir(),
+        progress=untimed(setting.progress),  # the time left would be that of this candidate alone
+        **candidate.options(),
+    )
+    conversion = {**report.to_dict(), "output": candidate.slug}
+    del conversion["evaluation"]  # there is none
+    write_file(_stamp(model), json.dumps({"run": run, "conversion": conversion}))
+    return conversion
+
+
+def _converted(model: Path, run: str) -> dict[str, Any] | None:
+    """The saved report of a model, if a run of the same identity converted it."""
+    stamp = read_document(_stamp(model))
+    if stamp is None or stamp.get("run") != run or not (model / "config.json").is_file():
+        return None
+    conversion: dict[str, Any] = stamp["conversion"]
+    return conversion
+
+
+def _identity(candidate: Candidate, setting: Setting) -> str:
+    """A digest of everything that decides a result."""
+    # The windows to evaluate on, in place of the texts, the width and the number that they come from.
+    exam = [[name, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), *ids.shape] for name, ids in setting.exam]
+    decides = setting.options.identity() | {
+        "evaluate": exam,
+        "window": None,
+        "windows": None,
+        "dtype": _name(setting.dtype),
+        "cache_bytes": "bfloat16",  # results of other units are measured again
+        "candidate": [
+            candidate.target,
+            candidate.method,
+            sorted(candidate.without),
+            *(["held out"] if candidate.is_variant else []),
+        ],
+    }
+    return run_identity(setting.checkpoint, **decides | _texts(candidate, setting).identity())
+
+
+def _texts(candidate: Candidate, setting: Setting) -> CalibrationTexts:
+    """The calibration texts of a candidate; none for a format of the cache, or for a method that uses none."""
+    method = candidate.parsed_method
+    is_without = candidate.cache is not None or (method is not None and not method.uses_text)
+    return NO_TEXTS if is_without else setting.calibrate
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else dtype_name(dtype)
+
+
+def _stamp(model: Path) -> Path:
+    return model.with_name(f"{model.name}.json")
+
+
+def refuse_output(folder: Path) -> None:
+    """Refuse an output that is no folder, cannot be made, or holds anything but a frontier, measured or predicted.
+
+    Raises:
+        ArgumentError: it is one of those.
+    """
+    refuse_file(folder)
+    try:
+        is_ours = any((folder / name).is_dir() for name in (RESULTS, WORK)) or (folder / PREDICTED).is_file()
+        if folder.is_dir() and not is_ours and any(folder.iterdir()):
+            raise ArgumentError("output", str(folder), "holds something else; give a new folder, or a frontier's own")
+    except OSError as error:
+        raise ArgumentError("output", str(folder), f"cannot be used: {error.strerror}") from None
+    refuse_no_folder("output", folder / RESULTS)
+
+
+def write_file(file: Path, content: str) -> None:
+    """Write a file of the frontier's output, whole or not at all; of several processes, only the first does."""
+    if process_index() > 0:
+        return
+    with clearly("output", file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, content.encode(errors="backslashreplace"))
+
 
 _MODELS = "models"
 

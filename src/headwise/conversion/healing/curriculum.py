@@ -19,11 +19,11 @@ from torch.nn.functional import cross_entropy
 from headwise.base.processes import barrier, process_index
 from headwise.base.progress import Progress, silent
 from headwise.conversion.calibration.windows import CalibrationWindows
-from headwise.conversion.storage.layers import LOST, LayerFiles
+from headwise.conversion.storage import LOST, LayerFiles
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.models.checkpoints import Checkpoint, TensorInfo
 from headwise.runtime.attention.latent import MultiHeadLatentAttention
-from headwise.runtime.quantization.files import FILE as CODES
+from headwise.runtime.quantization.transform_code import FILE as CODES
 
 FADED = 0.5
 """The part of the steps after which the channels that are not left are gone."""

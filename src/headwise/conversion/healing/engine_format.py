@@ -13,8 +13,8 @@ from headwise.models.checkpoints import Checkpoint
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec
 from headwise.runtime.caches.cache import NAME
 from headwise.runtime.hf.interface import TRAINED_FORMAT
-from headwise.runtime.quantization.files import FILE as CODES
 from headwise.runtime.quantization.formats import GGUF_READERS, EngineFormat, parse_engine_format
+from headwise.runtime.quantization.transform_code import FILE as CODES
 
 
 def trained_format(checkpoint: Checkpoint, cache: str) -> EngineFormat:

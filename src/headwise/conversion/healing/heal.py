@@ -21,15 +21,13 @@ from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import typed
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.closing_evaluation import Exam, choose_exam, prove
-from headwise.conversion.healing.card import CONVERSION, healed_card
 from headwise.conversion.healing.curriculum import WINDOWS, FadingChannels, RankCurriculum, order_channels
 from headwise.conversion.healing.engine_format import check_file_cache, round_in_training, trained_format
 from headwise.conversion.healing.loop import Loop, learning_rate, run_model
-from headwise.conversion.healing.optimizer import optimizer_of
-from headwise.conversion.healing.report import Healing
-from headwise.conversion.healing.sharded import shard, whole
+from headwise.conversion.healing.objective import StoredTeacher, bytes_per_token
+from headwise.conversion.healing.optimizer import optimizer_of, shard, whole
+from headwise.conversion.healing.report import CONVERSION, Healing, healed_card
 from headwise.conversion.healing.state import Progressed, TrainingState
-from headwise.conversion.healing.teacher import StoredTeacher, bytes_per_token
 from headwise.conversion.healing.trained import (
     NOTHING_TO_TRAIN,
     refuse_unwritten,
@@ -38,7 +36,7 @@ from headwise.conversion.healing.trained import (
     trained_tensors,
 )
 from headwise.conversion.healing.windows import HealingWindows, open_windows
-from headwise.conversion.preparation.gguf_file import check_file, copied_files
+from headwise.conversion.preparation.stored import check_file, copied_files
 from headwise.conversion.solvers.device import is_quick, own_device
 from headwise.errors import ArgumentError, naming
 from headwise.measure.evaluation import Evaluation
@@ -57,8 +55,8 @@ from headwise.models.checkpoints import (
 )
 from headwise.runtime.hf import as_dtype, load, open_decoder
 from headwise.runtime.kernels.native import built
-from headwise.runtime.quantization.files import FILE as CODES
 from headwise.runtime.quantization.formats import EngineFormat
+from headwise.runtime.quantization.transform_code import FILE as CODES
 
 TRAINING = 6
 """The number of the way of training, which rises when equal options come to train otherwise."""

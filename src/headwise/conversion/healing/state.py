@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.base.processes import barrier, process_index
-from headwise.conversion.healing.sharded import like, whole
-from headwise.conversion.storage.layers import LOST, LayerFiles
+from headwise.conversion.healing.optimizer import like, whole
+from headwise.conversion.storage import LOST, LayerFiles
 from headwise.errors import CheckpointError
 
 _BEST = 2, 3

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
 from headwise.base.options import HealOptions
-from headwise.conversion.healing.sharded import whole
+from headwise.conversion.healing.optimizer import whole
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.models.checkpoints import Checkpoint
 from headwise.runtime.hf.codes import caching_modules

@@ -16,12 +16,11 @@ from headwise.base.options.heal import TOKENS, HealOptions
 from headwise.conversion.calibration.windows import CalibrationWindows, plain_windows, recall_windows
 from headwise.errors import ArgumentError
 from headwise.measure.texts import named_texts, refuse_twice
-from headwise.measure.texts.calibration_texts import refuse_unknown_tokens
-from headwise.measure.texts.calibration_windows import calibration_windows, hold_out
+from headwise.measure.texts.calibration import calibration_windows, hold_out, refuse_unknown_tokens
 from headwise.measure.texts.windows import begun, first_ids, usual_window
 from headwise.models.checkpoints import Checkpoint, load_tokenizer
 from headwise.models.specs import ModelSpec
-from headwise.runtime.quantization.files import FILE as CODES
+from headwise.runtime.quantization.transform_code import FILE as CODES
 
 WINDOW = 1024
 """The default number of tokens in a window."""

@@ -4,8 +4,16 @@ A file of this folder that assigns ``METHOD`` is a method; nothing else lists th
 """
 
 from headwise.base.options import STAGES
-from headwise.conversion.methods.base import LONGEST, Evidence, LatentMethod, LayerTarget, Method
-from headwise.conversion.methods.find import all_methods, choose_method, find_method
+from headwise.conversion.methods.base import (
+    LONGEST,
+    Evidence,
+    LatentMethod,
+    LayerTarget,
+    Method,
+    all_methods,
+    choose_method,
+    find_method,
+)
 
 __all__ = [
     "LONGEST",

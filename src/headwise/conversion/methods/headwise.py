@@ -8,8 +8,7 @@ from torch import Tensor
 
 from headwise.base.options import STAGES
 from headwise.conversion.methods.base import Evidence, LatentMethod, LayerTarget
-from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent
-from headwise.conversion.solvers.latent_sizes import solve_sizes
+from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent, solve_sizes
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.normed import is_normed, seen_by_mla, with_norms
 from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec, as_latent, rotary_width

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.methods.base import Evidence, LatentMethod, LayerTarget
-from headwise.conversion.solvers.assemble import projections
+from headwise.conversion.solvers.latent import projections
 from headwise.conversion.solvers.orthogonal_channels import (
     OrthogonalChannels,
     input_gram,

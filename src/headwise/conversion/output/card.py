@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from huggingface_hub import ModelCardData, metadata_load
 
-from headwise.conversion.planning.plan import ConversionPlan
+from headwise.conversion.plan import ConversionPlan
 from headwise.costs.formulas import layer as layer_cost
 from headwise.costs.formulas import model as model_cost
 from headwise.models.checkpoints import TensorInfo, dtype_name, versions

@@ -1,4 +1,9 @@
-"""The formats of the output folder: headwise's own, and formats that are exported from it."""
+"""The formats of the output folder: headwise's own, and those exported from it.
+
+Compare two folders of one model by their logits.
+
+The formats of the output folder: headwise's own, and formats that are exported from it.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +13,47 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from headwise.base.progress import Progress
 from headwise.conversion.output.layout import OutputLayout
-from headwise.conversion.planning.plan import ConversionPlan
+from headwise.conversion.plan import ConversionPlan
 from headwise.conversion.solvers.rope_channels import keep_comb, keep_rotation
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.checkpoints import Checkpoint, FolderWriter, GgufFile, TensorInfo, dtype_name, tokenizer_fields
 from headwise.models.checkpoints.writer import MODEL
 from headwise.models.specs import GGUF_ARCHITECTURES, LatentSpec
-from headwise.runtime.hf import tensors_of
+from headwise.runtime.hf import LayerwiseModel, tensors_of
 from headwise.runtime.quantization.ggml import BLOCK
-from headwise.serving.exports.deepseek import add_deepseek, deepseek_config
+from headwise.serving.exports.deepseek import add_deepseek, deepseek_config, parse_padding
 from headwise.serving.exports.gguf import engine_config, engine_tensors, gguf_type
-from headwise.serving.exports.padding import parse_padding
+
+
+@torch.no_grad()
+def logits_difference(
+    first: Checkpoint, second: Checkpoint, ids: Tensor, device: torch.device | None = None
+) -> float:
+    """The largest absolute difference of two models' logits, in float32, with one layer in memory at a time.
+
+    Args:
+        first: a folder whose layers have Llama's names.
+        second: the other folder, likewise.
+        ids: ``[B, W]`` token ids.
+        device: to compute on; the CPU when None.
+    """
+    models, states = [], []
+    for checkpoint in (first, second):
+        place = "model.layers.{layer}"
+        model = LayerwiseModel(checkpoint, torch.float32, device=device, layer=place, attention=f"{place}.self_attn")
+        hidden = model.begin(ids)
+        for index in range(model.num_layers):
+            hidden = model.run(index, model.module(index), hidden)  # [B, W, E]
+        model.release()
+        models.append(model)
+        states.append(hidden)
+    pieces = zip(*(model.finish_in_pieces(hidden) for model, hidden in zip(models, states, strict=True)), strict=True)
+    return max(float((first_logits - second_logits).abs().max()) for first_logits, second_logits in pieces)
 
 
 class OutputFormat(ABC):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.conversion.planning.plan import ConversionPlan, Place
+from headwise.conversion.plan import ConversionPlan, Place
 from headwise.conversion.solvers.device import CPU
 from headwise.conversion.solvers.layer import Layer
 from headwise.errors import CheckpointError

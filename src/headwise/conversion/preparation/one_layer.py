@@ -1,4 +1,23 @@
-"""The change of one layer, and what it does there.
+"""The change of one layer: fitted on samples that matter, and the best of several.
+
+Queries and keys drawn as often as the errors of their products matter to what a layer's attention gives.
+
+A query whose weights are spread over many keys hardly feels that one of them is off, and a key that nobody attends to
+may be rounded anyhow. The error of a score moves the output by the weight times how far the key's value is from the
+output, so that is how much a pair of a query and a key counts.
+
+Shapes: N drawn samples, B windows, W tokens of a window, S queries of a window, H query heads, K key–value heads, D
+head dim, V value dim.
+
+The best of several changes of a layer, by the error of the attention's output through the rounding itself.
+
+What scores lose on average does not tell everything of keys with a large constant part: their rounding is the same
+for most tokens, and how much it hides of the rest is a matter of where the constant lies between two codes.
+
+Shapes: C changes, B windows, W tokens of a window, S queries of a window, H query heads, K key–value heads, D head
+dim, V value dim, E hidden size.
+
+The change of one layer, and what it does there.
 
 Shapes: N samples, T keys, H query heads, K key–value heads, D head dim.
 """
@@ -8,18 +27,153 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from headwise.base.threads import torch_threads
-from headwise.conversion.preparation.change import Change
-from headwise.conversion.preparation.chosen import Output, best_of
-from headwise.conversion.preparation.drawn import drawn
+from headwise.conversion.preparation.change import Change, by_head
 from headwise.conversion.preparation.fit import OFFSETS, fit, score_loss, where_it_helps
-from headwise.conversion.preparation.room import Room, within
 from headwise.conversion.preparation.samples import Projected
 from headwise.conversion.preparation.shift import shift, why_no_shift
+from headwise.conversion.preparation.stored import Room, within
 from headwise.models.specs import GroupedSpec
 from headwise.runtime.quantization.formats import EngineFormat
+
+_DRAWN = 4096
+_EVERY = 4
+"""One query in so many is looked at."""
+
+
+def drawn(projected: Projected, state: Mapping[str, Tensor], shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Draw rotated queries ``[K, N, D]`` of all heads that share a key–value head together, and keys ``[K, N, D]``.
+
+    Args:
+        projected: the layer's queries, keys and values.
+        state: its attention under headwise's names.
+        shift: added to the keys before they are rotated, ``[K, D]``.
+    """
+    layer, positions = projected.layer, projected.positions
+    W, generator = len(positions), torch.Generator().manual_seed(0)
+    asked = torch.arange(W // 16, W, _EVERY)
+    queries = torch.unflatten(projected.rotated("q", positions)[:, :, asked], 0, (layer.num_kv_heads, -1))
+    keys = projected.rotated("k", positions, shift)
+    by_head = torch.unflatten(output_weight(state, layer), -1, (layer.num_heads, -1))
+    metric = torch.unflatten(torch.einsum("ehv,ehw->hvw", by_head, by_head), 0, queries.shape[:2])
+    apart = asked[:, None] - torch.arange(W)
+    hidden = apart < 0
+    if layer.sliding_window is not None:
+        hidden |= apart >= layer.sliding_window
+    samples = []
+    for head, of_head in enumerate(queries):
+        asking, seen = torch.zeros(of_head.shape[:-1]), torch.zeros(keys.shape[1], W)
+        for group, of_group in enumerate(of_head):
+            for window, rows in enumerate(of_group):  # [S, D]
+                own = projected.values[head, window]
+                weights = (rows @ keys[head, window].T * projected.scale).masked_fill(hidden, -torch.inf).softmax(-1)
+                shares = weights.square() * _distances(own, weights @ own, metric[head, group])
+                asking[group, window] = shares.sum(-1)
+                seen[window] += (shares * rows.square().sum(-1, keepdim=True)).sum(0)
+        samples.append(
+            [
+                states[torch.multinomial(shares.flatten() + 1e-30, _DRAWN, True, generator=generator)]
+                for states, shares in ((of_head.flatten(0, 2), asking), (keys[head].flatten(0, 1), seen))
+            ]
+        )
+    drawn_queries, drawn_keys = (torch.stack(side) for side in zip(*samples, strict=True))
+    return drawn_queries, drawn_keys
+
+
+def _distances(values: Tensor, outputs: Tensor, metric: Tensor) -> Tensor:
+    """The squared lengths ``[S, W]`` of all differences of values ``[W, V]`` and outputs ``[S, V]`` in a metric."""
+    of_values, of_outputs = values @ metric, outputs @ metric
+    ends = (of_values * values).sum(-1), (of_outputs * outputs).sum(-1, keepdim=True)
+    return (ends[0] - 2 * outputs @ of_values.T + ends[1]).clamp_min(0.0)
+
+
+QUERIES = 64
+"""Queries of each window whose output is compared, evenly spread."""
+
+
+class Output:
+    """The output of a layer's attention, and how far changes take it off.
+
+    Args:
+        projected: its queries, keys and values before they are rotated.
+        state: its attention under headwise's names.
+
+    Attributes:
+        size: the mean square of the output of each key–value head's query heads, ``[K]``.
+    """
+
+    def __init__(self, projected: Projected, state: Mapping[str, Tensor]) -> None:
+        self._projected, K = projected, projected.layer.num_kv_heads
+        W = len(projected.positions)
+        places = torch.linspace(W // 8, W - 1, min(QUERIES, W)).long()
+        queries = projected.rotated("q", projected.positions)[:, :, places]
+        self._queries = torch.unflatten(queries, 0, (K, -1))  # [K, H/K, B, S, D]
+        self._keys = projected.rotated("k", projected.positions)
+        self._visible = torch.arange(W) <= places[:, None]
+        weight = output_weight(state, projected.layer)
+        self._weight = torch.unflatten(weight, -1, (K, -1)).permute(1, 2, 0)  # [K, V·H/K, E]
+        self._exact = self._attended(self._queries, self._keys)
+        self.size = self._exact.square().mean((1, 2))
+
+    def error(self, change: Change, code: EngineFormat | None = None) -> Tensor:
+        """The mean square error of the output of each key–value head's query heads, ``[K]``.
+
+        Args:
+            change: of the layer.
+            code: the format of the cache; a full one when None.
+        """
+        layer, keys, queries = self._projected.layer, self._keys, self._queries
+        if change.shift is not None:
+            keys = self._projected.rotated("k", self._projected.positions, change.shift)
+        keys = change.applied(keys.flatten(1, 2), layer, "k").view_as(keys)
+        queries = change.applied(queries.flatten(1, 3), layer, "q").view_as(queries)
+        if code is not None:
+            keys = code.keys.as_read(code.keys.stored(code.keys.turned(keys)), layer.head_dim)
+            queries = code.keys.rounded_queries(code.keys.turned(queries))
+        return (self._attended(queries, keys) - self._exact).square().mean((1, 2))
+
+    def _attended(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """The output ``[K, B·S, E]`` of queries ``[K, H/K, B, S, D]`` and keys ``[K, B, W, D]``."""
+        scores = torch.einsum("kgbsd,kbtd->kgbst", queries, keys) * self._projected.scale
+        weights = scores.masked_fill(~self._visible, -torch.inf).softmax(-1)
+        out = torch.einsum("kgbst,kbtv->kbsgv", weights, self._projected.values).flatten(-2)  # [K, B, S, V·H/K]
+        return out.flatten(1, 2) @ self._weight
+
+
+def best_of(changes: Sequence[Change], output: Output, layer: GroupedSpec, formats: Sequence[EngineFormat]) -> Change:
+    """For each key–value head, the change by which the output of its query heads is off least.
+
+    Args:
+        changes: to choose from, of which heads with a norm of their own weights get one together.
+        output: of the layer's attention.
+        layer: the layer's spec.
+        formats: that the cache has; of several, the product of the errors is compared.
+    """
+    errors = torch.stack([_errors(change, output, formats) for change in changes])  # [C, K]
+    return by_head(changes, errors, layer)
+
+
+def _errors(change: Change, output: Output, formats: Sequence[EngineFormat]) -> Tensor:
+    """The logarithm of the product of the errors with each format, ``[K]``."""
+    errors = torch.stack([output.error(change, code) for code in formats])
+    # A format that has no code for a number makes NaN of it: nothing is worse.
+    return (errors + 1e-30).log().nan_to_num(torch.inf, torch.inf).sum(0)
+
+
+def output_weight(state: Mapping[str, Tensor], layer: GroupedSpec) -> Tensor:
+    """The output projection ``[E, H·V]``; the identity where there is none.
+
+    Args:
+        state: the attention under headwise's names.
+        layer: its spec.
+    """
+    if (weight := state.get("o_proj.weight")) is not None:
+        return weight.float()
+    return torch.eye(layer.num_heads * layer.value_dim)
+
 
 Samples = tuple[Tensor, Tensor]
 """Queries ``[K, N, D]`` and keys ``[K, T, D]``."""

@@ -22,20 +22,17 @@ from headwise.base.threads import side_by_side
 from headwise.base.type_checks import typed
 from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, window_notes
 from headwise.conversion.preparation.change import Change
-from headwise.conversion.preparation.check import check_written
-from headwise.conversion.preparation.folder import FolderLayers
-from headwise.conversion.preparation.gguf_file import GgufLayers, check_file, copied_files
-from headwise.conversion.preparation.inputs import Inputs, layer_inputs
 from headwise.conversion.preparation.one_layer import best_change
-from headwise.conversion.preparation.proof import Proof, check_engines, prove
-from headwise.conversion.preparation.samples import POSITIONS, projected
+from headwise.conversion.preparation.proof import Proof, check_engines, check_written, prove
+from headwise.conversion.preparation.samples import POSITIONS, Inputs, layer_inputs, projected
 from headwise.conversion.preparation.shift import why_no_shift
+from headwise.conversion.preparation.stored import FolderLayers, GgufLayers, check_file, copied_files
 from headwise.errors import ArgumentError, HeadwiseError, SpecError, StorageError
 from headwise.measure.texts import named_texts
-from headwise.measure.texts.calibration_texts import CalibrationTexts, check_texts
+from headwise.measure.texts.calibration import CalibrationTexts, check_texts
 from headwise.models.checkpoints import Checkpoint, FolderCheckpoint, GgufCheckpoint, open_checkpoint
 from headwise.models.specs import AttentionSpec, GroupedSpec, read_gguf_header
-from headwise.models.specs.gguf.parts import renamed_parts
+from headwise.models.specs.gguf.header import renamed_parts
 from headwise.runtime.quantization.formats import GGUF_READERS, EngineFormat, parse_engine_format
 from headwise.serving.exports.gguf import export_gguf
 

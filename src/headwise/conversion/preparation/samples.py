@@ -1,20 +1,30 @@
-"""Queries, keys and values of a layer: of inputs that a text has, or of random ones where no text is given.
+"""Queries, keys and values of each layer: of a text, or of random inputs where no text is given.
+
+Queries, keys and values of a layer: of inputs that a text has, or of random ones where no text is given.
 
 Shapes: N samples, B windows, W tokens of a window, E hidden size, H query heads, K key–value heads, D head dim, V
 value dim.
+
+The inputs of each layer's attention: those of a text, or random ones that need no run of the model.
+
+Shapes: B windows, W tokens of a window, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
+from headwise.errors import ArgumentError
+from headwise.measure.texts.calibration import CalibrationTexts, open_windows
+from headwise.models.checkpoints import Checkpoint
 from headwise.models.specs import GroupedSpec
 from headwise.runtime.attention.rope import RotaryEmbedding, rotate
+from headwise.runtime.hf import LayerwiseModel
 
 SAMPLES = 512
 """Inputs of a layer that are tried."""
@@ -134,3 +144,53 @@ def projected(
             states = rms_norm(states, norm.shape, norm, eps)
         sides.append(states)
     return Projected(layer, sides[0], sides[1], sides[2], positions, taken("k_proj.bias"))
+
+
+_NORM, _EMBEDDING = "blk.{layer}.attn_norm", "token_embd"
+
+Inputs = tuple[Tensor, Tensor]
+"""Inputs behind the norm before the attention, ``[B, W, E]``, and the positions of a window's tokens, ``[W]``."""
+
+
+def layer_inputs(checkpoint: Checkpoint, texts: CalibrationTexts) -> Iterator[Inputs]:
+    """Yield the inputs of each layer in turn.
+
+    Args:
+        checkpoint: the model.
+        texts: to run it on; without any, its weights alone say what inputs are like.
+
+    Raises:
+        ArgumentError: without a text, the model's family has no single norm before the attention; or the text is too
+            short.
+    """
+    return _of_a_text(checkpoint, texts) if texts else _of_weights(checkpoint)
+
+
+def _of_weights(checkpoint: Checkpoint) -> Iterator[Inputs]:
+    family, spec = checkpoint.family, checkpoint.spec
+    if _NORM not in family.gguf_tensors:
+        rule = f"is needed for a {family.model_type}: what its attention reads cannot be told from weights alone"
+        raise ArgumentError("calibrate", "()", rule)
+    generator = torch.Generator().manual_seed(0)
+    most = min(spec.max_position_embeddings or POSITIONS, POSITIONS)
+    for index in range(spec.num_layers):
+        name = f"{family.gguf_tensors[_NORM].format(layer=index)}.weight"
+        norm = checkpoint.read(name).float() + family.gguf_norm_offset
+        rows = None
+        if index == 0:
+            name = f"{family.gguf_tensors[_EMBEDDING]}.weight"
+            tokens = common_tokens(checkpoint.tensors[name].shape[0], generator=generator)
+            rows = checkpoint.read_rows(name, tokens).float()
+        positions = torch.randint(most, (SAMPLES,), generator=generator).sort().values
+        yield random_inputs(norm, generator=generator, embedding=rows)[None], positions
+
+
+@torch.no_grad()
+def _of_a_text(checkpoint: Checkpoint, texts: CalibrationTexts) -> Iterator[Inputs]:
+    windows = open_windows(checkpoint, texts).ids
+    model = LayerwiseModel(checkpoint, torch.float32)
+    hidden = model.begin(windows)
+    positions = torch.arange(windows.shape[1])
+    for index in range(model.num_layers):
+        call, hidden = model.trace(index, model.module(index), hidden)
+        yield call.inputs, positions

@@ -18,20 +18,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.conversion.solvers.assemble import split_bias, with_bias
-from headwise.conversion.solvers.head_groups import Group, group_heads
 from headwise.conversion.solvers.joint_latent import NOTHING
-from headwise.conversion.solvers.merging import LinearHeads, NormedHeads, RotaryHeads
-from headwise.conversion.solvers.metrics import (
+from headwise.conversion.solvers.latent import split_bias, with_bias
+from headwise.conversion.solvers.merging import Group, LinearHeads, NormedHeads, RotaryHeads, group_heads
+from headwise.conversion.solvers.rope_channels import as_rotated, to_complex
+from headwise.conversion.solvers.statistics import (
     KEY_BALANCE,
     KEY_WEIGHT,
+    Statistics,
     centred,
     key_metric,
     score_weight,
     value_metric,
 )
-from headwise.conversion.solvers.rope_channels import as_rotated, to_complex
-from headwise.conversion.solvers.statistics import Statistics
 from headwise.errors import SpecError
 from headwise.models.specs import GroupedSpec, rotated_dims
 

@@ -1,19 +1,25 @@
-"""The device that a source is run on and its layers are solved on, and its products in bfloat16.
+"""The device that layers are solved on, and weights that cannot be solved.
+
+The device that a source is run on and its layers are solved on, and its products in bfloat16.
 
 Functions of tensors compute where their arguments are, and make new tensors on the device of the block that they are
 called in. What is read from files, and random numbers, which are drawn on the CPU so that every device draws the same
 ones, is moved there first; what is written is moved back.
+
+Refuse weights whose matrices cannot be decomposed.
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
-from headwise.errors import ArgumentError
+from headwise.errors import ArgumentError, CheckpointError
+from headwise.models.checkpoints import Checkpoint
 from headwise.runtime.hf import as_device
 
 CPU = torch.device("cpu")
@@ -80,3 +86,20 @@ def quick_products() -> torch.autocast:
     """A context in which float32 matrix products are computed in bfloat16: on a GPU, and on a CPU where `QUICK`."""
     device = torch.get_default_device()
     return torch.autocast("cuda" if device.type == "cuda" else "cpu", torch.bfloat16, enabled=is_quick(device))
+
+
+@contextmanager
+def refuse_unsolvable(checkpoint: Checkpoint) -> Iterator[None]:
+    """Refuse weights by name where a decomposition does not converge: their products leave the range of float64.
+
+    Args:
+        checkpoint: the source.
+
+    Raises:
+        CheckpointError: torch raised a ``LinAlgError`` in the block.
+    """
+    try:
+        yield
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, and not in its list
+        rule = "are so large or so small that matrices made of them cannot be decomposed"
+        raise CheckpointError("weights", str(checkpoint.path), rule) from None

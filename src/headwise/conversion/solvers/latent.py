@@ -1,4 +1,11 @@
-"""One layer of MHA, MQA or GQA converted to MLA.
+"""One layer of MHA, MQA or GQA converted to MLA: at one size, at several, and its tensors.
+
+Assemble the tensors of an MLA layer from a solution's parts: names, order of rows, biases and scale.
+
+Shapes: H query heads, K key heads, D head dim, V value dim, E hidden, E' = E or E + 1 (a column for the biases),
+P rotary dims, R latent rank. Everything is float64.
+
+One layer of MHA, MQA or GQA converted to MLA.
 
 The rotary energy of the key heads is concentrated in few channels. The channels that lose most without rotation keep
 it and become the shared rotary key; the content of the others, and all values, are decoded from one latent. With
@@ -9,29 +16,25 @@ in float64.
 Shapes: H query heads, K key heads, D head dim, D' its rotated dims, F = D'/2, V value dim, E hidden, E' = E or E + 1
 (a column for the biases), P rotary dims, R latent rank, m content rows, n plain dims of all heads, C channels without
 rotation.
+
+One layer's MLA solutions at several sizes: one latent is solved, and narrower ones are cut from it.
+
+Shapes: E hidden, R latent rank, P rotary dims.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headwise.conversion.solvers.assemble import LatentParts, assemble, is_biased, with_bias
 from headwise.conversion.solvers.joint_latent import NOTHING, Part, joint_latent, whole_latent
-from headwise.conversion.solvers.metrics import (
-    KEY_BALANCE,
-    KEY_WEIGHT,
-    centred,
-    cost_without,
-    energy,
-    key_metric,
-    value_metric,
-)
+from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.rope_channels import (
     Channels,
     as_rotated,
@@ -42,10 +45,102 @@ from headwise.conversion.solvers.rope_channels import (
     rotated_pairs,
     to_real,
 )
-from headwise.conversion.solvers.statistics import Statistics
+from headwise.conversion.solvers.statistics import (
+    KEY_BALANCE,
+    KEY_WEIGHT,
+    Statistics,
+    centred,
+    cost_without,
+    energy,
+    key_metric,
+    value_metric,
+)
 from headwise.errors import SpecError
-from headwise.models.specs import GroupedSpec, LatentSpec, rotated_dims
+from headwise.models.specs import GroupedSpec, LatentSpec, as_latent, rotated_dims
 from headwise.runtime.attention import RotaryEmbedding
+
+
+class LatentParts(NamedTuple):
+    """A solution for one MLA layer.
+
+    Attributes:
+        q_nope: ``[H·D, E']``, each head's query of the keys' content.
+        q_rope: ``[H, P, E']``, each head's query of the shared rotary key.
+        k_rope: ``[P, E']``, the shared rotary key.
+        down: ``[R, E']``, the projection to the latent.
+        key_up: ``[K·D, R]``, the decoder of each key head's content.
+        value_up: ``[K·V, R]``, the decoder of each value head.
+    """
+
+    q_nope: Tensor
+    q_rope: Tensor
+    k_rope: Tensor
+    down: Tensor
+    key_up: Tensor
+    value_up: Tensor
+
+
+def projections(state: Mapping[str, Tensor], target: LatentSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """The query, key and value projections ``[rows, E']``; biases are a last column, for a constant input of 1."""
+    q, k, v = (with_bias(state, name, is_biased(target)) for name in ("q_proj", "k_proj", "v_proj"))
+    return q, k, v
+
+
+def assemble(
+    state: Mapping[str, Tensor],
+    source: GroupedSpec,
+    target: LatentSpec,
+    parts: LatentParts,
+) -> dict[str, Tensor]:
+    """The tensors of an MLA layer by its own names, float64.
+
+    Args:
+        state: the source layer's tensors, for its output projection.
+        source: the source layer's spec.
+        target: the MLA layer's spec.
+        parts: the solution.
+    """
+    H, K, D = source.num_heads, source.num_kv_heads, source.head_dim
+    queries, decoders = [parts.q_rope], [parts.value_up.view(K, source.value_dim, -1)]  # [H, P, E'], [K, V, R]
+    if nope := target.qk_nope_head_dim:  # rotated dims come first; they are no content where all keep their rotation
+        queries.insert(0, torch.unflatten(parts.q_nope, 0, (H, D))[:, D - nope :])  # [H, nope, E']
+        decoders.insert(0, parts.key_up.view(K, D, -1)[:, D - nope :])  # [K, nope, R]
+    # The new heads are wider, so their softmax scale is smaller; the queries make up for it.
+    rescale = (target.qk_head_dim / D) ** 0.5 * (
+        1.0 if source.softmax_scale is None else source.softmax_scale * D**0.5
+    )
+    biased = is_biased(target)
+    out = {
+        **split_bias("q_proj", torch.cat(queries, dim=1).flatten(0, 1) * rescale, biased),
+        **split_bias("kv_a_proj_with_mqa", torch.cat((parts.down, parts.k_rope)), biased),
+        "kv_b_proj.weight": torch.cat(decoders, dim=1).repeat_interleave(H // K, dim=0).flatten(0, 1),
+        "o_proj.weight": state["o_proj.weight"].double(),
+    }
+    if "o_proj.bias" in state:
+        out["o_proj.bias"] = state["o_proj.bias"].double()
+    return out
+
+
+def is_biased(target: LatentSpec) -> bool:
+    """Whether an MLA layer's queries and latent have biases."""
+    return "kv_a_proj_with_mqa" in target.bias
+
+
+def with_bias(state: Mapping[str, Tensor], name: str, biased: bool) -> Tensor:
+    """A projection ``[rows, E']``, float64; if ``biased``, its last column is its bias or 0, for an input of 1."""
+    weight = state[f"{name}.weight"].double()
+    if not biased:
+        return weight
+    bias = state.get(f"{name}.bias")
+    column = torch.zeros(weight.shape[0], 1, dtype=torch.float64) if bias is None else bias.double()[:, None]
+    return torch.cat((weight, column), dim=1)
+
+
+def split_bias(name: str, weight: Tensor, biased: bool) -> dict[str, Tensor]:
+    """A projection's weight and bias by name: the inverse of `with_bias`."""
+    if not biased:
+        return {f"{name}.weight": weight}
+    return {f"{name}.weight": weight[:, :-1], f"{name}.bias": weight[:, -1]}
 
 
 @dataclass(frozen=True)
@@ -306,3 +401,80 @@ def _join_plain(unrotated_up: Tensor, plain: int, K: int) -> Tensor:
     identity = torch.nn.functional.pad(torch.eye(plain, dtype=torch.float64), (columns, 0))  # [n, 2C + n]
     copies = identity.view(K, plain // K, columns + plain)
     return torch.cat((unrotated, copies), dim=1).flatten(0, 1)
+
+
+def solve_sizes(
+    source: Layer,
+    sizes: Sequence[tuple[int, int]],
+    statistics: Statistics,
+    sensitivity: Tensor | None = None,
+    options: LatentOptions | None = None,
+) -> Iterator[tuple[tuple[int, int], Layer]]:
+    """Solve a layer at some sizes, one at a time, as each solution may be large.
+
+    At each rotary width the largest latent below the exact one is solved, and narrower ones are cut from it.
+
+    Args:
+        source: the layer, float32.
+        sizes: R and P of each solution.
+        statistics: the statistics of the layer's inputs.
+        sensitivity: ``[E, E]``, the cost of an error of its output.
+        options: see `convert_to_latent`.
+
+    Returns:
+        Each size with its solution, float64, from the widest rotary key and latent down.
+    """
+    spec = source.spec
+    assert isinstance(spec, GroupedSpec)
+    options = options or LatentOptions()
+    rotary = find_rotary(source.state, spec, as_latent(spec, *sizes[0]), statistics, mix=options.mix)
+    options = replace(options, rotary=rotary)
+    ordered_sizes = sorted(sizes, key=lambda size: (size[1], size[0]), reverse=True)
+    for _, width_sizes in groupby(ordered_sizes, key=lambda size: size[1]):
+        widest = None  # freed before the next one is solved
+        for size in width_sizes:
+            target = as_latent(spec, *size)
+            if widest is None:
+                solution = convert_to_latent(
+                    source.state, spec, target, statistics=statistics, sensitivity=sensitivity, options=options
+                )
+                widest = Layer(target, *solution)
+                del solution
+            yield size, narrowed(widest, target, statistics)
+            if target.kv_lora_rank >= _exact_rank(spec, target):
+                widest = None  # an exact latent's channels are in no order to cut by
+
+
+def narrowed(layer: Layer, target: LatentSpec, statistics: Statistics) -> Layer:
+    """Cut an MLA layer to the first channels of its latent, with the best decoders from them.
+
+    Args:
+        layer: the layer, float64, whose latent channels are in order.
+        target: the layer's spec with a smaller rank.
+        statistics: the statistics of its inputs.
+    """
+    spec, state = layer.spec, layer.state
+    assert isinstance(spec, LatentSpec)
+    R, r, N = spec.kv_lora_rank, target.kv_lora_rank, spec.qk_nope_head_dim
+    if r == R:
+        return layer
+    biased = is_biased(spec)
+    down = with_bias(state, "kv_a_proj_with_mqa", biased)[:R]  # [R, E']
+    keys = centred(statistics.keys) if biased else statistics.keys
+    decoders = torch.unflatten(state["kv_b_proj.weight"], 0, (spec.num_heads, -1))  # [H, N + V, R]
+    narrow_decoders = []
+    for rows, moments in ((decoders[:, :N], keys), (decoders[:, N:], statistics.inputs)):
+        covariance = down @ moments[: down.shape[1], : down.shape[1]] @ down.mT  # [R, R]
+        # The dropped channels, as far as the remaining ones predict them.
+        prediction = covariance[r:, :r] @ torch.linalg.pinv(covariance[:r, :r], hermitian=True)
+        narrow_decoders.append(rows[..., :r] + rows[..., r:] @ prediction)
+    channels = [*range(r), *range(R, len(state["kv_a_proj_with_mqa.weight"]))]
+    narrow = {name: state[name][channels] for name in state if name.startswith("kv_a_proj_with_mqa.")}
+    decoder = torch.cat(narrow_decoders, dim=1).flatten(0, 1)  # [H (N + V), r]
+    return Layer(target, {**state, **narrow, "kv_b_proj.weight": decoder}, layer.channels)
+
+
+def _exact_rank(source: GroupedSpec, target: LatentSpec) -> int:
+    """The rank of a latent that loses nothing but the dropped rotation."""
+    values = source.num_kv_heads * (source.head_dim + source.value_dim) - target.qk_rope_head_dim
+    return min(values, source.hidden_size + ("kv_a_proj_with_mqa" in target.bias))

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.conversion.solvers.assemble import LatentParts, assemble, projections
 from headwise.conversion.solvers.joint_latent import NOTHING
+from headwise.conversion.solvers.latent import LatentParts, assemble, projections
 from headwise.conversion.solvers.rope_channels import rotated_pairs, to_real
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec, rotated_dims

@@ -18,12 +18,11 @@ from headwise.costs.formulas.layer import (
     state_bytes,
     thop_count,
 )
-from headwise.costs.formulas.reports.candidates import ladder, matched
-from headwise.costs.formulas.reports.compare import Comparison, Row, compare
+from headwise.costs.formulas.reports.compare import Comparison, Row, compare, ladder, matched
 from headwise.costs.formulas.reports.complexity import Complexity, complexity
 from headwise.costs.formulas.reports.inspection import Inspection, inspect
 from headwise.costs.formulas.stages import KERNELS, attended_pairs
-from headwise.costs.formulas.training.totals import activation_bytes, backward_flops
+from headwise.costs.formulas.training import activation_bytes, backward_flops
 
 __all__ = [
     "DTYPE_BYTES",

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Core, Linear, Product, Stage, Vector
-from headwise.costs.formulas.training.activations import (
+from headwise.costs.formulas.activations import (
     Heads,
     Kept,
     KeptOver,
@@ -20,6 +18,8 @@ from headwise.costs.formulas.training.activations import (
     kept_inputs,
     kept_softmax,
 )
+from headwise.costs.formulas.size import Size
+from headwise.costs.formulas.stages import Core, Linear, Product, Stage, Vector
 from headwise.errors import ArgumentError
 from headwise.models.specs.expert_latent import ExpertLatentSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headwise.costs.formulas.stages import Linear, Stage, Vector
-from headwise.models.specs.feed_forward import FeedForwardSpec
+from headwise.models.specs.model import FeedForwardSpec
 
 
 @dataclass(frozen=True)

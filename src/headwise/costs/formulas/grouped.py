@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Core, Linear, Stage, Vector
-from headwise.costs.formulas.training.activations import (
+from headwise.costs.formulas.activations import (
     Heads,
     Kept,
     Training,
@@ -20,6 +18,8 @@ from headwise.costs.formulas.training.activations import (
     kept_norm,
     kept_rotation,
 )
+from headwise.costs.formulas.size import Size
+from headwise.costs.formulas.stages import Core, Linear, Stage, Vector
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs.grouped import GroupedSpec
 

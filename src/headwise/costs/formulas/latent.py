@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Core, Linear, Over, Product, Stage, Vector
-from headwise.costs.formulas.training.activations import (
+from headwise.costs.formulas.activations import (
     Heads,
     Kept,
     Storages,
@@ -19,6 +17,8 @@ from headwise.costs.formulas.training.activations import (
     kept_norm,
     kept_rotation,
 )
+from headwise.costs.formulas.size import Size
+from headwise.costs.formulas.stages import Core, Linear, Over, Product, Stage, Vector
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs.latent import LatentSpec
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Core, Linear, Stage
-from headwise.costs.formulas.training.activations import (
+from headwise.costs.formulas.activations import (
     Heads,
     Kept,
     Storages,
@@ -13,6 +11,8 @@ from headwise.costs.formulas.training.activations import (
     kept_inputs,
     kept_rotation,
 )
+from headwise.costs.formulas.size import Size
+from headwise.costs.formulas.stages import Core, Linear, Stage
 from headwise.models.specs.latent_space import LatentSpaceSpec
 
 IMPLS = ("direct",)

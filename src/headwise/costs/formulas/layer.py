@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol, cast
 
+from headwise.costs.formulas.activations import Kept, Training
 from headwise.costs.formulas.size import Size
 from headwise.costs.formulas.stages import (
     Call,
@@ -21,7 +22,6 @@ from headwise.costs.formulas.stages import (
     check_kernel,
     held_stage,
 )
-from headwise.costs.formulas.training.activations import Kept, Training
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs.base import AttentionSpec, mechanism_module
 from headwise.models.specs.weights.stored import Formats

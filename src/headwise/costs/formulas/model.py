@@ -12,8 +12,7 @@ from headwise.costs.formulas.feed_forward import parts
 from headwise.costs.formulas.stages import Core, Held, IndexScores, held_matrix, held_stage
 from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec
-from headwise.models.specs.feed_forward import FeedForwardSpec
-from headwise.models.specs.model import BodySpec, ModelSpec
+from headwise.models.specs.model import BodySpec, FeedForwardSpec, ModelSpec
 from headwise.models.specs.recurrent import RecurrentSpec
 from headwise.models.specs.weights.stored import Formats
 

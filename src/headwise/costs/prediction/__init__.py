@@ -1,7 +1,5 @@
 """Predicted time and memory of a model on a device: its operators against the device's dense peaks. No torch here."""
 
-from headwise.costs.prediction.allocation import ENGINES, Allocation, allocation
-from headwise.costs.prediction.crossover import fastest_absorbed, most_absorbed
 from headwise.costs.prediction.curves import MANY, Curves, Grid, Kind, Sizes, curves_of, pairs, to_table
 from headwise.costs.prediction.engine_caches import (
     SAFE_LOSS,
@@ -15,10 +13,28 @@ from headwise.costs.prediction.engine_caches import (
     named_caches,
 )
 from headwise.costs.prediction.hardware import Device, device, devices
-from headwise.costs.prediction.memory import Memory, largest_batch, longest_context, peak_memory
-from headwise.costs.prediction.operators import MOST, Operator, Pass, operators
+from headwise.costs.prediction.memory import (
+    ENGINES,
+    Allocation,
+    Memory,
+    allocation,
+    largest_batch,
+    longest_context,
+    peak_memory,
+)
+from headwise.costs.prediction.operators import (
+    MOST,
+    Efficiency,
+    Operator,
+    Pass,
+    Timed,
+    fastest_absorbed,
+    merged,
+    most_absorbed,
+    operators,
+    seconds,
+)
 from headwise.costs.prediction.predict import Prediction, counted_in, predict
-from headwise.costs.prediction.roofline import Efficiency, Timed, merged, seconds
 from headwise.costs.prediction.work import LayerWork, ModelWork, Reach, Work, model_work
 
 __all__ = [

@@ -1,15 +1,26 @@
-"""What a forward pass does, operator by operator: FLOPs, and bytes of weights, cache and activations that move."""
+"""A forward pass operator by operator: what each does, and the time that it takes on a device.
+
+What a forward pass does, operator by operator: FLOPs, and bytes of weights, cache and activations that move.
+
+The time of operators on a device: the longer of computing and of moving bytes, and an overhead for each run.
+
+The crossover of MLA's two implementations: absorbed for few new tokens, expanded for many.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from headwise.costs.formulas import dtype_bytes
-from headwise.costs.prediction.curves import Kind
+from headwise.costs.formulas.latent import best_impl
+from headwise.costs.formulas.stages import attended_pairs
+from headwise.costs.prediction.curves import MANY, Kind, Sizes
+from headwise.costs.prediction.hardware import Device
 from headwise.costs.prediction.work import Count, Reach, Work, expected_experts, model_work
 from headwise.errors import ArgumentError
-from headwise.models.specs.model import ModelSpec
+from headwise.models.specs import LatentSpec, ModelSpec
 
 MOST = 2**30
 """The largest batch and context that are predicted."""
@@ -146,3 +157,210 @@ def _operator(work: Work, forward: Pass, reach: Reach) -> Operator:
 
 def _sum(numbers: Mapping[Count, float], counts: Mapping[Count, int]) -> float:
     return sum(number * counts[name] for name, number in numbers.items())
+
+
+Bound = Literal["compute", "memory", "link", "overhead"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """The share of a device's peaks that operators reach, and what each run costs besides.
+
+    Attributes:
+        compute: of the dense peak.
+        memory: of the bandwidth.
+        link: of the bandwidth between devices.
+        seconds: of each run, whatever it does.
+        is_measured: whether the device has curves of the dtype, in whose place these shares then stand for what was
+            not measured; otherwise they are assumed for all.
+    """
+
+    compute: float = 0.7
+    memory: float = 0.8
+    link: float = 0.7
+    seconds: float = 4e-6
+    is_measured: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """One kind of operator and its time.
+
+    Attributes:
+        name: of the operator.
+        part: of the model.
+        times: how often it runs.
+        flops: of all runs together, as for the bytes and the seconds.
+        memory_bytes: that they move between memory and processor.
+        link_bytes: that they send to other devices.
+        seconds: that they take.
+        bound: what most of the seconds are spent on.
+    """
+
+    name: str
+    part: str
+    times: int
+    flops: float
+    memory_bytes: float
+    link_bytes: float
+    seconds: float
+    bound: Bound
+
+
+def seconds(
+    work: Sequence[Operator], device: Device, forward: Pass, efficiency: Efficiency | None = None
+) -> list[Timed]:
+    """The time of each operator of a pass on a device.
+
+    For example ``sum(timed.seconds for timed in seconds(work, device("h100"), Pass(total=1024)))``.
+
+    Args:
+        work: of `operators`.
+        device: one of the ranks.
+        forward: the pass.
+        efficiency: of the device; assumed when None.
+
+    Raises:
+        ArgumentError: the device has no peak for the dtype, or several devices are not joined.
+    """
+    reached = efficiency or Efficiency()
+    peak = device.peak(forward.dtype) * reached.compute
+    result = []
+    measured = device.curves.get(forward.dtype.removeprefix("torch."))
+    read = 0.0 if measured is None else pass_bytes(work)
+    for operator in work:
+        link = 0.0
+        if operator.link_bytes:
+            if device.link_bytes_per_second is None:
+                raise ArgumentError("ranks", forward.ranks, f"must be 1: {device.label} has no link to others")
+            link = operator.link_bytes / (device.link_bytes_per_second * reached.link)
+        times: dict[Bound, float] = {
+            "compute": operator.flops / peak,
+            "memory": operator.memory_bytes / (device.bytes_per_second * reached.memory),
+            "link": link,
+            "overhead": reached.seconds,
+        }
+        bound: Bound = max(times, key=lambda kind: times[kind])
+        longest = max(times["compute"], times["memory"], times["link"])
+        times_run = operator.times
+        alone = longest + reached.seconds
+        if measured is not None:
+            found = measured.seconds(operator.kind, _sizes(operator, forward, read))
+            alone = alone if found is None else found
+        result.append(
+            Timed(
+                name=operator.name,
+                part=operator.part,
+                times=times_run,
+                flops=times_run * operator.flops,
+                memory_bytes=times_run * operator.memory_bytes,
+                link_bytes=times_run * operator.link_bytes,
+                seconds=times_run * alone,
+                bound=bound,
+            )
+        )
+    return merged(result)
+
+
+def pass_bytes(work: Iterable[Operator]) -> float:
+    """The bytes of weights and cache that a pass reads, which decide what a processor's caches hold.
+
+    For example ``pass_bytes(operators(read_spec("llama-3-8b"), Pass(total=1024)))``.
+    """
+    return sum(operator.times * (operator.weight_bytes + operator.cache_bytes) for operator in work)
+
+
+def _sizes(operator: Operator, forward: Pass, read: float) -> Sizes:
+    """What the measured time of one run depends on.
+
+    A pass of few tokens waits for the bytes of weights: one of quantised weights counts as one of the dtype's.
+    """
+    rows = operator.flops / (2 * operator.weights) if operator.weights else 1.0
+    weights = operator.weights if rows >= MANY else operator.weight_bytes / dtype_bytes(forward.dtype)
+    return Sizes(
+        tokens=forward.tokens,
+        new=forward.new,
+        rows=rows,
+        weights=max(weights, 1.0),
+        flops=operator.flops,
+        cache_bytes=max(operator.cache_bytes, 1.0),
+        bits=0 if forward.value_bytes >= dtype_bytes(forward.dtype) else 8 * forward.value_bytes,
+        hidden_size=operator.hidden_size,
+        pass_bytes=max(read, 1.0),
+    )
+
+
+def merged(timed: Iterable[Timed]) -> list[Timed]:
+    """One entry for each name: layers of several kinds, and several passes, have some in common.
+
+    For example ``merged([*prompt, *step])``.
+
+    Args:
+        timed: in any order.
+
+    Returns:
+        Their sums, bound by what the longest of them is bound by.
+    """
+    found: dict[str, list[Timed]] = {}
+    for each in timed:
+        found.setdefault(each.name, []).append(each)
+    return [_slowest(runs) for runs in found.values()]
+
+
+def _slowest(runs: Sequence[Timed]) -> Timed:
+    longest = max(runs, key=lambda each: each.seconds)
+    sums = {
+        name: sum(getattr(each, name) for each in runs)
+        for name in ("times", "flops", "memory_bytes", "link_bytes", "seconds")
+    }
+    return replace(longest, **sums)
+
+
+def most_absorbed(spec: LatentSpec, total: int) -> int:
+    """The most new tokens that headwise's layer attends to ``total`` with by absorbed queries; 0 if none.
+
+    It takes the implementation of fewer FLOPs. About ``R (N + V) / (2R − N − V)`` where the context is much longer.
+
+    For example ``most_absorbed(layer_spec("deepseek-v3"), 32_768)`` is 170.
+    """
+
+    def is_absorbed(new: int) -> bool:
+        pairs = attended_pairs(new, total, causal=True, window=spec.sliding_window)
+        return best_impl(spec, new, total, pairs) == "absorbed"
+
+    return _last(is_absorbed, total)
+
+
+def fastest_absorbed(model: ModelSpec, step: Pass, hardware: Device) -> int | None:
+    """The most new tokens of each sequence for which absorbed attention is predicted to take less time; 0 if none.
+
+    For example ``fastest_absorbed(read_spec("deepseek-v3"), Pass(total=32_768, ranks=8), device("h200"))``.
+
+    Args:
+        model: with its body.
+        step: its batch, context, dtype and devices.
+        hardware: one of the devices.
+
+    Returns:
+        None for a model without MLA.
+    """
+    if not any(isinstance(layer, LatentSpec) for layer in model.layers):
+        return None
+
+    def is_absorbed(new: int) -> bool:
+        absorbed, expanded = (
+            sum(timed.seconds for timed in seconds(operators(model, sized), hardware, sized))
+            for sized in (replace(step, new=new, impl=impl) for impl in ("absorbed", "expanded"))
+        )
+        return absorbed < expanded
+
+    return _last(is_absorbed, step.total)
+
+
+def _last(holds: Callable[[int], bool], total: int) -> int:
+    """The last of 1 … total that a condition holds for, which holds up to there; 0 if it never does."""
+    low, high = 0, total
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low

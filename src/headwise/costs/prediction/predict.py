@@ -11,12 +11,20 @@ from typing import Any
 from headwise.base.documents import as_document
 from headwise.base.type_checks import typed
 from headwise.costs.formulas import dtype_bytes
-from headwise.costs.prediction.allocation import ENGINES, Allocation, allocation
 from headwise.costs.prediction.engine_caches import caches_of_bits, engine_caches
 from headwise.costs.prediction.hardware import Device, device
-from headwise.costs.prediction.memory import CHUNK, Memory, check_usable, largest_batch, longest_context, peak_memory
-from headwise.costs.prediction.operators import MOST, USUAL_DTYPE, Pass, operators
-from headwise.costs.prediction.roofline import Efficiency, Timed, merged, seconds
+from headwise.costs.prediction.memory import (
+    CHUNK,
+    ENGINES,
+    Allocation,
+    Memory,
+    allocation,
+    check_usable,
+    largest_batch,
+    longest_context,
+    peak_memory,
+)
+from headwise.costs.prediction.operators import MOST, USUAL_DTYPE, Efficiency, Pass, Timed, merged, operators, seconds
 from headwise.costs.prediction.work import known_body
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs import ModelSpec, read_spec

@@ -31,11 +31,10 @@ from headwise.costs.prediction.curves import Kind
 from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec
 from headwise.models.specs.compressed import CompressedSpec
-from headwise.models.specs.feed_forward import FeedForwardSpec
 from headwise.models.specs.grouped import GroupedSpec
 from headwise.models.specs.indexed_latent import IndexedLatentSpec
 from headwise.models.specs.latent import LatentSpec
-from headwise.models.specs.model import BodySpec, ModelSpec
+from headwise.models.specs.model import BodySpec, FeedForwardSpec, ModelSpec
 from headwise.models.specs.recurrent import RecurrentSpec
 from headwise.models.specs.weights.stored import MatrixFormat
 

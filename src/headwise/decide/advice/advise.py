@@ -27,8 +27,7 @@ from headwise.costs.prediction import (
     peak_memory,
     seconds,
 )
-from headwise.costs.prediction.allocation import cache_bytes
-from headwise.costs.prediction.memory import check_usable
+from headwise.costs.prediction.memory import cache_bytes, check_usable
 from headwise.costs.prediction.operators import USUAL_DTYPE
 from headwise.costs.prediction.predict import check_context, counted_weights, timed_note
 from headwise.decide.advice.candidates import AS_IT_IS, Candidate, candidates

@@ -8,9 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from headwise.costs.formulas.default_targets import conversions, plain_formats
 from headwise.costs.formulas.layer import cache_values
-from headwise.costs.formulas.target import Target, convert_spec, parse_target, refuse_codes, target_options
+from headwise.costs.formulas.target import (
+    Target,
+    conversions,
+    convert_spec,
+    parse_target,
+    plain_formats,
+    refuse_codes,
+    target_options,
+)
 from headwise.costs.prediction import Device, EngineCache, engine_caches, named_caches
 from headwise.errors import HeadwiseError
 from headwise.measure.points import Measured

@@ -1,4 +1,4 @@
-// The arithmetic of headwise's predictions, on the numbers that the page carries (see headwise.decide.report.page_data).
+// The arithmetic of headwise's predictions, on the numbers that the page carries (see headwise.decide.report.page).
 // Each function is that of the same name in headwise.costs.prediction or headwise.decide.advice; tests hold them to be equal.
 "use strict";
 

@@ -1,6 +1,5 @@
 """Evaluate a model beside its reference: perplexity, cache and speed; multiple choice, planted facts, retrieval."""
 
-from headwise.measure.evaluation.accuracy_intervals import Rate, rate
 from headwise.measure.evaluation.choices import (
     Choice,
     ChoiceEvaluation,
@@ -11,7 +10,7 @@ from headwise.measure.evaluation.choices import (
 from headwise.measure.evaluation.evaluate import WINDOW, evaluate, evaluate_windows
 from headwise.measure.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.measure.evaluation.planted import DepthScore, PlantedEvaluation, evaluate_planted
-from headwise.measure.evaluation.results import Evaluation, PositionScore, TextScore
+from headwise.measure.evaluation.results import Evaluation, PositionScore, Rate, TextScore, rate
 from headwise.measure.evaluation.retrieval import (
     Encoder,
     Pooling,

@@ -14,10 +14,10 @@ from headwise.base.options import ChoiceOptions, takes_options
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import typed
 from headwise.errors import ArgumentError
-from headwise.measure.evaluation.accuracy_intervals import Rate, rate
-from headwise.measure.evaluation.batches import batches
 from headwise.measure.evaluation.model_pair import Pair, check_vocabulary, open_pair
-from headwise.measure.texts.files import read_jsonl
+from headwise.measure.evaluation.results import Rate, rate
+from headwise.measure.evaluation.scoring import batches
+from headwise.measure.texts.sources import read_jsonl
 from headwise.measure.texts.windows import ending_ids, first_ids
 from headwise.runtime.hf import check_logits
 

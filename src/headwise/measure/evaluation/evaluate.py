@@ -19,9 +19,7 @@ from headwise.measure.evaluation.model_pair import Pair, check_vocabulary, open_
 from headwise.measure.evaluation.results import Evaluation, Scores, evaluation_of
 from headwise.measure.evaluation.scoring import score_window
 from headwise.measure.evaluation.speed import Speed, allocated_bytes, decode_times
-from headwise.measure.texts.files import read_text
-from headwise.measure.texts.identity import refuse_twice
-from headwise.measure.texts.sources import named_texts
+from headwise.measure.texts.sources import named_texts, read_text, refuse_twice
 from headwise.measure.texts.windows import first_ids, token_windows, usual_window
 from headwise.runtime.hf import check_logits, has_codes
 

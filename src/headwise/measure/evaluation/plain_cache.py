@@ -12,14 +12,14 @@ import math
 
 import torch
 
-from headwise.costs.formulas.default_targets import plain_formats
+from headwise.costs.formulas.target import plain_formats
 from headwise.costs.prediction import engine_caches
 from headwise.errors import SpecError
 from headwise.measure.evaluation.results import Evaluation
 from headwise.models.checkpoints import Checkpoint
 from headwise.models.specs import AttentionSpec, GroupedSpec, LatentSpec, ModelSpec
 from headwise.runtime.hf import HeadwiseCache, stock_config
-from headwise.runtime.quantization.files import FILE as CODES
+from headwise.runtime.quantization.transform_code import FILE as CODES
 
 SAME_BYTES = 1.01
 """A cache that takes at most this many times the bytes of another is no larger: sizes cannot be met exactly."""

@@ -20,10 +20,9 @@ from headwise.base.options import PlantedOptions, takes_options
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import typed
 from headwise.errors import ArgumentError
-from headwise.measure.evaluation.accuracy_intervals import Rate, rate
 from headwise.measure.evaluation.model_pair import Pair, check_vocabulary, open_pair
-from headwise.measure.evaluation.paired_results import Paired
-from headwise.measure.texts.files import read_text
+from headwise.measure.evaluation.results import Paired, Rate, rate
+from headwise.measure.texts.sources import read_text
 from headwise.measure.texts.windows import cut_windows, ending_ids, first_ids, token_ids
 from headwise.models.checkpoints import decode
 from headwise.runtime.hf import check_logits

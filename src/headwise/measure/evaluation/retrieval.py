@@ -17,10 +17,9 @@ from headwise.base.options import RetrievalOptions, takes_options
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import typed
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.measure.evaluation.accuracy_intervals import Rate, rate
-from headwise.measure.evaluation.batches import batches
-from headwise.measure.evaluation.paired_results import Paired
-from headwise.measure.texts.files import read_jsonl
+from headwise.measure.evaluation.results import Paired, Rate, rate
+from headwise.measure.evaluation.scoring import batches
+from headwise.measure.texts.sources import read_jsonl
 from headwise.models.checkpoints import (
     dtype_name,
     load_tokenizer,

@@ -1,11 +1,15 @@
-"""Score each token of a window of text by a model and its reference.
+"""Scores of texts in batches: negative log-likelihoods, divergences and agreement.
+
+Texts of several lengths, put together in batches that change nothing for any of them.
+
+Score each token of a window of text by a model and its reference.
 
 Shapes: S tokens in the window, V tokens in the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +18,34 @@ from torch import Tensor
 
 from headwise.base.threads import side_by_side
 from headwise.runtime.caches.frequencies import changes_at
+
+
+def batches(model: Any, lengths: Sequence[int], *, tokens: int) -> Iterator[list[int]]:
+    """Put texts of like lengths together, the longest first.
+
+    For example ``list(batches(model, [3, 8, 4], tokens=8))`` is ``[[1], [2, 0]]``.
+
+    Where rotary frequencies depend on the longest text of a batch, all but the usual ones suit texts of one length.
+
+    Args:
+        model: a transformers model that reads the texts.
+        lengths: of each text, in tokens.
+        tokens: the most in a batch of several texts, padding included.
+
+    Yields:
+        The numbers of the texts in a batch, with the longest first.
+    """
+    usual = changes_at(model)
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    done = 0
+    while done < len(order):
+        longest = lengths[order[done]]
+        batch = order[done : done + max(1, tokens // max(longest, 1))]
+        if usual is not None and longest > usual:
+            batch = [number for number in batch if lengths[number] == longest]
+        yield batch
+        done += len(batch)
+
 
 _WHOLE = 2048
 """The longest window whose logits are computed in one call."""

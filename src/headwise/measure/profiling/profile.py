@@ -18,8 +18,7 @@ from headwise.costs.prediction import Device, to_table
 from headwise.measure.profiling.grids import grids_of
 from headwise.measure.profiling.measure import measure_curves
 from headwise.measure.profiling.pace import HERE, chosen
-from headwise.measure.timing.machine import doctor, machine
-from headwise.measure.timing.machine_limits import Probes
+from headwise.measure.timing.machine import Probes, doctor, machine
 from headwise.measure.timing.timing import spread_interleaved
 from headwise.models.checkpoints import dtype_name
 

@@ -1,20 +1,30 @@
 """Texts as windows of tokens: sources, mixtures to calibrate on, passages that two texts share."""
 
-from headwise.measure.texts.calibration_texts import (
+from headwise.measure.texts.calibration import (
     NO_TEXTS,
     CalibrationTexts,
+    calibration_windows,
     check_texts,
+    hold_out,
     open_windows,
     refuse_cross_layers,
     refuse_unknown_tokens,
+    windows_beyond,
 )
-from headwise.measure.texts.calibration_windows import calibration_windows, hold_out, windows_beyond
-from headwise.measure.texts.files import language_reference, read_jsonl, read_text, reference_topics
-from headwise.measure.texts.identity import refuse_twice, text_identity
 from headwise.measure.texts.overlap import overlap_note, passages_apart, shared_fraction, shared_tokens
-from headwise.measure.texts.reference import write_reference_texts
 from headwise.measure.texts.sample import Sample, sample
-from headwise.measure.texts.sources import named_texts, read_source, refuse_texts_within
+from headwise.measure.texts.sources import (
+    language_reference,
+    named_texts,
+    read_jsonl,
+    read_source,
+    read_text,
+    reference_topics,
+    refuse_texts_within,
+    refuse_twice,
+    text_identity,
+    write_reference_texts,
+)
 from headwise.measure.texts.windows import (
     begun,
     cut_windows,

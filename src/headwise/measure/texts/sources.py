@@ -1,7 +1,12 @@
-"""Texts by name: files, folders and Hugging Face datasets."""
+"""Texts by name: files, folders, Hugging Face datasets, and the language reference that every Python has.
+
+Two names may mean the same text; what counts is the content (`text_identity`).
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -9,8 +14,113 @@ from textwrap import shorten
 from typing import Any
 
 from headwise.base.disk import refuse_input_within
+from headwise.base.options import at_least
 from headwise.errors import ArgumentError, MissingExtraError
-from headwise.measure.texts.files import read_text
+from headwise.measure.texts.overlap import passages_apart
+
+
+def read_text(path: str | Path, *, characters: int | None = None, name: str = "text") -> str:
+    """Read a UTF-8 file.
+
+    For example ``read_text("text.txt", characters=10_000)``.
+
+    Args:
+        path: of the file.
+        characters: the most characters to read, from the beginning; all when None.
+        name: of the text in errors.
+
+    Raises:
+        ArgumentError: there is no such file, or the part that is read is not UTF-8.
+    """
+    try:
+        with Path(path).open(encoding="utf-8-sig") as file:  # a byte order mark is no part of the text
+            return file.read(characters)
+    except UnicodeDecodeError:
+        raise ArgumentError(name, str(path), "must be UTF-8 text") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise ArgumentError(name, str(path), f"could not be read: {reason}") from None
+
+
+def language_reference(topics: slice = slice(None)) -> str:
+    """Python's language reference as one text; see `reference_topics`.
+
+    For example ``language_reference(slice(10))`` joins the first ten topics.
+    """
+    return "\n\n".join(reference_topics(topics))
+
+
+def reference_topics(topics: slice = slice(None)) -> list[str]:
+    """The topics of Python's language reference, English prose that is installed with Python.
+
+    For example ``reference_topics(slice(10))`` is a list of the first ten.
+
+    Args:
+        topics: the selected ones, in order of their names.
+
+    Raises:
+        ArgumentError: this Python was installed without it.
+    """
+    try:
+        from pydoc_data.topics import topics as texts
+    except ImportError:
+        raise ArgumentError("pydoc_data.topics", None, "is missing from this Python; name another text") from None
+    return [texts[name] for name in sorted(texts)[topics]]
+
+
+def read_jsonl(path: str | Path, *, name: str, limit: int | None = None) -> list[dict[str, Any]]:
+    """Read the objects of a ``.jsonl`` file, one a line; empty lines are skipped.
+
+    For example ``read_jsonl("piqa.jsonl", name="file", limit=100)``.
+
+    Args:
+        path: a UTF-8 file.
+        name: of the file in errors.
+        limit: the most objects to read, from the beginning; all when None.
+
+    Raises:
+        ArgumentError: the file cannot be read or is empty, a line is no JSON object, or the limit is not positive.
+    """
+    at_least(1).check("limit", limit)
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(read_text(path, name=name).split("\n"), 1):
+        if len(rows) == limit:
+            break
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise ArgumentError(name, f"{path}, line {number}", "must be a JSON object")
+        rows.append(row)
+    if not rows:
+        raise ArgumentError(name, str(path), "must hold at least one JSON object, each on a line")
+    return rows
+
+
+def write_reference_texts(folder: Path, tokenizer: Any) -> tuple[Path, Path]:
+    """Write ``study.txt`` and ``exam.txt``, which share no passage.
+
+    Every second topic is for calibration. Topics quote each other, so of the others only those that share no passage
+    with the calibration text are for evaluation. For example
+    ``write_reference_texts(Path("."), load_tokenizer(Path("./model")))``.
+
+    Args:
+        folder: for the two files.
+        tokenizer: that says what a passage is.
+
+    Returns:
+        The paths of the two files.
+    """
+    study, exam = folder / "study.txt", folder / "exam.txt"
+    text = language_reference(slice(0, None, 2))
+    others = passages_apart(tokenizer, reference_topics(slice(1, None, 2)), text)
+    study.write_text(text, encoding="utf-8")
+    exam.write_text("\n\n".join(others), encoding="utf-8")
+    return study, exam
+
 
 DATASET_PREFIX = "hf-dataset://"
 DATASETS_PIP = "pip install 'headwise[datasets]'"
@@ -138,3 +248,56 @@ def _text(rows: Iterator[dict[str, Any]], column: str, characters: int | None, s
         if characters is not None and length >= characters:
             break
     return "".join(texts)
+
+
+def refuse_twice(sources: Sequence[str | Path], *, name: str) -> None:
+    """Refuse a text that is named twice, under whatever path, because it would count twice.
+
+    For example ``refuse_twice(["text.txt", "./text.txt"], name="calibrate")`` raises an ArgumentError.
+
+    Args:
+        sources: see `read_source`.
+        name: of the sources in errors.
+
+    Raises:
+        ArgumentError: two sources are the same text, or one cannot be read.
+    """
+    by_identity: dict[str, str | Path] = {}
+    for source in sources:
+        identity = text_identity(source, name=name)
+        if identity in by_identity:
+            raise ArgumentError(name, str(source), f"is the same text as {by_identity[identity]}; name it once")
+        by_identity[identity] = source
+
+
+def text_identity(source: str | Path, *, name: str = "calibrate") -> str:
+    """A digest of a text's content and column, which is the same wherever the text is stored.
+
+    For example ``text_identity("text.txt")``.
+
+    A dataset of the hub is identified by its name alone.
+
+    Args:
+        source: see `read_source`.
+        name: of the source in errors.
+
+    Raises:
+        ArgumentError: the source cannot be read.
+    """
+    if str(source).startswith(DATASET_PREFIX):
+        return str(source)
+    path, column = local_path(source)
+    kind, files = local_files(path, name) if os.path.isdir(path) else ("", [str(path)])
+    try:
+        digests = [_digest(file) for file in files]
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise ArgumentError(name, str(source), f"could not be read: {reason}") from None
+    if not os.path.isdir(path) and column in ("", COLUMN):
+        return digests[0]
+    return hashlib.sha256(json.dumps([kind, column or COLUMN, digests]).encode()).hexdigest()
+
+
+def _digest(file: str) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

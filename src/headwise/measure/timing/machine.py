@@ -1,20 +1,117 @@
-"""Describe a machine, and which of headwise's kernels run on it (`doctor`)."""
+"""The machine: its memory, its measured limits, and which of headwise's kernels run on it (`doctor`).
+
+Memory: of this process, of the machine, and of caches.
+
+A machine's measured limits: bytes read a second, and FLOPs a second of a matrix product.
+
+Describe a machine, and which of headwise's kernels run on it (`doctor`).
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import resource
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headwise.base.progress import Progress, silent
-from headwise.measure.timing.machine_limits import Probes
 from headwise.measure.timing.timing import spread_interleaved
 from headwise.models.checkpoints import dtype_name
 from headwise.runtime.kernels.native import built
+
+
+def peak_rss_bytes() -> int:
+    """The most resident memory the process has had so far, in bytes, mapped files included.
+
+    For example ``peak_rss_bytes()``.
+    """
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def available_bytes() -> int | None:
+    """Bytes of memory that Linux can give without swapping; None on other systems.
+
+    For example ``available_bytes()``.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+    return int(fields["MemAvailable"][0]) * 1024 if "MemAvailable" in fields else None
+
+
+def cache_nbytes(value: Any) -> int:
+    """Bytes of every tensor a cache holds, headwise's or transformers'; 0 for anything else.
+
+    For example ``cache_nbytes(AttentionCache(1, [(3, 64), (3, 64)], 100, dtype=torch.float32))`` is 153,600.
+    """
+    layers = getattr(value, "layers", None)
+    if isinstance(layers, list):
+        usual = ("keys", "values")
+        names = ((layer, name) for layer in layers for name in getattr(layer, "tensor_names", usual))
+        tensors = (getattr(layer, name, None) for layer, name in names)
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+    buffers = getattr(value, "buffers", None)
+    return sum(tensor.nbytes for tensor in buffers) if isinstance(buffers, list) else 0
+
+
+ATTAINABLE = 0.7
+"""The share of a square product's FLOPs a second that products of other shapes are expected to reach."""
+
+_READ_BYTES = 256 * 1024**2
+"""Bytes that are read to measure a rate: more than any cache holds."""
+_SIZE = {"cpu": 1024, "cuda": 8192}
+"""Width of the square product, by device."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Measured limits of one dtype on one device."""
+
+    bytes_per_second: float
+    flops_per_second: float
+
+    def seconds(self, nbytes: float, flops: float) -> float:
+        """The least time for reading ``nbytes`` and computing ``flops``: the longer of the two."""
+        return max(nbytes / self.bytes_per_second, flops / (ATTAINABLE * self.flops_per_second))
+
+
+class Probes:
+    """The calls that measure limits, to be timed in turn with the calls that the limits are for.
+
+    Reading is a sum of 256 MB (on a GPU a copy, which reads and writes); the product is square, 1024 wide (8192 on a
+    GPU).
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str = "cpu") -> None:
+        self.device = torch.device(device)
+        size = _SIZE[self.device.type]
+        self._is_copied = self.device.type != "cpu"
+        self._read = torch.ones(_READ_BYTES // 4, device=device)
+        self._into = torch.empty_like(self._read) if self._is_copied else None
+        self._a, self._b = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))
+
+    def calls(self) -> dict[str, Callable[[], object]]:
+        """The two calls, ``read`` and ``product``, for the functions of `headwise.measure.timing.timing`."""
+        into = self._into
+        read = self._read.sum if into is None else (lambda: into.copy_(self._read))
+        return {"read": read, "product": lambda: self._a @ self._b}
+
+    def limits(self, read: float, product: float) -> Limits:
+        """The limits, from the seconds that the two calls took."""
+        moved = self._read.nbytes * (2 if self._is_copied else 1)
+        return Limits(moved / read, 2 * self._a.shape[0] ** 3 / product)
+
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn", "flashinfer-python")
 """Packages that headwise needs or runs faster with."""

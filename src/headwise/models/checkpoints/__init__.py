@@ -1,11 +1,10 @@
 """Model folders and GGUF files, one tensor at a time."""
 
 from headwise.models.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, dtype_name
-from headwise.models.checkpoints.family import Family, family_names, family_of, has_family
+from headwise.models.checkpoints.family import Family, Layout, family_names, family_of, has_family
 from headwise.models.checkpoints.folder import FolderCheckpoint
 from headwise.models.checkpoints.gguf import GGUF_TYPES, GgufCheckpoint, GgufFile, tokenizer_fields
 from headwise.models.checkpoints.identity import model_identity, run_identity, versions
-from headwise.models.checkpoints.layout import Layout
 from headwise.models.checkpoints.open import model_path, open_checkpoint
 from headwise.models.checkpoints.quantised.folder import QuantisedFolder
 from headwise.models.checkpoints.tokenizer import decode, load_tokenizer, max_length, refuse_other_tokens, tokenize

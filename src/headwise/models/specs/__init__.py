@@ -4,16 +4,14 @@ from headwise.base.hub import fetch_hub
 from headwise.models.specs.base import AttentionSpec, RopeSpec, acts, mechanism_module, spec_from_dict
 from headwise.models.specs.compressed import CompressedSpec
 from headwise.models.specs.expert_latent import ExpertLatentSpec
-from headwise.models.specs.feed_forward import FeedForwardSpec
-from headwise.models.specs.gguf.config import gguf_config
-from headwise.models.specs.gguf.metadata import GGUF_ARCHITECTURES, GgufModel, gguf_model
-from headwise.models.specs.gguf.parts import read_gguf_header
+from headwise.models.specs.gguf.config import GGUF_ARCHITECTURES, GgufModel, gguf_config, gguf_model
+from headwise.models.specs.gguf.header import read_gguf_header
 from headwise.models.specs.grouped import GroupedSpec
 from headwise.models.specs.huggingface import HOSTED_PREFIX, hosted_attention, read_config
 from headwise.models.specs.indexed_latent import IndexedLatentSpec
 from headwise.models.specs.latent import LatentSpec
 from headwise.models.specs.latent_space import LatentSpaceSpec
-from headwise.models.specs.model import BodySpec, ModelSpec
+from headwise.models.specs.model import BodySpec, FeedForwardSpec, ModelSpec
 from headwise.models.specs.recurrent import RecurrentSpec
 from headwise.models.specs.sources import (
     LARGEST_CONFIG,

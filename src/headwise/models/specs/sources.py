@@ -16,7 +16,7 @@ from headwise.base.hub import fetch_hub
 from headwise.errors import ArgumentError, CheckpointError, MissingExtraError, StorageError
 from headwise.models.specs.base import AttentionSpec
 from headwise.models.specs.gguf.config import read_gguf_spec
-from headwise.models.specs.gguf.parts import are_of_one_model, first_part
+from headwise.models.specs.gguf.header import are_of_one_model, first_part
 from headwise.models.specs.huggingface import read_config
 from headwise.models.specs.model import ModelSpec
 from headwise.models.specs.stored_head import with_stored_head

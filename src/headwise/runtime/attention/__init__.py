@@ -1,7 +1,6 @@
 """Attention layers, one file for each mechanism, with their rotary embedding and their cache."""
 
-from headwise.runtime.attention.base import AttentionLayer
-from headwise.runtime.attention.build import build
+from headwise.runtime.attention.base import AttentionLayer, RMSNorm, build
 from headwise.runtime.attention.cache import AttentionCache
 from headwise.runtime.attention.expert_latent import ExpertLatentAttention
 from headwise.runtime.attention.grouped import (
@@ -12,7 +11,6 @@ from headwise.runtime.attention.grouped import (
 )
 from headwise.runtime.attention.latent import MultiHeadLatentAttention
 from headwise.runtime.attention.latent_space import LatentSpaceAttention
-from headwise.runtime.attention.norm import RMSNorm
 from headwise.runtime.attention.rope import RotaryEmbedding, rotate
 
 __all__ = [

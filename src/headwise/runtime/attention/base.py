@@ -1,17 +1,25 @@
-"""The base class of the attention layers: their call, its checks, and how it uses a cache.
+"""The base class of the attention layers, RMSNorm, and `build`, which makes the layer of a spec.
+
+RMSNorm, rounded as transformers' models round it.
+
+The base class of the attention layers: their call, its checks, and how it uses a cache.
 
 Shapes: B batch, S new tokens, T all tokens, H query heads, P rotated dims, E hidden.
+
+Build the layer that a spec describes, whatever its mechanism.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from headwise.errors import ArgumentError, SpecError
-from headwise.models.specs.base import AttentionSpec, RopeSpec, positive
+from headwise.models.specs import AttentionSpec, CompressedSpec, GroupedSpec, RecurrentSpec, mechanism_module
+from headwise.models.specs.base import RopeSpec, positive
 from headwise.runtime.attention.cache import AttentionCache
 from headwise.runtime.attention.rope import RotaryEmbedding, rotate
 from headwise.runtime.kernels import (
@@ -23,6 +31,31 @@ from headwise.runtime.kernels import (
     attend,
     attend_with_weights,
 )
+
+
+class RMSNorm(nn.Module):
+    """``weight · x / rms(x)``, the mean square taken at least in float32.
+
+    For example ``RMSNorm(512)(torch.randn(1, 10, 512))``.
+
+    Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dim; the dtype stays."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (self.weight * wide.to(x.dtype)).to(x.dtype)  # under autocast the weight's dtype is wider than x's
+
+    def extra_repr(self) -> str:
+        """The width and eps, for ``print(model)``."""
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
 
 Rope = RopeSpec | RotaryEmbedding
 
@@ -401,3 +434,30 @@ def default_head_dim(hidden_size: int, num_heads: int) -> int:
 def _latest(attention_mask: Tensor, total: int, held: int) -> Tensor:
     """The columns of a mask that belong to the latest tokens, which a window's cache holds."""
     return attention_mask[..., -held:] if attention_mask.shape[-1] == total else attention_mask
+
+
+def build(spec: AttentionSpec, **kwargs: Any) -> AttentionLayer:
+    """Build the layer that a spec describes, freshly initialised.
+
+    Args:
+        spec: the layer.
+        kwargs: passed to the ``from_spec`` of the mechanism's module, such as ``dropout`` or ``backend``.
+
+    Raises:
+        SpecError: there is no such layer here: it shares keys and values, gates its output, attends within chunks or
+            to entries, has a query latent, or is recurrent.
+
+    >>> build(headwise.GroupedSpec(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16), dropout=0.1)
+    """
+    for name in ("output_gate", "shares_kv", "chunked"):
+        if getattr(spec, name, False):
+            raise SpecError(name, True, "is not supported by the layers yet")
+    if isinstance(spec, GroupedSpec) and spec.q_lora_rank is not None:
+        raise SpecError("q_lora_rank", spec.q_lora_rank, "is not supported by these layers yet")
+    if isinstance(spec, RecurrentSpec | CompressedSpec):
+        raise SpecError("attention", spec.label, "has costs, but no layer that runs; choose a layer of attention")
+    layer = cast(AttentionLayer, mechanism_module("runtime.attention", spec.kind).from_spec(spec, **kwargs))
+    # A layer is told at each call whether to be causal; its spec, which costs are computed from, says what the model
+    # does.
+    layer.spec = replace(layer.spec, is_causal=spec.is_causal)
+    return layer

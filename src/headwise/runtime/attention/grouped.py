@@ -17,6 +17,7 @@ from headwise.runtime.attention.base import (
     Call,
     Cut,
     HeadSplit,
+    RMSNorm,
     Rope,
     as_rotary,
     default_head_dim,
@@ -24,7 +25,6 @@ from headwise.runtime.attention.base import (
     rotated,
     split_heads,
 )
-from headwise.runtime.attention.norm import RMSNorm
 from headwise.runtime.kernels import Backend
 
 

@@ -22,6 +22,7 @@ from headwise.runtime.attention.base import (
     Call,
     Cut,
     HeadSplit,
+    RMSNorm,
     Rope,
     as_rotary,
     merge_heads,
@@ -29,7 +30,6 @@ from headwise.runtime.attention.base import (
     rotated,
     split_heads,
 )
-from headwise.runtime.attention.norm import RMSNorm
 from headwise.runtime.kernels import Backend
 
 Impl = Literal["auto", "expanded", "absorbed"]

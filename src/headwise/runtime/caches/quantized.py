@@ -2,7 +2,7 @@
 
 New tokens are coded first, and attention is given what their codes stand for, in a prompt too. For few new tokens
 headwise's attention is given the codes themselves, of the formats that its kernel reads
-(`headwise.runtime.quantization.stored`).
+(`headwise.runtime.quantization.reader`).
 
 Shapes: B batch, K key–value heads, S new tokens, T cached tokens, D width of keys, V width of values.
 """
@@ -21,7 +21,7 @@ from headwise.runtime.kernels import pack
 from headwise.runtime.quantization.formats import EngineFormat, TokenwiseFormat
 from headwise.runtime.quantization.groups import group_count
 from headwise.runtime.quantization.kivi import KiviCode
-from headwise.runtime.quantization.stored import can_read, read_kivi, read_rounded, read_tokenwise, stored_keys
+from headwise.runtime.quantization.reader import can_read, read_kivi, read_rounded, read_tokenwise, stored_keys
 
 
 def _refuse_latents(values: Tensor, spelling: object) -> None:
@@ -76,7 +76,7 @@ class TokenwiseLayer(GrowingLayer):
 
         Returns:
             All keys ``[B, K, T, D]`` and values ``[B, K, T, V]`` as their codes stand for them, in the dtype of the
-            new ones; or the rows of both, the keys' as `headwise.runtime.quantization.stored.StoredKeys`.
+            new ones; or the rows of both, the keys' as `headwise.runtime.quantization.reader.StoredKeys`.
 
         Raises:
             ArgumentError: see `GrowingLayer.update`; or the values have width 0, as latents do.

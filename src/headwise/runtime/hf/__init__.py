@@ -3,14 +3,20 @@
 from headwise.runtime.caches.cache import HeadwiseCache, default_cache
 from headwise.runtime.hf.attention import HostedAttention, HostedGroupedAttention, HostedLatentAttention, LayerCache
 from headwise.runtime.hf.codes import has_codes
-from headwise.runtime.hf.config import auto_class, model_class, stock_config
 from headwise.runtime.hf.generate import Generation, generate
 from headwise.runtime.hf.interface import attention_forward
 from headwise.runtime.hf.interface import register as register_attention
 from headwise.runtime.hf.layerwise import AttentionCall, LayerwiseModel, seen_positions
 from headwise.runtime.hf.load import as_device, as_dtype, check_logits, follow_lengths, load, open_decoder
 from headwise.runtime.hf.missing_weights import check_complete, expected_tensors, tensors_of
-from headwise.runtime.hf.models import hosted_classes, install_attention, register
+from headwise.runtime.hf.models import (
+    auto_class,
+    hosted_classes,
+    install_attention,
+    model_class,
+    register,
+    stock_config,
+)
 from headwise.runtime.hf.optimize import optimize
 
 __all__ = [

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from headwise.base.disk import write_whole
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.models.checkpoints import Checkpoint, family_of
-from headwise.models.checkpoints.layout import canonical_shapes
+from headwise.models.checkpoints.family import canonical_shapes
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec
 from headwise.runtime.caches.cache import HeadwiseCache
 from headwise.runtime.caches.coded import SlotRotation
 from headwise.runtime.hf.attention import CodedAttention, HostedGroupedAttention
 from headwise.runtime.hf.models import replace_attention
 from headwise.runtime.quantization import TransformCode
-from headwise.runtime.quantization.files import FILE, codes_content
-from headwise.runtime.quantization.transform_code import code_shape
+from headwise.runtime.quantization.transform_code import FILE, code_shape, codes_content
 
 
 def set_codes(model: Any, codes: Mapping[int, TransformCode], checkpoint: Checkpoint | None = None) -> None:

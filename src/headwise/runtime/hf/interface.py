@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from headwise.errors import ArgumentError
 from headwise.runtime.caches.cache import NAME
 from headwise.runtime.kernels import attend, attend_quantized, attend_with_weights, dequantize, unpack
-from headwise.runtime.quantization.stored import StoredKeys, passed_through
+from headwise.runtime.quantization.reader import StoredKeys, passed_through
 
 UNKNOWN = ("softcap", "position_bias", "s_aux", "cache")
 """Arguments of attention functions that are not supported: caps and biases of scores, sinks, paged caches."""

@@ -21,8 +21,8 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.models.checkpoints import Checkpoint, has_family
 from headwise.models.specs import AttentionSpec
-from headwise.runtime.caches.given import GivenCache, OneTokenCache, Update
-from headwise.runtime.hf.config import refused, stock_config
+from headwise.runtime.caches.growing import GivenCache, OneTokenCache, Update
+from headwise.runtime.hf.models import refused, stock_config
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,9 +28,9 @@ from headwise.models.checkpoints import (
 from headwise.runtime.attention.rope import warn_of_change
 from headwise.runtime.caches.frequencies import changes_at, follow, rotaries_by_length
 from headwise.runtime.hf.codes import set_codes
-from headwise.runtime.hf.config import model_class, refused, stock_config
 from headwise.runtime.hf.missing_weights import check_complete, check_values
-from headwise.runtime.quantization.files import read_codes
+from headwise.runtime.hf.models import model_class, refused, stock_config
+from headwise.runtime.quantization.transform_code import read_codes
 
 
 @typed

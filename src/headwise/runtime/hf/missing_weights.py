@@ -12,7 +12,7 @@ from headwise.costs.formulas import model as cost
 from headwise.errors import CheckpointError, SpecError
 from headwise.models.checkpoints import Checkpoint, TensorInfo, has_family
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec
-from headwise.runtime.hf.config import model_class, refused, stock_config
+from headwise.runtime.hf.models import model_class, refused, stock_config
 
 _DEPTHS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "n_layer", "n_layers", "num_layers")
 """Config fields that hold a number of layers."""

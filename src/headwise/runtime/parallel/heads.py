@@ -1,12 +1,19 @@
-"""Tensor parallelism: ranks share a layer's heads, and add up what their heads put out.
+"""Tensor parallelism: ranks share a layer's heads, or those of a transformers model.
+
+Sums over ranks with the derivatives that a layer shared out by heads needs.
+
+Tensor parallelism: ranks share a layer's heads, and add up what their heads put out.
 
 Every rank is given the same states and returns the same output. It holds its own heads' rows of the projections, and
 the cache of these heads; where there are fewer key–value heads than ranks, neighbouring ranks hold the same one. What
 no head has to itself, such as MLA's latent, is the same on all ranks.
+
+Tensor parallelism of a transformers model: headwise's layers by heads, the rest by transformers' own plan.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -14,13 +21,61 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import CONFIG_MAPPING
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from headwise.costs.formulas.layer import shard
 from headwise.errors import ArgumentError
-from headwise.models.specs import AttentionSpec, LatentSpaceSpec
-from headwise.runtime.attention.base import AttentionLayer, Cut
-from headwise.runtime.attention.norm import RMSNorm
-from headwise.runtime.parallel.collectives import Group, all_reduced, entering, shared, summed
+from headwise.models.specs import HOSTED_PREFIX, AttentionSpec, LatentSpaceSpec
+from headwise.runtime.attention.base import AttentionLayer, Cut, RMSNorm
+
+Group = dist.ProcessGroup | None
+"""The ranks that share a layer; all of the default group when None."""
+
+
+def entering(x: Tensor, group: Group) -> Tensor:
+    """The same tensor; each rank computes a part of its derivative, and the sum of the parts is returned."""
+    return _Entering.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def summed(x: Tensor, group: Group) -> Tensor:
+    """The sum over ranks, of which every rank goes on with the whole: its derivative is that of the sum."""
+    return _Summed.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def shared(x: Tensor, group: Group) -> Tensor:
+    """The sum over ranks, of which every rank uses a part: the parts of its derivative are summed too."""
+    return entering(summed(x, group), group)
+
+
+def all_reduced(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """The sum over ranks, or another reduction, as a new tensor without a derivative."""
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, op=op, group=group)
+    return total
+
+
+class _Entering(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduced(grad, ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return all_reduced(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
 
 Layer = TypeVar("Layer", bound=AttentionLayer)
 
@@ -124,7 +179,7 @@ class SharedRMSNorm(nn.Module):
 
     Args:
         weight: of this rank's heads.
-        eps: see `headwise.runtime.attention.norm.RMSNorm`.
+        eps: see `headwise.runtime.attention.base.RMSNorm`.
         parts: the number of different parts that ranks hold.
         copies: the number of ranks that hold the same part.
         group: the ranks.
@@ -191,3 +246,61 @@ def _leave(group: Group, _: nn.Module, __: object, out: Any) -> Any:
     ]
     dist.all_gather(parts, weights.detach().contiguous(), group=group)
     return states, torch.cat(parts, dim=1)
+
+
+_NUMBER = re.compile(r"\.\d+\.")
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")
+
+
+def share_model(model: Any, group: Group = None) -> Any:
+    """Make a loaded model this rank's part of itself, in place; every rank of the group has to call it.
+
+    headwise's attention is shared by `share_heads`. Feed-forward networks, and attention of transformers' own
+    classes, follow the ``tp_plan`` that transformers has for the family. Embeddings, norms and the head stay whole on
+    every rank. The model is then called, trained and generated with as before, with the same tokens on all ranks. For
+    example ``share_model(headwise.load("./half"))``, in each of the processes that ``torchrun`` starts.
+
+    Args:
+        model: of `headwise.load`, the same on all ranks.
+        group: the ranks; all processes when None.
+
+    Raises:
+        ArgumentError: heads cannot be shared by so many ranks, or transformers has no plan for the family.
+    """
+    ranks = dist.get_world_size(group)
+    own = {name: module for name, module in model.named_modules() if isinstance(module, AttentionLayer)}
+    plan = _plan(model, tuple(f"{name}." for name in own))
+    for layer in own.values():
+        rank_spec(layer.spec, ranks)
+    field = "num_key_value_heads"
+    if getattr(model.config, field, None) is None:  # a family without groups of heads
+        field = "num_attention_heads"
+    heads = getattr(model.config, field, None)
+    if any(name.rpartition(".")[2] in _KEYS for name in plan) and heads is not None and heads % ranks:
+        rule = f"must divide {field} = {heads}, as transformers shares its own attention"
+        raise ArgumentError("ranks", ranks, rule)
+    if ranks == 1:
+        return model
+    ranked = group or dist.group.WORLD
+    assert ranked is not None
+    mesh = DeviceMesh.from_group(ranked, model.device.type)
+    for layer in own.values():
+        share_heads(layer, group)
+    apply_tensor_parallelism(model, mesh, plan)
+    return model
+
+
+def _plan(model: Any, own: tuple[str, ...]) -> dict[str, str]:
+    """transformers' style for each module of the layers by its name, apart from what is in headwise's attention."""
+    # A converted model's own class states none, because loading by it would cut projections that are not there.
+    family = CONFIG_MAPPING[model.config.model_type.removeprefix(HOSTED_PREFIX)]
+    rules = {f"{model.base_model_prefix}.{name}": style for name, style in (family.base_model_tp_plan or {}).items()}
+    plan = {}
+    for name, _ in [*model.named_parameters(), *model.named_modules()]:
+        rule = _NUMBER.sub(".*.", name)
+        style = rules.get(rule) or rules.get(rule.removesuffix(".weight").removesuffix(".bias"))
+        if style is not None and _NUMBER.search(name) and not name.startswith(own):
+            plan[name] = style
+    if not plan:
+        raise ArgumentError("model_type", model.config.model_type, "has no tensor-parallel plan in transformers")
+    return plan

@@ -20,7 +20,7 @@ from headwise.models.specs import ExpertLatentSpec
 from headwise.runtime.attention import AttentionCache
 from headwise.runtime.attention.base import AttentionLayer, CacheLike, Call
 from headwise.runtime.kernels import as_bool_mask
-from headwise.runtime.parallel.collectives import Group, all_reduced
+from headwise.runtime.parallel.heads import Group, all_reduced
 
 Layer = TypeVar("Layer", bound=AttentionLayer)
 

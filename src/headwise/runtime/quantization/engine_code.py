@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
-from headwise.runtime.quantization.groups import TokenCode
-from headwise.runtime.quantization.packing import pack_bits, packed_bytes, unpack_bits
+from headwise.runtime.quantization.groups import TokenCode, pack_bits, packed_bytes, unpack_bits
 
 GROUP = 64
 """Channels of a group of a `GroupedCode` (MLX-LM's ``--kv-group-size``, optimum-quanto's ``q_group_size``)."""

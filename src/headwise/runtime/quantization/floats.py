@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.runtime.quantization.engine_code import EngineCode, whole_groups
-from headwise.runtime.quantization.groups import Float8Code
-from headwise.runtime.quantization.packing import pack_bits, unpack_bits
+from headwise.runtime.quantization.groups import Float8Code, pack_bits, unpack_bits
 
 BLOCK = 16
 """Channels of a block of fp4."""

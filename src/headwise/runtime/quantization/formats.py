@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from headwise.costs.formulas.default_targets import GROUP, GROUPS
+from headwise.costs.formulas.target import GROUP, GROUPS
 from headwise.costs.prediction import SERVING_ENGINES
 from headwise.errors import ArgumentError
 from headwise.runtime.quantization import kivi

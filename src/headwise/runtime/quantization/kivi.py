@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headwise.costs.formulas.default_targets import GROUP
-from headwise.runtime.quantization.groups import GroupCode, affine_codes
-from headwise.runtime.quantization.packing import pack_bits, packed_bytes, unpack_bits
+from headwise.costs.formulas.target import GROUP
+from headwise.runtime.quantization.groups import GroupCode, affine_codes, pack_bits, packed_bytes, unpack_bits
 
 BITS = (4, 3, 2)
 """The numbers of bits that a code may have."""

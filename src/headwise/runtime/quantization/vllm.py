@@ -17,8 +17,7 @@ from torch import Tensor
 
 from headwise.errors import ArgumentError
 from headwise.runtime.quantization.engine_code import EngineCode, as_bytes, from_bytes
-from headwise.runtime.quantization.groups import rotated
-from headwise.runtime.quantization.packing import pack_bits, packed_bytes, unpack_bits
+from headwise.runtime.quantization.groups import pack_bits, packed_bytes, rotated, unpack_bits
 
 _LEAST_SCALE = 1e-6
 _SIGNS = 0x9E3779B9

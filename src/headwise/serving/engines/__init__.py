@@ -1,9 +1,7 @@
 """Which engines load a model, why others refuse it, what to write for them instead, and what their caches cost."""
 
-from headwise.serving.engines.check import EngineReport, Verdict, engines
-from headwise.serving.engines.facts import ModelFacts
 from headwise.serving.engines.in_engine import RUNNABLE, evaluate_in_engine, evaluate_windows_in_engine
-from headwise.serving.engines.rules import ENGINES, Engine
+from headwise.serving.engines.rules import ENGINES, Engine, EngineReport, ModelFacts, Verdict, engines
 
 __all__ = [
     "ENGINES",

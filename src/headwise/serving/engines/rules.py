@@ -1,25 +1,128 @@
-"""What each engine asks of a model: the conditions that its loader has, and what it computes in silence.
+"""Which engines load a model: what decides it, the conditions of each loader, and the verdict.
+
+What decides whether an engine loads a model: its config, and which tensors it has.
+
+What each engine asks of a model: the conditions that its loader has, and what it computes in silence.
 
 Every rule names where it was read; `docs/engines.md` has a table of what was run. Each function returns the reason
 for which an engine does not serve a model, and what to write instead; None where it does.
+
+`engines`: what every engine would do with a model.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
-from headwise.costs.prediction import SERVING_ENGINES
-from headwise.errors import HeadwiseError
-from headwise.models.checkpoints import GgufFile, dtype_name
-from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, read_config
+from headwise.base.documents import as_document
+from headwise.base.type_checks import typed
+from headwise.costs.prediction import SERVING_ENGINES, engine_caches
+from headwise.errors import ArgumentError, HeadwiseError
+from headwise.models.checkpoints import Checkpoint, GgufCheckpoint, GgufFile, dtype_name, open_checkpoint
+from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec, RopeSpec, locate, read_config
 from headwise.runtime.hf import auto_class, tensors_of
-from headwise.runtime.quantization.files import FILE
-from headwise.serving.engines.facts import ModelFacts
+from headwise.runtime.quantization.transform_code import FILE
 from headwise.serving.exports.gguf import engine_config
 from headwise.serving.programs import PLUGIN_FAMILIES
+
+
+@dataclass(frozen=True, eq=False)
+class ModelFacts:
+    """A model on disk as an engine sees it.
+
+    Attributes:
+        checkpoint: the model.
+        source: it, as the user named it.
+        tensor_parallel: devices that share out its heads.
+    """
+
+    checkpoint: Checkpoint
+    source: str
+    tensor_parallel: int = 1
+
+    @classmethod
+    def of(cls, source: str | Path, tensor_parallel: int = 1) -> ModelFacts:
+        """Open a model.
+
+        Raises:
+            HeadwiseError: it cannot be read.
+        """
+        return cls(open_checkpoint(source), str(source), tensor_parallel)
+
+    @property
+    def path(self) -> Path:
+        """The folder or the ``.gguf`` file."""
+        return self.checkpoint.path
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is a ``.gguf`` file."""
+        return isinstance(self.checkpoint, GgufCheckpoint)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it is split over several ``.gguf`` files."""
+        return self.is_gguf and len(self.checkpoint.files) > 1
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The content of its ``config.json``, or what GGUF's metadata amount to."""
+        return self.checkpoint.config
+
+    @property
+    def model_type(self) -> str:
+        """transformers' name of the architecture."""
+        return str(self.config.get("model_type"))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it has headwise's layers."""
+        return self.model_type.startswith(HOSTED_PREFIX)
+
+    @property
+    def is_deepseek(self) -> bool:
+        """Whether it is MLA in DeepSeek's classes."""
+        return self.model_type in ("deepseek_v2", "deepseek_v3")
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """Its layers."""
+        return self.checkpoint.spec
+
+    @cached_property
+    def rope(self) -> RopeSpec | None:
+        """RoPE of the original layers where all have the same; None otherwise."""
+        original = {**self.config, "model_type": self.model_type.removeprefix(HOSTED_PREFIX)}
+        ropes = {layer.rope for layer in read_config(original).layers}
+        return ropes.pop() if len(ropes) == 1 else None
+
+    @property
+    def rope_type(self) -> str:
+        """The kind of scaling of RoPE."""
+        return "default" if self.rope is None else self.rope.rope_type
+
+    @property
+    def attention_biases(self) -> list[str]:
+        """The projections of attention that have a bias in some layer."""
+        names = {
+            name.split(".")[-2]
+            for name in self.checkpoint.tensors
+            if name.endswith(".bias") and ("self_attn." in name or "attention." in name)
+        }
+        return sorted(names)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the output head is a tensor of its own."""
+        return "lm_head.weight" in self.checkpoint.tensors
+
 
 DEEPSEEK = "with --format deepseek"
 BIAS_FREE = "with --format deepseek --bias-free"
@@ -308,3 +411,123 @@ ENGINES = (
     ),
 )
 """All engines that headwise knows conditions of, in the order of reports."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What one engine does with a model.
+
+    Attributes:
+        engine: its name.
+        installed: its version here; None where it is not installed.
+        serves: whether it loads the model and computes what the model is.
+        why: the decisive condition where it does not.
+        instead: what to write for it where it does not.
+        command: the command line, or the Python expression, that starts it.
+        caution: what must be known besides.
+        checked: what the engine's conditions were checked against.
+        caches: the options of the engine's own small caches that suit a model that it serves.
+    """
+
+    engine: str
+    installed: str | None
+    serves: bool
+    why: str | None = None
+    instead: str | None = None
+    command: str | None = None
+    caution: str | None = None
+    checked: str
+    caches: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReport:
+    """What every engine does with a model.
+
+    Attributes:
+        source: the model, as the user named it.
+        model_type: transformers' name of its architecture.
+        label: its attention.
+        verdicts: one an engine.
+    """
+
+    source: str
+    model_type: str
+    label: str
+    verdicts: tuple[Verdict, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-able values."""
+        return as_document(self)
+
+
+@typed
+def engines(source: str | Path, *, tensor_parallel: int = 1) -> EngineReport:
+    """Say which engines serve a model, why others do not, and what to write for them instead.
+
+    For example ``engines("./half").verdicts[0].serves``. Nothing is run: the conditions are those of the engines'
+    loaders, of the versions that `Verdict.checked` names.
+
+    Args:
+        source: a model folder, a ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
+        tensor_parallel: devices that are to share out the heads of the model.
+
+    Raises:
+        HeadwiseError: the model cannot be read, or ``tensor_parallel`` is below 1.
+    """
+    if locate(source).kind in ("catalog", "config"):
+        rule = (
+            "has no tensors, on which it depends who serves a model: give its folder, a .gguf or hf://…; "
+            f"headwise advise {source} --engine NAME reads a config alone"
+        )
+        raise ArgumentError("source", str(source), rule)
+    if tensor_parallel < 1:
+        raise ArgumentError("tensor_parallel", tensor_parallel, "must be at least 1")
+    facts = ModelFacts.of(source, tensor_parallel)
+    return EngineReport(
+        source=str(source),
+        model_type=facts.model_type,
+        label=facts.spec.label,
+        verdicts=tuple(_verdict(engine, facts) for engine in ENGINES),
+    )
+
+
+def _verdict(engine: Engine, facts: ModelFacts) -> Verdict:
+    refusal = engine.refusal(facts)
+    installed = _installed(engine)
+    if refusal is not None:
+        why, instead = refusal
+        return Verdict(
+            engine=engine.name, installed=installed, serves=False, why=why, instead=instead, checked=engine.checked
+        )
+    return Verdict(
+        engine=engine.name,
+        installed=installed,
+        serves=True,
+        command=engine.command(facts),
+        caution=engine.caution(facts),
+        checked=engine.checked,
+        caches=_caches(engine.name, facts),
+    )
+
+
+def _caches(title: str, facts: ModelFacts) -> tuple[str, ...]:
+    """The options of an engine's own small caches for a model; none of headwise's layers is stored in them."""
+    if facts.is_own:
+        return ()
+    return tuple(
+        cache.words
+        for name, engine in SERVING_ENGINES.items()
+        if engine.title == title
+        for _, cache in engine_caches(facts.spec, name).values()
+    )
+
+
+def _installed(engine: Engine) -> str | None:
+    """The version of an installed engine, or ``yes`` where only its program is found."""
+    for package in (engine.package, f"{engine.package}-cpu"):
+        try:
+            return version(package)
+        except (PackageNotFoundError, ValueError):
+            continue
+    return "yes" if engine.program and shutil.which(engine.program) else None

@@ -1,20 +1,67 @@
-"""`audit`: test every claim of the guides that headwise began with, and say which hold."""
+"""`audit`: the guides' claims checked one by one, with how much work, and their page.
+
+How much work an audit does, and what it trained: settings that all its checks read.
+
+`audit`: test every claim of the guides that headwise began with, and say which hold.
+
+An audit as one self-contained HTML page.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
+from headwise.base.documents import web_page
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import typed
 from headwise.errors import ArgumentError
 from headwise.measure.timing.machine import machine, versions
-from headwise.study.audit.claim import Claim, Judged
+from headwise.study.audit.claim import Claim, Judged, Result
 from headwise.study.audit.claims import all_claims
-from headwise.study.audit.effort import QUICK, Effort, working
+
+
+@dataclass(frozen=True)
+class Effort:
+    """The work of one audit.
+
+    Attributes:
+        calibration_tokens: of a text that conversions are calibrated on.
+        windows: of text that perplexity is measured on.
+        trained: the file with the losses of decoders that were trained from scratch; None where none were.
+    """
+
+    calibration_tokens: int = 16_384
+    windows: int = 12
+    trained: Path | None = None
+
+
+QUICK = Effort(calibration_tokens=2048, windows=4)
+"""For an answer within ten minutes on two cores."""
+
+_CURRENT: ContextVar[Effort] = ContextVar("effort", default=QUICK)
+
+
+def effort() -> Effort:
+    """The work of the audit that is running. For example ``effort().windows``."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def working(value: Effort) -> Iterator[None]:
+    """A block whose checks do so much work."""
+    token = _CURRENT.set(value)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
 
 AUDITING = "auditing"
 """The name of the stage, for progress."""
@@ -98,3 +145,61 @@ def chosen(only: Sequence[str] | None) -> tuple[Claim, ...]:
         if name not in known:
             raise ArgumentError("claim", name, f"must be one of {', '.join(claim.id for claim in claims)}")
     return claims if only is None else tuple(claim for claim in claims if claim.id in only)
+
+
+_STYLE = """
+td, th { vertical-align: top; }
+td:nth-child(n+2) { text-align: left; }
+.verdict { font-weight: 600; white-space: nowrap; }
+.no { font-weight: 600; }
+details { margin: .6em 0; }
+"""
+
+
+def page(audit: Audit, command: str) -> str:
+    """Make the page: a row for each claim with its verdict, and below every statement with what was found.
+
+    For example ``page(audit(["C14"]), "headwise audit --claim C14")``.
+
+    Args:
+        audit: the audit.
+        command: that made it.
+    """
+    rows = "".join(
+        f'<tr><td><a href="#{_anchor(judged)}">{escape(judged.claim.id)}</a></td><td>{escape(judged.claim.says)}</td>'
+        f'<td class="verdict">{escape(judged.verdict)}</td></tr>'
+        for judged in audit.claims
+    )
+    facts = ", ".join(f"{escape(str(k))} {escape(str(v))}" for k, v in {**machine("cpu"), **versions()}.items())
+    return web_page(
+        "headwise audit",
+        "<p>What five guides to attention mechanisms print, and what is so. A verdict follows from its statements: a "
+        "number passes if it differs by no more than a unit of the last digit that is printed.</p>"
+        f'<div class="wide"><table><thead><tr><th>claim</th><th>printed</th><th>verdict</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+        f"{''.join(map(_evidence, audit.claims))}<p>{facts}; {audit.seconds:.0f} s</p>"
+        f"<p><code>{escape(command)}</code></p>",
+        _STYLE,
+    )
+
+
+def _anchor(judged: Judged) -> str:
+    return judged.claim.id.replace(" ", "-")
+
+
+def _evidence(judged: Judged) -> str:
+    claim = judged.claim
+    rows = "".join(map(_row, judged.results))
+    return (
+        f'<details id="{_anchor(judged)}" open><summary><b>{escape(claim.id)}</b>, {escape(claim.guide)}: '
+        f"{escape(claim.says)}</summary><p>{escape(claim.how)}. <b>{escape(judged.sentence)}.</b></p>"
+        '<div class="wide"><table><thead><tr><th>statement</th><th>printed</th><th>found</th><th>holds</th></tr>'
+        f"</thead><tbody>{rows}</tbody></table></div></details>"
+    )
+
+
+def _row(result: Result) -> str:
+    holds = {True: "yes", False: "no", None: escape(result.reason)}[result.holds]
+    mark = ' class="no"' if result.holds is False else ""
+    cells = (escape(result.name), escape(result.printed), escape(result.shown))
+    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}<td{mark}>{holds}</td></tr>"

@@ -1,12 +1,20 @@
-"""A claim: what a guide says, the checks that test it, and the verdict that follows from them."""
+"""A claim of the guides, what finds out whether it is so, and its verdict.
+
+A claim: what a guide says, the checks that test it, and the verdict that follows from them.
+
+A check: what is printed somewhere, and how it is found out whether that is so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
-from headwise.study.audit.check import Check, Result
+from headwise.errors import HeadwiseError
 
 Verdict = Literal["holds", "holds only if", "wrong", "cannot be tested here"]
 
@@ -87,3 +95,204 @@ class Judged:
             "sentence": self.sentence,
             "evidence": [result.to_dict() for result in self.results],
         }
+
+
+Found = float | str | bool
+"""What a check finds."""
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Number:
+    """A printed number, and by how much a found one may differ from it: a unit of its last digit.
+
+    So a number passes whether it was rounded or cut off.
+
+    Attributes:
+        value: in the unit that is found.
+        room: the largest difference.
+        text: as it is printed.
+    """
+
+    value: float
+    room: float
+    text: str
+
+    def allows(self, found: Found) -> bool:
+        """Whether a found number is the printed one."""
+        room = self.room + _ROUNDING * abs(self.value)
+        return isinstance(found, int | float) and abs(found - self.value) <= room
+
+
+@dataclass(frozen=True)
+class Range:
+    """A printed range.
+
+    Attributes:
+        low: the least number in it.
+        high: the greatest.
+        text: as it is printed.
+    """
+
+    low: float
+    high: float
+    text: str
+
+    def allows(self, found: Found) -> bool:
+        """Whether a found number lies in the range."""
+        return isinstance(found, int | float) and self.low <= found <= self.high
+
+
+Printed = Number | Range | str | bool
+"""What is printed."""
+
+
+def exact(value: int) -> Number:
+    """A number that is printed with all its digits. For example ``exact(589_824).text`` is ``"589,824"``."""
+    return Number(value, 0, f"{value:,}")
+
+
+def about(digits: str, unit: float = 1, suffix: str = "", *, slack: float = 0) -> Number:
+    """A number that is printed with some digits.
+
+    For example ``about("2.1", 1e6, "M").room`` is 100,000.
+
+    Args:
+        digits: as printed, without unit.
+        unit: what the digits are multiplied by.
+        suffix: printed behind them.
+        slack: a part of the value that is allowed besides, for times, which no two runs agree on.
+    """
+    decimals = len(digits.partition(".")[2])
+    value = float(digits) * unit
+    return Number(value, max(10**-decimals * abs(unit), slack * abs(value)), digits + suffix)
+
+
+def between(low: str, high: str, unit: float = 1, suffix: str = "") -> Range:
+    """A printed range, whose ends allow for their last digits.
+
+    For example ``between("0.3", "1.0", suffix="×").allows(0.25)`` is True.
+    """
+    first, last = about(low, unit), about(high, unit)
+    return Range(first.value - first.room, last.value + last.room, f"{low} – {high}{suffix}")
+
+
+def at_most(value: float, suffix: str = "") -> Range:
+    """Any number up to one. For example ``at_most(0.1).allows(0.11)`` is False."""
+    return Range(-math.inf, value, f"at most {value:,g}{suffix}")
+
+
+def at_least(value: float, suffix: str = "") -> Range:
+    """Any number from one on. For example ``at_least(131_072).allows(4096)`` is False."""
+    return Range(value, math.inf, f"at least {value:,g}{suffix}")
+
+
+class UntestableError(Exception):
+    """A check cannot be made here; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One statement of a claim, and what finds it out.
+
+    Attributes:
+        states: the quantity, or the statement where ``printed`` is True.
+        printed: what the claim says it is.
+        measure: finds what it is; called with ``inputs``.
+        inputs: what it depends on, such as sizes.
+        when: the condition under which this check looks at the statement.
+        unit: of what is found, for reading.
+    """
+
+    states: str
+    printed: Printed
+    measure: Callable[..., Found]
+    inputs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    when: str = ""
+    unit: str = ""
+
+    def run(self) -> Result:
+        """Find it out. An error that says what is missing makes it untestable; any other is raised."""
+        start = time.perf_counter()
+        found, reason = None, ""
+        try:
+            found = self.measure(**self.inputs)
+        except (UntestableError, HeadwiseError) as error:
+            reason = str(error)
+        return Result(check=self, found=found, reason=reason, seconds=time.perf_counter() - start)
+
+    def allows(self, found: Found) -> bool:
+        """Whether what was found is what is printed."""
+        if isinstance(self.printed, Number | Range):
+            return self.printed.allows(found)
+        return found == self.printed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a check found.
+
+    Attributes:
+        check: the check.
+        found: what it found; None where it could not be made.
+        reason: why it could not be made.
+        seconds: that it took.
+    """
+
+    check: Check
+    found: Found | None
+    reason: str
+    seconds: float
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the statement is right; None where that could not be tested."""
+        return None if self.found is None else self.check.allows(self.found)
+
+    @property
+    def name(self) -> str:
+        """The statement with its condition."""
+        return f"{self.check.states}, {self.check.when}" if self.check.when else self.check.states
+
+    @property
+    def printed(self) -> str:
+        """What is printed, as text."""
+        return _text(self.check.printed)
+
+    @property
+    def shown(self) -> str:
+        """What was found, as text with its unit."""
+        if self.found is None:
+            return "not tested"
+        text = _text(self.found)
+        return f"{text} {self.check.unit}" if self.check.unit else text
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON-able values."""
+        return {
+            "states": self.check.states,
+            "when": self.check.when,
+            "inputs": {name: _plain(value) for name, value in self.check.inputs.items()},
+            "printed": self.printed,
+            "found": self.found,
+            "shown": self.shown,
+            "unit": self.check.unit,
+            "holds": self.holds,
+            "reason": self.reason,
+            "seconds": self.seconds,
+        }
+
+
+def _text(value: Printed | Found) -> str:
+    if isinstance(value, Number | Range):
+        return value.text
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:.4g}"
+    return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from headwise.study.audit.effort import Effort, effort
+from headwise.study.audit.audit import Effort, effort
 
 SOURCE = "smollm2-135m"
 WINDOW = 512

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from headwise import cost
 from headwise.models.specs import AttentionSpec, ExpertLatentSpec, LatentSpec, RopeSpec
 from headwise.runtime.attention import build
-from headwise.runtime.attention.norm import RMSNorm
+from headwise.runtime.attention.base import RMSNorm
 from headwise.study.audit.layers import grouped, latent_space
 
 VOCABULARY = 256

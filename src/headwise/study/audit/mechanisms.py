@@ -20,7 +20,7 @@ from headwise import cost
 from headwise.base.progress import Progress, silent
 from headwise.conversion import convert_to_grouped, convert_to_latent
 from headwise.errors import ArgumentError
-from headwise.measure.profiling.memory import peak_bytes
+from headwise.measure.profiling.check import peak_bytes
 from headwise.measure.timing.machine import machine, versions
 from headwise.measure.timing.timing import time_interleaved
 from headwise.models.specs import AttentionSpec, GroupedSpec, LatentSpec, as_latent

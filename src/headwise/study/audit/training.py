@@ -30,9 +30,9 @@ from headwise.errors import ArgumentError
 from headwise.measure.texts import language_reference, read_text
 from headwise.measure.timing.machine import machine, versions
 from headwise.runtime.hf import as_device
-from headwise.study.audit.check import UntestableError
+from headwise.study.audit.audit import effort
+from headwise.study.audit.claim import UntestableError
 from headwise.study.audit.decoder import Decoder, Sizes, mechanisms, width_for
-from headwise.study.audit.effort import effort
 
 WINDOW, BATCH = 256, 16
 """Bytes in a window, and windows in a step."""

@@ -3,9 +3,8 @@
 from headwise.study.bench.decode import Shape, bench_decode
 from headwise.study.bench.generate import bench_generate
 from headwise.study.bench.module import bench_module
-from headwise.study.bench.page import page
 from headwise.study.bench.prefill import bench_prefill
-from headwise.study.bench.report import Bench, Case, Timing
+from headwise.study.bench.report import Bench, Case, Timing, page
 
 __all__ = [
     "Bench",

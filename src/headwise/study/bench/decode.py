@@ -17,8 +17,7 @@ from torch import Tensor
 
 from headwise.base.progress import Progress, silent
 from headwise.errors import ArgumentError
-from headwise.measure.timing.machine_limits import Probes
-from headwise.measure.timing.memory import available_bytes
+from headwise.measure.timing.machine import Probes, available_bytes
 from headwise.models.checkpoints import dtype_name
 from headwise.runtime.hf import as_device, as_dtype
 from headwise.runtime.kernels import attend, causal_mask, choose_backend

@@ -22,7 +22,7 @@ from headwise import cost
 from headwise.base.progress import Progress, silent
 from headwise.errors import ArgumentError
 from headwise.measure.timing import cache_nbytes
-from headwise.measure.timing.machine_limits import Probes
+from headwise.measure.timing.machine import Probes
 from headwise.measure.timing.timing import seconds
 from headwise.models.specs import ModelSpec, read_spec
 from headwise.runtime.hf import HeadwiseCache, load, optimize

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from headwise import cost
 from headwise.base.progress import Progress, silent
 from headwise.errors import ArgumentError
-from headwise.measure.timing.machine_limits import Probes
+from headwise.measure.timing.machine import Probes
 from headwise.models.checkpoints import dtype_name
 from headwise.models.specs import RopeSpec
 from headwise.runtime.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from headwise.runtime.attention.base import AttentionLayer, merge_heads, split_heads
 from headwise.runtime.hf import as_dtype
-from headwise.runtime.hf.linear import take_over_linears
+from headwise.runtime.hf.optimize import take_over_linears
 from headwise.study.bench.decode import DTYPES, check_sizes, each, expanded, short_name
 from headwise.study.bench.report import OURS, Bench, Case, UnableError, Way, run_case
 

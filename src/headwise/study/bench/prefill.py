@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from headwise.base.progress import Progress, silent
 from headwise.errors import ArgumentError
-from headwise.measure.timing.machine_limits import Probes
+from headwise.measure.timing.machine import Probes
 from headwise.models.checkpoints import dtype_name
 from headwise.runtime.hf import as_device, as_dtype
 from headwise.runtime.kernels import choose_backend

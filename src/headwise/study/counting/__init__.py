@@ -2,8 +2,7 @@
 `layer_comparison` for an attention layer, beside its closed forms.
 """
 
-from headwise.study.counting.layer_comparison import LayerCounts, count_layer
+from headwise.study.counting.layer_comparison import LayerCounts, PeerCount, count_layer, peer_counts
 from headwise.study.counting.module import Count, count
-from headwise.study.counting.other_counters import PeerCount, peer_counts
 
 __all__ = ["Count", "LayerCounts", "PeerCount", "count", "count_layer", "peer_counts"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from headwise.measure.timing.memory import cache_nbytes
+from headwise.measure.timing.machine import cache_nbytes
 
 _FUSED_ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from headwise.costs.formulas import layer
+from headwise.costs.formulas.activations import Kept, kept_values, kept_width
 from headwise.costs.formulas.latent import expanded_cache_values
 from headwise.costs.formulas.size import Size
 from headwise.costs.formulas.stages import Call, Core, Kernel, check_kernel
-from headwise.costs.formulas.training.activations import Kept, kept_values, kept_width
-from headwise.costs.formulas.training.totals import kept_activations
+from headwise.costs.formulas.training import kept_activations
 from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec
 from headwise.models.specs.latent import LatentSpec

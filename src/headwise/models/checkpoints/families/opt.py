@@ -1,7 +1,6 @@
 """OPT: no RoPE, learned positions."""
 
-from headwise.models.checkpoints.family import Family
-from headwise.models.checkpoints.layout import renamed
+from headwise.models.checkpoints.family import Family, renamed
 
 FAMILY = Family(
     model_type="opt",

@@ -1,7 +1,6 @@
 """Whisper's decoder: self-attention, and cross-attention to the encoder's output. The encoder is not converted."""
 
-from headwise.models.checkpoints.family import Family
-from headwise.models.checkpoints.layout import renamed
+from headwise.models.checkpoints.family import Family, renamed
 
 FAMILY = Family(
     model_type="whisper",

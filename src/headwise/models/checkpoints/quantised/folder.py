@@ -13,8 +13,7 @@ from torch import Tensor
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints.checkpoint import DTYPES, TensorInfo
 from headwise.models.checkpoints.folder import FolderCheckpoint
-from headwise.models.checkpoints.quantised.formats import BESIDES, Format, read_scheme
-from headwise.models.checkpoints.quantised.rows import Rows
+from headwise.models.checkpoints.quantised.formats import BESIDES, Format, Rows, read_scheme
 from headwise.models.checkpoints.unsafe import refuse_kernels
 from headwise.models.specs import LARGEST_CONFIG, read_json
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from headwise.errors import SpecError
-from headwise.models.specs.feed_forward import FeedForwardSpec
-from headwise.models.specs.model import BodySpec
+from headwise.models.specs.model import BodySpec, FeedForwardSpec
 from headwise.models.specs.readers.fields import Config, NotSaidError, count, flag, integer, listed, optional_integer
 
 FeedForward = tuple[FeedForwardSpec | None, ...]

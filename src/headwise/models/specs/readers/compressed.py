@@ -8,8 +8,7 @@ from dataclasses import replace
 from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec, RopeSpec
 from headwise.models.specs.compressed import CompressedSpec
-from headwise.models.specs.feed_forward import FeedForwardSpec
-from headwise.models.specs.model import BodySpec
+from headwise.models.specs.model import BodySpec, FeedForwardSpec
 from headwise.models.specs.readers.body import read_body
 from headwise.models.specs.readers.fields import (
     Config,
@@ -21,7 +20,7 @@ from headwise.models.specs.readers.fields import (
     optional_integer,
     refuse,
 )
-from headwise.models.specs.readers.rope import read_rope
+from headwise.models.specs.readers.positions import read_rope
 
 _SLIDING, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 _TYPES = {name: name for name in (_SLIDING, _SPARSE, _HEAVY)}

@@ -24,7 +24,7 @@ from headwise.models.specs.readers.fields import (
     optional_integer,
 )
 from headwise.models.specs.readers.mixed import read_body
-from headwise.models.specs.readers.rope import read_rope, yarn_softmax_scale
+from headwise.models.specs.readers.positions import read_rope, yarn_softmax_scale
 
 
 def latent_layer(

@@ -19,7 +19,7 @@ from headwise.models.specs.readers.fields import (
     optional_integer,
     refuse,
 )
-from headwise.models.specs.readers.rope import read_rope
+from headwise.models.specs.readers.positions import read_rope
 
 
 def _gpt2_layers(config: Config) -> tuple[AttentionSpec, ...]:

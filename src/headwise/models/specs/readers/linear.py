@@ -8,8 +8,7 @@ from functools import partial
 
 from headwise.errors import SpecError
 from headwise.models.specs.base import MAX_SIZE, AttentionSpec
-from headwise.models.specs.feed_forward import FeedForwardSpec
-from headwise.models.specs.model import BodySpec
+from headwise.models.specs.model import BodySpec, FeedForwardSpec
 from headwise.models.specs.readers import body
 from headwise.models.specs.readers.deepseek import latent_layer
 from headwise.models.specs.readers.fields import (
@@ -26,8 +25,7 @@ from headwise.models.specs.readers.fields import (
     optional_integer,
 )
 from headwise.models.specs.readers.mixed import RECURRENT, TYPES, attention_layer, read_body, stack
-from headwise.models.specs.readers.rope import read_rope
-from headwise.models.specs.readers.windows import FULL
+from headwise.models.specs.readers.positions import FULL, read_rope
 from headwise.models.specs.recurrent import RecurrentSpec
 
 

@@ -24,8 +24,7 @@ from headwise.models.specs.readers.fields import (
     optional_integer,
     optional_number,
 )
-from headwise.models.specs.readers.rope import read_rope
-from headwise.models.specs.readers.windows import (
+from headwise.models.specs.readers.positions import (
     CHUNKED,
     FULL,
     SLIDING,
@@ -37,10 +36,11 @@ from headwise.models.specs.readers.windows import (
     every_nth_full,
     must_be_listed,
     no_window,
+    read_rope,
     switched,
     upper_layers,
 )
-from headwise.models.specs.readers.windows import Rule as WindowsRule
+from headwise.models.specs.readers.positions import Rule as WindowsRule
 
 _GATED = dense()
 

@@ -7,7 +7,7 @@ from headwise.models.specs.grouped import GroupedSpec, grouped_bias
 from headwise.models.specs.model import BodySpec
 from headwise.models.specs.readers import body
 from headwise.models.specs.readers.fields import Config, flag, head_dim_of, integer, optional_integer
-from headwise.models.specs.readers.windows import FULL
+from headwise.models.specs.readers.positions import FULL
 
 RECURRENT = "linear_attention"
 TYPES = {FULL: FULL, "attention": FULL, RECURRENT: RECURRENT, "mamba": RECURRENT}

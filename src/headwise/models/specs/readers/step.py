@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec
-from headwise.models.specs.feed_forward import FeedForwardSpec
 from headwise.models.specs.grouped import GroupedSpec
-from headwise.models.specs.model import BodySpec
+from headwise.models.specs.model import BodySpec, FeedForwardSpec
 from headwise.models.specs.readers.body import in_list, mixture, read_body
 from headwise.models.specs.readers.fields import Config, Reader, integer, num_layers, optional_integer
-from headwise.models.specs.readers.rope import read_rope
+from headwise.models.specs.readers.positions import read_rope
 
 
 def _layers(config: Config) -> tuple[AttentionSpec, ...]:

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec, RopeSpec
-from headwise.models.specs.feed_forward import FeedForwardSpec
 from headwise.models.specs.grouped import GroupedSpec
-from headwise.models.specs.model import BodySpec
+from headwise.models.specs.model import BodySpec, FeedForwardSpec
 from headwise.models.specs.readers.body import read_body
 from headwise.models.specs.readers.fields import (
     Config,
@@ -25,8 +24,7 @@ from headwise.models.specs.readers.fields import (
     optional_integer,
 )
 from headwise.models.specs.readers.mixed import attention_layer
-from headwise.models.specs.readers.rope import read_rope
-from headwise.models.specs.readers.windows import FULL, SLIDING, every_nth_full
+from headwise.models.specs.readers.positions import FULL, SLIDING, every_nth_full, read_rope
 from headwise.models.specs.recurrent import RecurrentSpec
 
 

@@ -12,9 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headwise.models.specs.base import AttentionSpec
-from headwise.models.specs.feed_forward import FeedForwardSpec
-from headwise.models.specs.weights.modules import ROUTER, SHARED_GATE, Module, modules
-from headwise.models.specs.weights.skipped import Patterns, by_boundary, by_name, by_wildcard
+from headwise.models.specs.model import FeedForwardSpec
+from headwise.models.specs.weights.names import (
+    ROUTER,
+    SHARED_GATE,
+    Module,
+    Patterns,
+    by_boundary,
+    by_name,
+    by_wildcard,
+    modules,
+)
 from headwise.models.specs.weights.stored import MatrixFormat, StoredWeights
 
 Config = Mapping[str, Any]

@@ -1,7 +1,12 @@
 """Triton kernels for a few new tokens on a GPU: one pass over keys and values, split over the sequence."""
 
-from headwise.runtime.kernels.gpu.codes import attend_codes, why_not_codes
-from headwise.runtime.kernels.gpu.latents import LatentLayout, attend_latents, why_not_latents
+from headwise.runtime.kernels.gpu.codes import (
+    LatentLayout,
+    attend_codes,
+    attend_latents,
+    why_not_codes,
+    why_not_latents,
+)
 from headwise.runtime.kernels.gpu.split import attend_split, why_not_split
 
 __all__ = [

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from headwise import cost
 from headwise.models.specs import layer_spec, read_spec
-from headwise.study.audit.check import Check, Number, about, at_least, at_most, exact
-from headwise.study.audit.claim import Claim
+from headwise.study.audit.claim import Check, Claim, Number, about, at_least, at_most, exact
 from headwise.study.audit.layers import named
 
 MB = 1e6

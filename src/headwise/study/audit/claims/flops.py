@@ -7,8 +7,7 @@ from types import MappingProxyType
 
 from headwise import cost
 from headwise.costs.formulas.stages import Core, Kernel, Linear
-from headwise.study.audit.check import Check, about, exact
-from headwise.study.audit.claim import Claim
+from headwise.study.audit.claim import Check, Claim, about, exact
 from headwise.study.audit.layers import grouped
 
 SIZES: Mapping[str, int] = MappingProxyType({"batch": 2, "length": 64, "hidden_size": 128, "num_heads": 4})

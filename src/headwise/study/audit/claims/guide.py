@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 
 from headwise import cost
-from headwise.study.audit.check import Check, at_least, at_most, exact
-from headwise.study.audit.claim import Claim
+from headwise.study.audit.claim import Check, Claim, at_least, at_most, exact
 from headwise.study.audit.claims.quality import kept
 from headwise.study.audit.claims.speed import measured
 from headwise.study.audit.layers import named

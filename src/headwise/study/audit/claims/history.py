@@ -8,8 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from headwise.models.specs import layer_spec
-from headwise.study.audit.check import Check, UntestableError
-from headwise.study.audit.claim import Claim
+from headwise.study.audit.claim import Check, Claim, UntestableError
 from headwise.study.audit.layers import grouped
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from headwise import cost
 from headwise.models.specs import AttentionSpec
-from headwise.study.audit.check import Check, about, at_most, between, exact
-from headwise.study.audit.claim import Claim
+from headwise.study.audit.claim import Check, Claim, about, at_most, between, exact
 from headwise.study.audit.layers import grouped, latent, named
 
 E, H = 512, 8

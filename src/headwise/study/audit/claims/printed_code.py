@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.study.audit.check import Check, UntestableError, about
-from headwise.study.audit.claim import Claim
+from headwise.study.audit.claim import Check, Claim, UntestableError, about
 from headwise.study.audit.claims.caches import saved
 from headwise.study.audit.claims.softmax import score_variance
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.study.audit.check import Check, UntestableError, at_least, at_most, between
-from headwise.study.audit.claim import Claim
+from headwise.study.audit.claim import Check, Claim, UntestableError, at_least, at_most, between
 
 SAME = 1.01
 """A perplexity so little above the source's needs no fine-tuning."""

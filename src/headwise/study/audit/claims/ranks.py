@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from headwise.study.audit.check import Check, UntestableError, exact
-from headwise.study.audit.claim import Claim
+from headwise.study.audit.claim import Check, Claim, UntestableError, exact
 from headwise.study.audit.layers import named
 
 SIZES = {"hidden_size": 64, "num_heads": 8, "ranks": 2}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from headwise.study.audit.check import Check, UntestableError, about
-from headwise.study.audit.claim import Claim
+from headwise.study.audit.claim import Check, Claim, UntestableError, about
 from headwise.study.audit.claims.speed import measured
 
 PRINTED: Mapping[str, tuple[str, str]] = MappingProxyType(

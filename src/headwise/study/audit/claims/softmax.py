@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.study.audit.check import Check, about
-from headwise.study.audit.claim import Claim
+from headwise.study.audit.claim import Check, Claim, about
 
 _SAMPLES = 200_000
 

@@ -8,8 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from headwise import cost
-from headwise.study.audit.check import Check, about, at_least, exact
-from headwise.study.audit.claim import Claim
+from headwise.study.audit.claim import Check, Claim, about, at_least, exact
 from headwise.study.audit.layers import grouped
 
 if TYPE_CHECKING:

@@ -1,1 +1,0 @@
-"""Commands that read configs and results alone, and need no torch."""

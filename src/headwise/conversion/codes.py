@@ -1,0 +1,462 @@
+"""The code of a converted layer's cache: its basis, and the scales, bits and bytes of its channels.
+
+The basis that a layer's cache is coded in.
+
+The basis is free: an invertible map of the latent is absorbed by the projections around it, and so is a complex
+matrix for each rotary frequency. It is chosen such that channels are uncorrelated and an error of any of them costs
+the same (the Karhunen–Loève basis in the metric of the layer's own output); bits then go where the variance is.
+
+Shapes: T tokens of a window, E hidden, W cached values: R + P of MLA, a latent and a
+rotary key, or K · (D + V) of MHA, GQA and MQA, keys and values.
+
+Scales and numbers of bits for the channels of a layer's cache, in the basis of its code.
+
+Shapes: n tokens, W cached values.
+
+Bytes of codes for each layer: whole numbers that the blocks of its channels can spend, and no bytes left over.
+
+Design the static code of a layer's cache: its basis, scales and bits for each channel.
+
+Shapes: T tokens of a window, R latent rank, P rotary dims, W = R + P cached values, E hidden.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from headwise.conversion.solvers.device import CPU, moved
+from headwise.conversion.solvers.joint_latent import NOTHING
+from headwise.conversion.solvers.layer import Layer, Rotation
+from headwise.conversion.solvers.refit import OUTLIER
+from headwise.models.specs import GroupedSpec, LatentSpec
+from headwise.runtime.kernels.native.build import CHANNELS
+from headwise.runtime.quantization import SINKS, TransformCode
+from headwise.runtime.quantization.transform_code import blocks, code_shape
+from headwise.runtime.quantization.trellis import encode
+
+
+class _Tap:
+    """In the place of a code: keeps the cached values of a window, and lets a gradient reach them."""
+
+    def __init__(self) -> None:
+        self.values = torch.empty(0)
+
+    def rounded(self, values: Tensor) -> Tensor:
+        self.values = values.detach().requires_grad_()
+        return self.values
+
+
+@dataclass(frozen=True)
+class ChannelStatistics:
+    """What the code of a layer is designed by.
+
+    Attributes:
+        values: float32 ``[n, W]``, cached values of tokens behind the sinks, before rotation.
+        metric: float64 ``[W, W]``, the mean outer product of the derivative of the output's cost by them.
+        importance: float32 ``[n]``, the cost of an error of each token over the mean: the squared length of its
+            derivative, whitened by the metric. That of the tokens that attention rests on is far above the mean.
+    """
+
+    values: Tensor
+    metric: Tensor
+    importance: Tensor
+
+
+def channel_statistics(
+    layer: Layer, windows: Iterable[tuple[Tensor, Rotation | None]], root: Tensor, *, seed: int = 0
+) -> ChannelStatistics:
+    """Collect a layer's cached values, and the metric of errors in them, on some windows.
+
+    The metric is that of the layer's own output: one backward pass from a random direction of the root of its
+    sensitivity gives the derivative by every cached value, and the mean outer product of those is the expectation.
+
+    Args:
+        layer: MLA, or MHA, GQA or MQA; float32.
+        windows: the inputs ``[T, E]`` of each, and its rotary tables.
+        root: ``[E, E]``, the root of the sensitivity.
+        seed: of the random directions.
+
+    Returns:
+        The statistics; gradients whose square is above `OUTLIER` medians count as so many in the metric.
+
+    Raises:
+        torch.linalg.LinAlgError: values are not finite.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    values, gradients = [], []
+    for inputs, rotation in windows:
+        tap = _Tap()
+        with torch.enable_grad():
+            output = replace(layer, code=cast(TransformCode, tap)).output(inputs, rotation, torch.arange(len(inputs)))
+            drawn = torch.randn(len(inputs), root.shape[1], generator=generator, device=CPU)
+            direction = moved(drawn) @ root.mT
+            (gradient,) = torch.autograd.grad((output * direction).sum(), tap.values)
+        values.append(tap.values.detach()[SINKS:])
+        gradients.append(gradient[SINKS:])
+    all_gradients = torch.cat(gradients)
+    size = all_gradients.square().sum(-1)
+    limit = OUTLIER * size.median()
+    limited = all_gradients * (limit / size.clamp_min(limit).clamp_min(torch.finfo(size.dtype).tiny)).sqrt()[:, None]
+    metric = (limited.mT @ limited).double() / len(limited)
+    ridge = (1e-6 * metric.trace() / len(metric) + NOTHING) * torch.eye(len(metric), dtype=metric.dtype)
+    whitened = torch.linalg.solve_triangular(
+        torch.linalg.cholesky(metric + ridge).float(), all_gradients.mT, upper=False
+    )
+    importance = whitened.square().mean(0)
+    mean = importance.mean()
+    # Where nothing depends on the layer's output, all tokens are alike.
+    importance = torch.ones_like(importance) if mean == 0 else importance / mean
+    return ChannelStatistics(torch.cat(values), metric, importance)
+
+
+def decorrelated(layer: Layer, statistics: ChannelStatistics) -> tuple[Layer, Tensor]:
+    """The layer in the basis for its code, and the map of cached values to that basis, ``[W, W]``; both float64.
+
+    Args:
+        layer: the layer with its tensors in any dtype.
+        statistics: of the layer.
+    """
+    centred = (statistics.values - statistics.values.mean(0)).double()
+    covariance = centred.mT @ centred / len(centred)
+    state = {name: tensor.double() for name, tensor in layer.state.items()}
+    if isinstance(layer.spec, LatentSpec):
+        return _decorrelated_latent(replace(layer, state=state), covariance, statistics.metric)
+    return _decorrelated_heads(replace(layer, state=state), covariance, statistics.metric)
+
+
+def _decorrelated_latent(layer: Layer, covariance: Tensor, metric: Tensor) -> tuple[Layer, Tensor]:
+    """`decorrelated` for MLA: any map of the latent, and a complex one of the rotary pairs of each frequency."""
+    spec, state = layer.spec, dict(layer.state)
+    assert isinstance(spec, LatentSpec)
+    R, P, N, H = spec.kv_lora_rank, spec.qk_rope_head_dim, spec.qk_nope_head_dim, spec.num_heads
+    forward, inverse = _uncorrelated(covariance[:R, :R], metric[:R, :R])
+    basis = torch.zeros(R + P, R + P, dtype=torch.float64)
+    basis[:R, :R] = forward
+    state["kv_b_proj.weight"] = state["kv_b_proj.weight"] @ inverse
+    channels = layer.channels
+    if P:
+        pairs, order = _rotary_basis(covariance[R:, R:], metric[R:, R:], layer.channels)
+        basis[R:, R:] = _as_real(pairs)
+        channels = [layer.channels[index] for index in order]
+        back = torch.linalg.inv(_as_real(pairs)).mT
+        for name in ("q_proj.weight", "q_proj.bias") if spec.qk_norm is None else ("q_b_proj.weight",):
+            if name in state:
+                query = torch.unflatten(state[name].view(H * (N + P), -1), 0, (H, N + P)).clone()
+                query[:, N:] = back @ query[:, N:]
+                state[name] = query.flatten(0, 1).view_as(state[name])
+    for name in ("kv_a_proj_with_mqa.weight", "kv_a_proj_with_mqa.bias"):
+        if name in state:
+            state[name] = basis @ state[name]
+    return replace(layer, state=state, channels=channels), basis
+
+
+def _decorrelated_heads(layer: Layer, covariance: Tensor, metric: Tensor) -> tuple[Layer, Tensor]:
+    """`decorrelated` for MHA, GQA and MQA: any map of a head's values and unrotated keys, a complex number a pair."""
+    spec, state = layer.spec, dict(layer.state)
+    assert isinstance(spec, GroupedSpec)
+    H, K, D, V = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim
+    maps = []
+    for head in range(K):
+        at = slice(head * D, (head + 1) * D)
+        maps.append(_key_basis(spec, covariance[at, at], metric[at, at]))
+    key_back = torch.stack([torch.linalg.inv(forward).mT for forward in maps]).repeat_interleave(H // K, 0)
+    value_back = []
+    for head in range(K):
+        at = slice(K * D + head * V, K * D + (head + 1) * V)
+        forward, inverse = _uncorrelated(covariance[at, at], metric[at, at])
+        maps.append(forward)
+        value_back.append(inverse)
+    keys, values = torch.stack(maps[:K]), torch.stack(maps[K:])
+    output = torch.stack(value_back).repeat_interleave(H // K, 0)
+    for name, heads in (("q_proj", key_back), ("k_proj", keys), ("v_proj", values)):
+        for part in (f"{name}.weight", f"{name}.bias"):
+            if part in state:
+                rows = heads @ torch.unflatten(state[part].reshape(len(state[part]), -1), 0, (len(heads), -1))
+                state[part] = rows.flatten(0, 1).view_as(state[part])
+    projection = torch.unflatten(state["o_proj.weight"], 1, (H, V)).transpose(0, 1)  # [H, E, V]
+    state["o_proj.weight"] = (projection @ output).transpose(0, 1).flatten(1)
+    return replace(layer, state=state), torch.block_diag(*maps)  # type: ignore[no-untyped-call]
+
+
+def _key_basis(spec: GroupedSpec, covariance: Tensor, metric: Tensor) -> Tensor:
+    """The map of one head's keys ``[D, D]``: dims stay in their pairs, which rotate."""
+    D = spec.head_dim
+    if spec.qk_norm is not None:  # a norm stands between the projection and the key
+        return torch.eye(D, dtype=torch.float64)
+    rotated = 0 if spec.rope is None else spec.rope.dim
+    basis = torch.eye(D, dtype=torch.float64)
+    if rotated:
+        assert spec.rope is not None
+        pairs = rotated // 2
+        at = torch.arange(rotated)
+        if spec.rope.interleaved:
+            at = torch.unflatten(at, 0, (pairs, 2)).mT.flatten()  # real parts first
+        whole, _ = _rotary_basis(covariance[at][:, at], metric[at][:, at], range(pairs), keeps_order=True)
+        basis[at[:, None], at] = _as_real(whole)
+    if rotated < D:
+        basis[rotated:, rotated:] = _uncorrelated(covariance[rotated:, rotated:], metric[rotated:, rotated:])[0]
+    return basis
+
+
+def _uncorrelated(covariance: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
+    """The map to channels, least important first, that are uncorrelated and cost the same, and its inverse.
+
+    Args:
+        covariance: ``[n, n]``, real or complex.
+        metric: ``[n, n]``.
+    """
+    # The path of a trellis code is the freer the more codes precede it: important channels come last.
+    values, vectors = torch.linalg.eigh(metric)
+    most = float(values[-1])
+    # Where nothing depends on the channels, all cost the same.
+    root = values.clamp_min(1e-6 * most).sqrt() if most > NOTHING else torch.ones_like(values)
+    forward = (vectors * root) @ vectors.mH
+    backward = (vectors / root) @ vectors.mH
+    _, directions = torch.linalg.eigh(forward @ covariance @ forward)
+    return directions.mH @ forward, backward @ directions
+
+
+def _rotary_basis(
+    covariance: Tensor, metric: Tensor, channels: Sequence[int], *, keeps_order: bool = False
+) -> tuple[Tensor, list[int]]:
+    """A complex map of rotary pairs ``[P/2, P/2]`` that mixes those of one frequency alone, and their new order.
+
+    Returns:
+        The map, whose rows are in the new order; and for each row the pair that it replaces, of the same frequency.
+    """
+    pairs = len(channels)
+    whole = torch.zeros(pairs, pairs, dtype=torch.complex128)
+    cov, met = _as_complex(covariance), _as_complex(metric)
+    for channel in sorted(set(channels)):
+        at = torch.tensor([index for index, own in enumerate(channels) if own == channel])
+        forward, _ = _uncorrelated(cov[at][:, at], met[at][:, at])
+        whole[at[:, None], at] = forward
+    real = _as_real(whole)
+    mapped = real @ covariance @ real.mT  # the phase of each pair is turned such that its real part varies most
+    re, im = mapped.diagonal()[:pairs], mapped.diagonal()[pairs:]
+    cross = mapped[:pairs, pairs:].diagonal()
+    angle = 0.5 * torch.atan2(2 * cross, re - im)
+    whole = torch.exp(-1j * angle)[:, None] * whole
+    order = list(range(pairs)) if keeps_order else torch.argsort(re + im).tolist()
+    return whole[order], order
+
+
+def _as_complex(matrix: Tensor) -> Tensor:
+    """The Hermitian matrix ``[n, n]`` of complex pairs, of a real one ``[2n, 2n]``: real parts first."""
+    n = len(matrix) // 2
+    a, b, c, d = matrix[:n, :n], matrix[:n, n:], matrix[n:, :n], matrix[n:, n:]
+    return torch.complex(a + d, c - b)
+
+
+def _as_real(matrix: Tensor) -> Tensor:
+    """A complex map ``[n, n]`` as a real one ``[2n, 2n]`` of real parts and imaginary parts."""
+    return torch.cat((torch.cat((matrix.real, -matrix.imag), 1), torch.cat((matrix.imag, matrix.real), 1)), 0)
+
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 8)
+"""The numbers of bits of a channel. None may be dropped: the rank is the better place to save."""
+
+RATIOS = (0.85, 1.0, 1.15, 1.35, 1.6, 2.0, 2.7, 3.6)
+"""Scales that are tried, as multiples of a channel's standard deviation. Some channels are near 0 for most tokens and
+far from it for a few."""
+
+FLATTENED = 0.85
+"""The power of a channel's variance by which bits are shared out: the metric says too little of weak channels."""
+
+ROUNDS = 3
+"""The number of times that scales are fitted to gains, which depend on them."""
+
+SAMPLE = 2048
+"""The number of tokens that scales are fitted to."""
+
+
+@dataclass(frozen=True)
+class ScaleTable:
+    """The best scale of every channel at each number of bits, and the error it leaves.
+
+    Attributes:
+        offset: ``[W]``.
+        scales: ``[9, W]``, by number of bits.
+        errors: ``[9, W]``, mean squared errors in the channel's own unit.
+        variance: ``[W]``.
+        sample: ``[n, W]``, the values that scales are fitted to.
+        weights: ``[n]``, those of their errors, of sum 1.
+    """
+
+    offset: Tensor
+    scales: Tensor
+    errors: Tensor
+    variance: Tensor
+    sample: Tensor
+    weights: Tensor
+
+
+def fit_scales(values: Tensor, parts: tuple[int, ...], importance: Tensor, *, tokens: int = SAMPLE) -> ScaleTable:
+    """Fit the scales of all channels, each number of bits by itself.
+
+    Args:
+        values: ``[n, W]``, cached values in the basis of the code.
+        parts: see `TransformCode`.
+        importance: ``[n]``, weights of their errors.
+        tokens: the number of tokens that scales are fitted to.
+    """
+    offset = values.mean(0).float()
+    deviation = (values - values.mean(0)).square().mean(0).sqrt().float().clamp_min(1e-20)
+    sample, weights = _sample(values, importance, tokens)
+    width = len(offset)
+    scales, errors = torch.ones(9, width), torch.zeros(9, width)
+    for bits in WIDTHS:
+        code = TransformCode(offset, deviation, (bits,) * -(-width // CHANNELS), (width,), parts)
+        scales[bits], errors[bits] = _best_scales(code, deviation, sample, weights)
+    return ScaleTable(offset, scales, errors, deviation.square(), sample, weights)
+
+
+def _sample(values: Tensor, importance: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Values ``[n, W]`` of about so many tokens, and their weights, of sum 1: the most important ones, and others.
+
+    The others are every k-th one, so that there may be up to twice as many as asked for.
+    """
+    order = importance.argsort(descending=True)
+    count = min(tokens, len(values))
+    first, others = order[: count // 4], order[count // 4 :].sort().values
+    others = others[:: max(1, len(others) // (count - len(first)))]
+    weights = importance.float()
+    rest = weights[others] * (weights.sum() - weights[first].sum()) / weights[others].sum()
+    weights = torch.cat((weights[first], rest))
+    return values[torch.cat((first, others))].float(), weights / weights.sum()
+
+
+def _best_scales(code: TransformCode, deviation: Tensor, sample: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The best scales ``[W]`` for the gains that a code gives tokens, and the errors they leave."""
+    _, gains, starts = code.normalised(sample)
+    normal = (sample - code.offset) / (deviation * gains)
+    least = torch.full_like(deviation, torch.inf)
+    scale = code.scale
+    for ratio in RATIOS:
+        levels, _ = encode(normal / ratio, deviation.square(), code.channel_bits, starts, gains, pack=False)
+        error = weights @ ((levels * ratio - normal) * gains).square()
+        scale = torch.where(error < least, deviation * ratio, scale)
+        least = torch.minimum(error, least)
+    return scale, least * deviation.square()
+
+
+def allot(
+    table: ScaleTable, sections: tuple[int, ...], parts: tuple[int, ...], token_bytes: int, *, rounds: int = ROUNDS
+) -> TransformCode:
+    """The code with so many bytes a token, or the next fewer, that lets in least error; at least a bit a channel.
+
+    Args:
+        table: of `fit_scales`.
+        sections: see `TransformCode`.
+        parts: see `TransformCode`.
+        token_bytes: the bytes of a token, with one for its gains.
+        rounds: the number of times that scales are fitted to gains.
+    """
+    spans = list(blocks(sections))
+    shares = table.errors * table.variance ** (FLATTENED - 1)
+    costs = torch.stack([shares[:, a:b].sum(1) for a, b in spans], 1).tolist()  # [9][blocks]
+    bits = [WIDTHS[0]] * len(spans)
+    budget = 8 * (token_bytes - 1) - sum(WIDTHS[0] * (b - a) for a, b in spans)
+    heap: list[tuple[float, int, int]] = []
+
+    def offer(index: int) -> None:
+        steps = [more for more in WIDTHS if more > bits[index]]
+        if steps:
+            width = spans[index][1] - spans[index][0]
+            gains = [
+                ((costs[bits[index]][index] - costs[more][index]) / (more - bits[index]), more) for more in steps
+            ]
+            gain, more = max(gains)
+            heapq.heappush(heap, (-gain / width, index, more))
+
+    for index in range(len(spans)):
+        offer(index)
+    while heap:
+        _, index, more = heapq.heappop(heap)
+        price = (more - bits[index]) * (spans[index][1] - spans[index][0])
+        if price <= budget:
+            budget -= price
+            bits[index] = more
+            offer(index)
+    by_channel = torch.tensor([n for n, (a, b) in zip(bits, spans, strict=True) for _ in range(a, b)])
+    scale = table.scales.gather(0, by_channel[None])[0]
+    code = TransformCode(table.offset, scale, tuple(bits), sections, parts)
+    for _ in range(rounds):
+        centred = _centred(code, table)
+        scale, _ = _best_scales(centred, table.variance.sqrt(), table.sample, table.weights)
+        code = replace(code, scale=scale)
+    return _centred(code, table)
+
+
+def _centred(code: TransformCode, table: ScaleTable) -> TransformCode:
+    """The code with its scales multiplied by a factor for each part, such that gains are 1 on average."""
+    _, gains, _ = code.normalised(table.sample)
+    means = [part.log().mean().exp().expand(part.shape[1]) for part in gains.split_with_sizes(code.parts, -1)]
+    return replace(code, scale=code.scale * torch.cat(means))
+
+
+def whole_shares(wanted: Sequence[float], specs: Sequence[GroupedSpec | LatentSpec]) -> tuple[int, ...]:
+    """Round the bytes a token of each layer's codes down; what is left over goes to the next layer.
+
+    For example ``whole_shares([10.5, 10.5], specs)`` is ``(9, 11)`` for layers whose channels are in blocks of 16:
+    another bit for a block takes two bytes, and the gains take one.
+
+    Args:
+        wanted: bytes a token, each layer's.
+        specs: of the layers with codes.
+
+    Returns:
+        The bytes of each layer: for the gains one, and for each value from one bit to eight where ``wanted`` has one
+        bit for each.
+    """
+    counts: list[int] = []
+    left = 0.0
+    for bytes_, spec in zip(wanted, specs, strict=True):
+        widths = [end - start for start, end in blocks(code_shape(spec)[0])]
+        bits = math.gcd(*widths)
+        step = bits // 8 if bits % 8 == 0 else 1
+        left += bytes_
+        counts.append(1 + min(math.floor((left - 1) / step) * step, sum(widths)))  # eight bits a value are the most
+        left -= counts[-1]
+    return tuple(counts)
+
+
+@dataclass(frozen=True)
+class Design:
+    """A layer in the basis of its code, and all that codes of any size are made from.
+
+    Attributes:
+        layer: the layer, float32, without a code.
+        table: the scales of its channels.
+    """
+
+    layer: Layer
+    table: ScaleTable
+
+    def coded(self, token_bytes: int, *, rounds: int = ROUNDS) -> Layer:
+        """The layer with a code of so many bytes a token, or the next fewer; see `allot`."""
+        return replace(self.layer, code=allot(self.table, *code_shape(self.layer.spec), token_bytes, rounds=rounds))
+
+
+def design(
+    layer: Layer, windows: Iterable[tuple[Tensor, Rotation | None]], root: Tensor, *, tokens: int = SAMPLE
+) -> Design:
+    """Design the code of a layer's cache.
+
+    Args:
+        layer: the layer, float32.
+        windows: the inputs ``[T, E]`` of each window, and its rotary tables.
+        root: ``[E, E]``, the root of the sensitivity.
+        tokens: the number of tokens that scales are fitted to.
+    """
+    statistics = channel_statistics(layer, windows, root)
+    turned, basis = decorrelated(layer, statistics)
+    values = statistics.values.double() @ basis.mT
+    return Design(turned.float(), fit_scales(values, code_shape(layer.spec)[1], statistics.importance, tokens=tokens))

@@ -1,0 +1,365 @@
+"""`migrate`: verify that nothing is lost where nothing need be, then make the cache smaller while the loss allows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headwise.base.disk import refuse_input_within, working_folder, write_whole
+from headwise.base.documents import MIGRATION, as_document, finite, read_document
+from headwise.base.options import HealOptions, takes_options
+from headwise.base.options.migrate import MigrateOptions
+from headwise.base.processes import process_count
+from headwise.base.progress import Progress, silent
+from headwise.base.type_checks import typed
+from headwise.conversion import convert
+from headwise.conversion.closing_evaluation import NOT_EVALUATED, refuse_unexamined
+from headwise.conversion.frontiers.candidate import Candidate, read_target
+from headwise.conversion.healing import TRAINING, heal
+from headwise.conversion.healing.windows import open_windows as open_healing_windows
+from headwise.conversion.plan import make_plan
+from headwise.costs.formulas.model import cache_bytes_per_token
+from headwise.costs.formulas.target import target_options
+from headwise.errors import ArgumentError, CheckpointError
+from headwise.measure.evaluation import Evaluation
+from headwise.measure.evaluation.plain_cache import bfloat16_bytes, served_bytes
+from headwise.measure.texts import (
+    check_texts,
+    named_texts,
+    open_windows,
+    read_source,
+    refuse_texts_within,
+    text_identity,
+)
+from headwise.models.checkpoints import Checkpoint, check_output, move_into_place, open_checkpoint, run_identity
+
+LADDER = ("mla:0.75", "mla:0.5", "mla:0.375", "mla:0.25", "mla:0.1875", "mla:0.125")
+"""The sizes that are tried where a user names none."""
+
+FULL = "mla:1"
+"""MLA without a smaller cache, which the source is converted to first."""
+
+EXACT, EXACT_IN_HALF = 1e-3, 1e-2
+"""The loss up to which a conversion without a smaller cache counts as exact, in float32 and in half precision."""
+
+MIGRATING = "migrating"
+"""The name of the stage, for progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One size that was tried.
+
+    Attributes:
+        target: as a frontier spells it.
+        healed: whether it was trained after its conversion.
+        cache_bytes_per_token: of its cache, where numbers that are not in codes are bfloat16.
+        loss: by which fraction the perplexity of the evaluation text rose.
+        kl: in nats a token.
+        is_allowed: whether the loss is within what is allowed.
+    """
+
+    target: str
+    healed: bool
+    cache_bytes_per_token: float
+    loss: float
+    kl: float
+    is_allowed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Migration:
+    """The report of a migration.
+
+    Attributes:
+        source: the source, as the user named it.
+        output: the folder of the result.
+        max_quality_loss: what is allowed.
+        cache_bytes_per_token: of the source's cache, in bfloat16.
+        steps: every size that was tried, in order.
+        chosen: the step whose folder is the output; None where no size lost as little as is allowed, and there is no
+            output.
+        kept: where there is none, the folder from which a call that allows more or names other sizes goes on.
+    """
+
+    source: str
+    output: str
+    max_quality_loss: float
+    cache_bytes_per_token: float
+    steps: tuple[Step, ...]
+    chosen: Step | None
+    kept: str | None
+
+    @property
+    def nearest(self) -> Step:
+        """The step with a smaller cache that lost least."""
+        return _nearest(self.steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-able values."""
+        return as_document(self)
+
+
+@takes_options(MigrateOptions)
+@typed
+def migrate(
+    source: str | Path, output: str | Path, options: MigrateOptions, *, progress: Progress = silent
+) -> Migration:
+    """Find the smallest cache whose loss is allowed, and write that model as a folder.
+
+    For example ``migrate("smollm2-135m", "./small", max_quality_loss=0.05, calibrate="a.txt", evaluate="b.txt")``.
+
+    First the source is converted to MLA at its full size, whose perplexity must be the source's. Then sizes are
+    tried, the largest first, each converted from the source, and trained where it loses too much and ``heal_tokens``
+    is set. Of MLA, of fewer key–value heads and of each of them with a cache in codes, none is tried after one that
+    loses more than is allowed. The result is the smallest that did not. What was measured of each is in
+    ``migration.json``. A killed run is continued by the same call.
+
+    Args:
+        source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``; a decoder.
+        output: the folder to write; must not exist, or be empty, unless ``overwrite``.
+        options: the keywords below as one object, in place of them.
+        progress: told of each step.
+
+    Raises:
+        ArgumentError: an argument is outside its rule, or there are several processes.
+        SpecError: the source's attention is of a kind that is not converted.
+        CheckpointError: the source cannot be read, the output cannot be written, or the first conversion is not
+            exact.
+    """
+    out = Path(output)
+    sizes, runs = _check(source, out, options)
+    work = out.with_name(f".{out.name}.headwise-migration")
+    report: Migration | None = None
+    with working_folder(work, out, keep=lambda: report is not None and report.kept is not None):
+        report, folder = _Run(str(source), out, work, sizes, runs, options, progress).steps()
+        if folder is not None:
+            write_whole(folder / MIGRATION, (json.dumps(finite(report.to_dict()), indent=1) + "\n").encode())
+            move_into_place(folder, out, overwrite=options.overwrite)
+    return report
+
+
+def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tuple[str, ...], dict[bool, str]]:
+    """Refuse bad input before any work.
+
+    Returns:
+        The sizes to try, and digests of all else that decides the results: of conversions, and of healing.
+    """
+    if process_count() > 1:
+        raise ArgumentError("processes", process_count(), "must be one; headwise convert and heal run in several")
+    check_output(out, overwrite=options.overwrite)
+    texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
+    named = named_texts(options.evaluate)
+    refuse_texts_within(out, texts.sources, name="calibrate")
+    refuse_texts_within(out, named, name="evaluate")
+    calibrated_on = {*map(text_identity, texts.sources)}
+    for text in named:
+        read_source(text, characters=1, name="evaluate")
+        if text_identity(text, name="evaluate") in calibrated_on:
+            raise ArgumentError("evaluate", str(text), "is calibrated on; name another text")
+    checkpoint = open_checkpoint(source)
+    refuse_input_within(out, checkpoint.path, "the source")
+    refuse_unexamined(checkpoint.spec)
+    sizes = _sizes(checkpoint, options)
+    open_windows(checkpoint, texts)
+    if options.heal_tokens is not None:
+        training = HealOptions(teacher=source, text=options.calibrate, tokens=options.heal_tokens)
+        try:
+            open_healing_windows(checkpoint, training, checkpoint.spec, name="calibrate")
+        except ArgumentError as error:
+            raise ArgumentError(error.field, error.value, f"{error.rule}; or leave heal_tokens out") from error
+    also = texts.identity() | {"evaluate": [text_identity(text, name="evaluate") for text in named]}
+    also |= {"training": TRAINING}
+    healed, converted = (one.identity() | also for one in (options, replace(options, heal_tokens=None)))
+    return sizes, {True: run_identity(checkpoint, **healed), False: run_identity(checkpoint, **converted)}
+
+
+def _sizes(checkpoint: Checkpoint, options: MigrateOptions) -> tuple[str, ...]:
+    """The sizes to try, each once, the largest cache first; those that cannot be are refused."""
+    taken: dict[str, int] = {}
+    for target in map(read_target, options.targets or LADDER):
+        if Candidate(target).cache is not None:
+            raise ArgumentError("target", target, "must be a conversion, whose result is a model folder")
+        plan = make_plan(checkpoint, Candidate(target).parsed(), calibration="text")
+        taken[target] = cache_bytes_per_token(plan.after) if plan.code_bytes is None else plan.code_bytes
+    return tuple(sorted(taken, key=taken.__getitem__, reverse=True))
+
+
+def _nearest(tried: Sequence[Step]) -> Step:
+    """The step that lost least, of all but the first, whose cache is not smaller."""
+    return min(tried[1:], key=lambda step: step.loss)
+
+
+def _undone(notes: Sequence[str]) -> str:
+    """Why there is no evaluation, among a report's notes."""
+    return next((note for note in notes if note.startswith(NOT_EVALUATED)), "is missing")
+
+
+def _kind(target: str) -> tuple[str, bool]:
+    """What sizes must have in common for a smaller one to lose more: a small one in codes may lose less."""
+    parsed = Candidate(target).parsed()
+    return ("grouped" if parsed.mechanism in ("mha", "gqa", "mqa") else parsed.mechanism), parsed.is_coded
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One migration, in its working folder.
+
+    Attributes:
+        source: the source, as the user named it.
+        out: the folder to write.
+        work: the folder of the steps.
+        sizes: to try, in this order.
+        runs: the digest of all that decides the results of conversions, and of healing.
+        options: the user's options.
+        progress: told of each step.
+    """
+
+    source: str
+    out: Path
+    work: Path
+    sizes: tuple[str, ...]
+    runs: Mapping[bool, str]
+    options: MigrateOptions
+    progress: Progress
+
+    def steps(self) -> tuple[Migration, Path | None]:
+        """Try the sizes; the report, and the folder of the chosen one."""
+        exact, reference = self._converted(FULL)
+        exactly = EXACT if open_checkpoint(self.source).dtype.itemsize >= 4 else EXACT_IN_HALF
+        if abs(exact.loss) > exactly:
+            self._remove(exact)
+            rule = (
+                f"must be within {exactly:g} where the cache is not smaller: the evaluation measures something else"
+            )
+            raise CheckpointError("loss", f"{exact.loss:.4g}", rule)
+        tried = [exact]
+        chosen: Step | None = None
+        ended = set()
+        for number, target in enumerate(self.sizes):
+            self.progress(MIGRATING, number, len(self.sizes))
+            if _kind(target) in ended:
+                continue
+            step, _ = self._converted(target)
+            tried.append(step)
+            if not step.is_allowed and self.options.heal_tokens is not None:
+                step, _ = self._healed(target)
+                tried.append(step)
+            if not step.is_allowed:
+                ended.add(_kind(target))
+            elif chosen is None or step.cache_bytes_per_token < chosen.cache_bytes_per_token:
+                chosen = step
+            keep = chosen or _nearest(tried)
+            for one in tried:  # an earlier run may have removed some
+                if one is not keep:
+                    shutil.rmtree(self._folder(one.target, healed=one.healed), ignore_errors=True)
+        self.progress(MIGRATING, len(self.sizes), len(self.sizes))
+        report = Migration(
+            source=self.source,
+            output=str(self.out),
+            max_quality_loss=self.options.max_quality_loss,
+            cache_bytes_per_token=reference,
+            steps=tuple(tried),
+            chosen=chosen,
+            kept=str(self.work) if chosen is None else None,
+        )
+        return report, None if chosen is None else self._made(chosen.target, healed=chosen.healed)
+
+    def _made(self, target: str, *, healed: bool) -> Path:
+        """The folder of a step, made again where an earlier run has removed it for a smaller one."""
+        folder = self._folder(target, healed=healed)
+        if not (folder / "config.json").is_file():
+            folder.with_name(f"{folder.name}.json").unlink(missing_ok=True)
+            (self._healed if healed else self._converted)(target)
+        return folder
+
+    def _remove(self, step: Step) -> None:
+        """Remove a step and what was measured of it."""
+        folder = self._folder(step.target, healed=step.healed)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.with_name(f"{folder.name}.json").unlink(missing_ok=True)
+
+    def _folder(self, target: str, *, healed: bool) -> Path:
+        return self.work / (Candidate(target).slug + ("-healed" if healed else ""))
+
+    def _converted(self, target: str) -> tuple[Step, float]:
+        """Convert to a size, or take what an earlier run measured of it; the source's cache bytes too."""
+        folder = self._folder(target, healed=False)
+
+        def make() -> Evaluation:
+            options = self.options
+            lossy = {"calibrate": options.calibrate, "calibration_tokens": options.calibration_tokens}
+            lossy |= {"calibration_window": options.calibration_window}
+            report = convert(
+                self.source,
+                folder,
+                **target_options(target),
+                **({} if target == FULL else lossy),
+                device=options.device,
+                evaluate=options.evaluate,
+                evaluation_windows=options.evaluation_windows,
+                overwrite=True,
+                progress=self.progress,
+            )
+            if report.evaluation is None:
+                raise CheckpointError("evaluation", target, _undone(report.notes))
+            return report.evaluation
+
+        return self._measured(target, folder, make)
+
+    def _healed(self, target: str) -> tuple[Step, float]:
+        """Train a converted size; likewise."""
+        folder = self._folder(target, healed=True)
+
+        def make() -> Evaluation:
+            options = self.options
+            report = heal(
+                self._made(target, healed=False),
+                folder,
+                teacher=self.source,
+                text=options.calibrate,
+                tokens=options.heal_tokens,
+                device=options.device,
+                evaluate=options.evaluate,
+                evaluation_windows=options.evaluation_windows,
+                overwrite=True,
+                progress=self.progress,
+            )
+            if report.after is None:
+                raise CheckpointError("evaluation", target, _undone(report.notes))
+            return report.after
+
+        return self._measured(target, folder, make, healed=True)
+
+    def _measured(
+        self, target: str, folder: Path, make: Callable[[], Evaluation], *, healed: bool = False
+    ) -> tuple[Step, float]:
+        """A step that is made and measured, unless an earlier run has; and the bytes of the source's cache."""
+        kept = folder.with_name(f"{folder.name}.json")
+        known = read_document(kept)
+        if known is None or known.get("run") != self.runs[healed]:
+            kept.unlink(missing_ok=True)  # it is of the folder that is replaced now
+            evaluation = make()
+            assert evaluation.perplexity_ratio is not None
+            assert evaluation.kl is not None
+            known = {
+                "run": self.runs[healed],
+                "loss": evaluation.perplexity_ratio - 1,
+                "kl": evaluation.kl,
+                "bytes": served_bytes(open_checkpoint(folder), evaluation),
+                "reference": bfloat16_bytes(open_checkpoint(self.source), evaluation.window),
+            }
+            write_whole(kept, json.dumps(known).encode())
+        step = Step(
+            target=target,
+            healed=healed,
+            cache_bytes_per_token=known["bytes"],
+            loss=known["loss"],
+            kl=known["kl"],
+            is_allowed=known["loss"] <= self.options.max_quality_loss,
+        )
+        return step, float(known["reference"])

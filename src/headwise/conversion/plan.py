@@ -1,0 +1,363 @@
+"""The plan of a conversion: source, target, method and stages, decided before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from headwise.conversion.codes import whole_shares
+from headwise.conversion.methods import LONGEST, LayerTarget, Method, choose_method
+from headwise.conversion.solvers.device import CPU, moved
+from headwise.conversion.solvers.layer import NORM_EPS, Layer
+from headwise.conversion.solvers.statistics import KEY_WEIGHT
+from headwise.costs.formulas import formulas
+from headwise.costs.formulas.target import Target, code_bytes, convert_spec, refuse_codes, refuse_latent
+from headwise.errors import ArgumentError
+from headwise.models.checkpoints import Checkpoint
+from headwise.models.specs import (
+    HOSTED_PREFIX,
+    AttentionSpec,
+    GroupedSpec,
+    LatentSpec,
+    ModelSpec,
+    as_latent,
+    as_normed,
+    split_in_blocks,
+)
+from headwise.runtime.hf import check_complete
+from headwise.runtime.quantization import wide_bytes
+
+Calibration = Literal["text", "statistics"]
+
+_CODE_STAGES = ("recall", "starts", "sensitivity", "sequence", "refine", "refit")
+"""The stages of a method that has none, where its result gets codes."""
+
+ENOUGH_BITS = 4.5
+"""The bits for each value of a whole cache above which ranks are left as they are."""
+
+SPREAD_BELOW = 0.45
+"""The part of the source's values below which the cache is spread over layers unless the user asks. Above it, refits
+make up for most of what an even allocation loses, in a fraction of the time, and SmolLM2 finds no fewer facts."""
+
+_NEEDS_TEXT = ("recall", "starts", "spread", "sequence", "refine", "refit")
+"""Stages of a text, and of a model that runs on it; the others can use saved statistics."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of one attention layer in a model.
+
+    Attributes:
+        index: the layer's number.
+        cross: whether it is the layer's cross-attention.
+    """
+
+    index: int
+    cross: bool = False
+
+
+class LayerSize(NamedTuple):
+    """The size of one MLA layer.
+
+    Attributes:
+        rank: R, the width of the latent.
+        rotary: P, the width of the rotary key.
+        key_weight: the cost of an error of its keys relative to one of its values.
+        token_bytes: the bytes of a token's codes; None for a cache without codes.
+    """
+
+    rank: int
+    rotary: int
+    key_weight: float = KEY_WEIGHT
+    token_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ConversionPlan:
+    """The source, the converted model, and the method that converts its layers.
+
+    Attributes:
+        checkpoint: the source.
+        after: the converted model's spec.
+        method: the method that converts each layer.
+        dtype: the dtype of the output.
+        stages: the method's stages that are carried out.
+        mixes_heads: whether key heads are mixed into rotary channels (the stage ``channels``).
+        key_weights: the key weight of each MLA layer (`LayerSize`); None if all have the usual one.
+        rotary_channels: bool ``[F, K]``, the channels that keep their rotation in every MLA layer; None if each layer
+            chooses its own.
+        token_bytes: the bytes of a token's codes in each layer's cache; None for a cache without codes.
+        bits: the bits of a value on average, where the user sets them; None where sizes and bits are chosen together.
+        device: the device that the source is run on and its layers are solved on.
+        bias_free: whether MLA layers have no biases, and a norm on a latent of which one channel is a constant.
+    """
+
+    checkpoint: Checkpoint
+    after: ModelSpec
+    method: Method
+    dtype: torch.dtype
+    stages: tuple[str, ...] = ()
+    mixes_heads: bool = True
+    key_weights: tuple[float, ...] | None = None
+    rotary_channels: Tensor | None = None
+    token_bytes: tuple[int, ...] | None = None
+    bits: float | None = None
+    device: torch.device = CPU
+    bias_free: bool = False
+
+    @property
+    def before(self) -> ModelSpec:
+        """The source model's spec."""
+        return self.checkpoint.spec
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the result computes what the source computes, apart from rounding."""
+        return self.token_bytes is None and not self.bias_free and self.method.is_exact(self.before, self.after)
+
+    @property
+    def spends_bytes(self) -> bool:
+        """Whether ranks, rotary widths and bits are chosen together, for a number of bytes.
+
+        With `ENOUGH_BITS` for each of the source's values, no smaller rank is worth what it loses.
+        """
+        if self.token_bytes is None or self.bits is not None or "spread" not in self.method.stages:
+            return False
+        values = [formulas(layer).cache_values(layer) for layer in self.before.layers]
+        return any(8 * count < ENOUGH_BITS * own for count, own in zip(self.token_bytes, values, strict=True))
+
+    @property
+    def possible_stages(self) -> tuple[str, ...]:
+        """The stages of the method; those that make up for codes where the method has none."""
+        return self.method.stages or (_CODE_STAGES if self.token_bytes is not None else ())
+
+    @property
+    def code_bytes(self) -> int | None:
+        """Cache bytes a token, all layers, of a cache that is stored in codes; None without codes."""
+        return None if self.token_bytes is None else sum(self.token_bytes)
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The places of all attention layers, cross-attention last."""
+        return tuple(
+            Place(index, cross)
+            for cross, layers in ((False, self.after.layers), (True, self.after.cross_layers))
+            for index in range(len(layers))
+        )
+
+    def layer_target(self, place: Place) -> LayerTarget:
+        """The target of one layer."""
+        spec = (self.after.cross_layers if place.cross else self.after.layers)[place.index]
+        assert isinstance(spec, GroupedSpec | LatentSpec)
+        if self.bias_free:
+            assert isinstance(spec, LatentSpec)
+            spec = as_latent(self.before.layers[place.index], spec.kv_lora_rank - 1, spec.qk_rope_head_dim)
+        return LayerTarget(
+            spec,
+            key_weight=KEY_WEIGHT if self.key_weights is None else self.key_weights[place.index],
+            rotary_channels=self.rotary_channels,
+            mixes_heads=self.mixes_heads,
+            token_bytes=None if self.token_bytes is None else self.token_bytes[place.index],
+            longest=min(LONGEST, self.before.max_position_embeddings or LONGEST),
+        )
+
+    def resized(self, sizes: Sequence[LayerSize]) -> ConversionPlan:
+        """The plan with another size for each MLA layer."""
+        layers = tuple(
+            as_latent(layer, size.rank, size.rotary) for layer, size in zip(self.before.layers, sizes, strict=True)
+        )
+        key_weights = tuple(size.key_weight for size in sizes)
+        after = replace(self.after, layers=layers)
+        counts = tuple(size.token_bytes for size in sizes if size.token_bytes is not None)
+        if self.bits is not None:
+            counts = tuple(_code_bytes(self.bits, size.rank + size.rotary) for size in sizes)
+        return replace(self, after=after, key_weights=key_weights, token_bytes=counts or None)
+
+    def sharing(self, rotary_channels: Tensor | None) -> ConversionPlan:
+        """The plan with one list of rotary channels for all layers."""
+        return replace(self, rotary_channels=rotary_channels)
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    target: Target,
+    *,
+    method: str | None = None,
+    dtype: torch.dtype | None = None,
+    without: Collection[str] = (),
+    calibration: Calibration | None = "text",
+    device: torch.device = CPU,
+    bias_free: bool = False,
+) -> ConversionPlan:
+    """Plan a conversion with all stages that its method has and that apply.
+
+    Args:
+        checkpoint: the source.
+        target: the mechanism and size to convert to.
+        method: the user's spelling of the method; the default for the target when None.
+        dtype: the dtype of the output; the source's when None.
+        without: the stages to leave out; without ``sensitivity``, ``spread`` is left out too.
+        calibration: the kind of evidence that layers are solved from; None for weights alone.
+        device: see `ConversionPlan`.
+        bias_free: see `ConversionPlan`.
+
+    Raises:
+        ArgumentError: a layer cannot have the size, or the method does not go with the target.
+        SpecError: a layer is of a kind that is not converted.
+        CheckpointError: the checkpoint lacks tensors that its config names.
+    """
+    before = checkpoint.spec
+    refuse_latent(before)  # first: this reason is clearer than that the family has no file
+    _ = checkpoint.family  # refuses a family without a file by name
+    after = convert_spec(before, target)
+    if target.has_constant and after.mechanism == "mla":
+        after = replace(
+            after,
+            layers=tuple(
+                _with_constant(*pair, target, bias_free) for pair in zip(before.layers, after.layers, strict=True)
+            ),
+        )
+    check_complete(checkpoint)  # before anything as large as the config claims is built
+    plan = ConversionPlan(
+        checkpoint=checkpoint,
+        after=after,
+        method=choose_method(method, before, after),
+        dtype=dtype or checkpoint.dtype,
+        mixes_heads="channels" not in without,
+        device=device,
+        bias_free=bias_free,
+    )
+    if target.is_coded:
+        refuse_codes(after)
+        plan = replace(plan, token_bytes=_shares(before, after, target), bits=target.bits)
+    left_out = {*without, *(_NEEDS_TEXT if calibration == "statistics" else ())}
+    stages = () if calibration is None or plan.is_exact else tuple(_stages(plan, left_out, target.spreads))
+    return replace(plan, stages=stages)
+
+
+def _with_constant(source: AttentionSpec, layer: AttentionSpec, target: Target, bias_free: bool) -> LatentSpec:
+    """The spec of a layer whose latent gets a constant channel, here or, unless it is without biases, later.
+
+    Of a budget, the rotary key gets its usual share, up to each frequency of a head once: plain RoPE has no more.
+    Both are whole blocks where the target asks for it, and the budget has room for it.
+
+    Raises:
+        ArgumentError: the latent has no other channel.
+    """
+    assert isinstance(layer, LatentSpec)
+    rank, rotary = layer.kv_lora_rank, layer.qk_rope_head_dim
+    if target.kv_budget is not None and source.rope is not None:
+        assert isinstance(source, GroupedSpec)
+        rotary = min(rotary, source.rope.dim)
+        rank += layer.qk_rope_head_dim - rotary
+        if target.block > 1:
+            rank, rotary = split_in_blocks(source, rank + rotary, target.block) or (rank, rotary)
+    if rank < 2:
+        raise ArgumentError("kv_lora_rank", rank, "must be at least 2: one channel of the latent is a constant")
+    solved = as_latent(source, rank - 1, rotary)
+    return as_normed(solved) if bias_free else solved
+
+
+def _shares(before: ModelSpec, after: ModelSpec, target: Target) -> tuple[int, ...]:
+    """The bytes a token of each layer's codes, before a spread over layers."""
+    shares: list[float] = []
+    for old, new in zip(before.layers, after.layers, strict=True):
+        values = formulas(new).cache_values(new)
+        if target.bits is not None:
+            shares.append(_code_bytes(target.bits, values))
+        else:
+            assert target.kv_bytes is not None
+            share = code_bytes(old, target.kv_bytes) - wide_bytes(values)
+            if share < _code_bytes(1, values):
+                rule = f"leaves less than a bit for each of {values} values that a layer caches"
+                raise ArgumentError("kv_bytes", target.kv_bytes, rule)
+            shares.append(min(share, _code_bytes(8, values)))
+    return whole_shares(shares, cast(Sequence[GroupedSpec | LatentSpec], after.layers))
+
+
+def _code_bytes(bits: float, values: int) -> int:
+    """The bytes of codes of so many bits on average, at least one each, and a byte of gains."""
+    return max(int(bits * values / 8), -(-values // 8)) + 1
+
+
+def _stages(plan: ConversionPlan, without: Collection[str], spread: bool) -> Iterator[str]:
+    """The stages of a plan's method that are carried out, in order."""
+    # Spreading needs several layers that share the cache, and logits to measure the result by.
+    model = plan.before
+    is_decoder = model.is_causal and not model.cross_layers
+    is_whole = plan.method.is_exact(model, plan.after) and not plan.spends_bytes  # nothing to spread
+    before, after = (sum(formulas(layer).cache_values(layer) for layer in one.layers) for one in (model, plan.after))
+    is_worth_it = spread or plan.spends_bytes or after < SPREAD_BELOW * before
+    can_spread = is_decoder and model.num_layers > 1 and "sensitivity" not in without and not is_whole and is_worth_it
+    has_fit = not {"refine", "refit"} <= {*without}
+    has_rotary_keys = any(isinstance(layer, LatentSpec) and layer.qk_rope_head_dim for layer in plan.after.layers)
+    is_possible = {
+        "recall": is_decoder,
+        "starts": is_decoder and has_fit,
+        "spread": can_spread,
+        "channels": has_rotary_keys,
+    }
+    for stage in plan.possible_stages:
+        if is_possible.get(stage, True) and stage not in without:
+            yield stage
+
+
+def read_layer(checkpoint: Checkpoint, place: Place) -> Layer:
+    """Read one attention layer of a model, by the layer's own names, in its stored dtype, to the block's device."""
+    spec = (checkpoint.spec.cross_layers if place.cross else checkpoint.spec.layers)[place.index]
+    assert isinstance(spec, GroupedSpec)
+    was_hosted = str(checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
+    state = checkpoint.family.read_attention(checkpoint.read, place.index, spec, cross=place.cross, hosted=was_hosted)
+    state = {name: moved(tensor) for name, tensor in state.items()}
+    norm_eps = checkpoint.config.get("rms_norm_eps")
+    return Layer(spec, state, norm_eps=NORM_EPS if norm_eps is None else float(norm_eps))
+
+
+def refuse_inputs(
+    plan: ConversionPlan, texts: Sequence[str | Path], statistics: str | Path | None, without: Collection[str]
+) -> None:
+    """Refuse texts, statistics and left-out stages that do not go with each other or with the method.
+
+    Args:
+        plan: the conversion.
+        texts: the calibration texts.
+        statistics: the folder of statistics to use in place of a text.
+        without: the stages to leave out.
+
+    Raises:
+        ArgumentError: they do not go together.
+    """
+    method = plan.method
+    for field, value in (("calibrate", texts[0] if texts else None), ("statistics", statistics)):
+        if value is not None and not method.uses_text and plan.token_bytes is None:
+            raise ArgumentError(field, str(value), f"goes with mla and aligned heads, not with {method.name}")
+    has_norms = any(isinstance(layer, LatentSpec) and layer.qk_norm is not None for layer in plan.after.layers)
+    if statistics is not None and has_norms:
+        reason = (
+            "is of layers' inputs, and mla of a layer with qk_norm is solved behind its norms: calibrate on a text"
+        )
+        raise ArgumentError("statistics", str(statistics), reason)
+    if statistics is not None and texts:
+        raise ArgumentError("statistics", str(statistics), "cannot be used with calibrate: it replaces the text")
+    absent, rule = set(without).difference(plan.possible_stages), None
+    if statistics is not None:
+        rule = "is a stage of calibrate, and cannot be used with statistics"
+    elif plan.is_exact:
+        rule = "is a stage of calibrate, and nothing is lost at this size"
+    elif not plan.possible_stages:
+        rule = f"is a stage of headwise's own methods, and {method.name} has none"
+    elif absent:
+        rule = f"is no stage of {method.name}, which has {', '.join(plan.possible_stages)}"
+    elif not texts:
+        rule = "is a stage of calibrate, and no text is given"
+    if without and rule is not None:
+        raise ArgumentError("without", min(absent or without), rule)
+    if plan.token_bytes is not None and not texts:
+        raise ArgumentError("calibrate", None, "is required: the codes of a cache are designed on a text")
+    if method.needs_text and statistics is None and not texts:
+        raise ArgumentError("calibrate", None, f"is required: {method.name} finds its channels on a text")

@@ -1,1 +1,0 @@
-"""The target that a user asks for, and the plan of its conversion."""

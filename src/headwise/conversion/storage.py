@@ -1,0 +1,387 @@
+"""Files that a run keeps so that a killed one goes on: hidden states, solved layers, converted layers.
+
+The hidden states of all windows between two layers, on disk, so that memory does not grow with the windows.
+
+Shapes: N windows, W tokens in each, E hidden size.
+
+Solved layers on disk, so that a run that continues a killed one does not solve them again.
+
+Converted layers before they are written to the folder, and on disk for a run that continues a killed one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from headwise.base.disk import clearly, write_whole
+from headwise.base.processes import all_sum, barrier, process_index
+from headwise.conversion.plan import Place
+from headwise.conversion.solvers.device import CPU, moved
+from headwise.errors import CheckpointError
+from headwise.models.checkpoints import dtype_name
+from headwise.models.checkpoints.writer import tensor_bytes
+from headwise.runtime.quantization import TransformCode
+from headwise.runtime.quantization.transform_code import code_from, code_tensors
+
+_STATE = "activations.json"
+_PIECE = 1 << 20
+
+
+class Activations:
+    """Streams of hidden states ``[N, W, E]``: the inputs of the next layer are read, and its outputs are written.
+
+    Nothing is held in memory; the operating system caches the files where there is room. `commit` replaces the inputs
+    by the outputs, for all streams at once or not at all, and a run that continues a killed one starts from the last
+    commit. Processes that share a conversion share the folder, each with its own windows.
+
+    Args:
+        folder: the folder of the files; made if it is missing.
+        streams: the streams' names, such as ``source`` and ``converted``.
+        shape: N, W and E.
+        dtype: the dtype of the states.
+        run: the identity of the run; states of another run are discarded.
+
+    Attributes:
+        layer: the number of layers whose outputs are committed, 0 after the embeddings; None before any commit.
+
+    Raises:
+        StorageError: the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        streams: tuple[str, ...],
+        shape: tuple[int, int, int],
+        dtype: torch.dtype = torch.float32,
+        run: str = "",
+    ) -> None:
+        self.folder, self.streams, self.shape, self.dtype = folder, streams, shape, dtype
+        self._about = {"run": run, "streams": list(streams), "shape": list(shape), "dtype": dtype_name(dtype)}
+        self._window_bytes = shape[1] * shape[2] * dtype.itemsize
+        with clearly("activations", self.folder, "prepared"):
+            folder.mkdir(parents=True, exist_ok=True)
+            self.layer = self._last_commit()
+            barrier()
+            self._clear()
+        barrier()
+
+    def __len__(self) -> int:
+        """The number of windows, N."""
+        return self.shape[0]
+
+    def read(self, stream: str, start: int, stop: int) -> Tensor:
+        """Windows ``start`` to ``stop`` as the last commit has them, ``[stop - start, W, E]``.
+
+        Raises:
+            CheckpointError: the file is cut short.
+            StorageError: it cannot be read.
+        """
+        assert self.layer is not None, "nothing was committed yet"
+        assert 0 <= start < stop <= len(self), (start, stop)
+        states = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype, device=CPU)
+        with clearly("activations", self.folder, "read"), self._file(stream, self.layer).open("rb") as file:
+            file.seek(start * self._window_bytes)
+            if file.readinto(_bytes(states)) != states.nbytes:
+                raise CheckpointError("activations", str(self.folder), "are cut short")
+        return moved(states)
+
+    def write(self, stream: str, start: int, states: Tensor) -> None:
+        """Write the next layer's outputs of the windows from ``start`` on, ``[n, W, E]``.
+
+        Raises:
+            StorageError: the disk is full, or the file cannot be written.
+        """
+        assert states.shape[1:] == self.shape[1:], (states.shape, self.shape)
+        assert 0 <= start <= start + len(states) <= len(self), (start, len(states))
+        path = self._file(stream, self._next)
+        with (
+            clearly("activations", self.folder),
+            os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file,
+        ):
+            file.seek(start * self._window_bytes)
+            file.write(_bytes(states.detach().to(CPU, self.dtype).contiguous()))
+            self._written.update((stream, window) for window in range(start, start + len(states)))
+
+    def commit(self) -> None:
+        """Make the outputs the next layer's inputs: a run that is killed after this continues from here.
+
+        Nothing waits for the disk. A checksum tells if a power cut lost states; the run then begins at layer 0.
+
+        Raises:
+            StorageError: the disk is full, or the files cannot be written.
+        """
+        total = int(all_sum(torch.tensor(float(len(self._written)), dtype=torch.float64, device=CPU)))
+        assert total == len(self) * len(self.streams), "a window was not written"
+        if process_index() == 0:
+            with clearly("activations", self.folder):
+                sums = {stream: _checksum(self._file(stream, self._next)) for stream in self.streams}
+                state = self.folder / f"{_STATE}.new"
+                state.write_text(json.dumps({**self._about, "layer": self._next, "sums": sums}))
+                os.replace(state, self.folder / _STATE)
+        barrier()
+        self.layer = self._next
+        with clearly("activations", self.folder):
+            self._clear()
+
+    @property
+    def _next(self) -> int:
+        return 0 if self.layer is None else self.layer + 1
+
+    def _file(self, stream: str, layer: int) -> Path:
+        return self.folder / f"{stream}-{layer}.activations"
+
+    def _last_commit(self) -> int | None:
+        """The last commit's layer, if this run's and whole: a power cut may keep a commit and lose its states."""
+        try:
+            state = json.loads((self.folder / _STATE).read_text())
+            if not isinstance(state, dict) or state | self._about != state:
+                return None
+            sums = {stream: _checksum(self._file(stream, state["layer"])) for stream in self.streams}
+        except (OSError, ValueError):
+            return None
+        return int(state["layer"]) if sums == state["sums"] else None
+
+    def _clear(self) -> None:
+        """Begin the next layer: remove all files but those of the last commit."""
+        self._written: set[tuple[str, int]] = set()
+        if process_index() == 0:
+            committed = (
+                {self._file(stream, self.layer) for stream in self.streams} if self.layer is not None else set()
+            )
+            for file in self.folder.glob("*.activations"):
+                if file not in committed:
+                    file.unlink()
+        barrier()
+
+
+class Spill:
+    """Windows ``[N, W, E]`` float32 in a file, for as long as one layer needs them.
+
+    Args:
+        path: the file's path; an existing file is overwritten window by window.
+        shape: N, W and E.
+    """
+
+    def __init__(self, path: Path, shape: tuple[int, int, int]) -> None:
+        self.path, self.shape = path, shape
+        self._bytes = shape[1] * shape[2] * 4
+
+    def write(self, window: int, states: Tensor) -> None:
+        """Write one window ``[W, E]``.
+
+        Raises:
+            StorageError: the disk is full, or the file cannot be written.
+        """
+        with (
+            clearly("activations", self.path),
+            os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file,
+        ):
+            file.seek(window * self._bytes)
+            file.write(_bytes(states.detach().to(CPU, torch.float32).contiguous()))
+
+    def read(self, window: int) -> Tensor:
+        """Read one window ``[W, E]``.
+
+        Raises:
+            CheckpointError: the file is cut short.
+            StorageError: it cannot be read.
+        """
+        states = torch.empty(self.shape[1:], device=CPU)
+        with clearly("activations", self.path, "read"), self.path.open("rb") as file:
+            file.seek(window * self._bytes)
+            if file.readinto(_bytes(states)) != states.nbytes:
+                raise CheckpointError("activations", str(self.path), "are cut short")
+        return moved(states)
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.flatten().view(torch.uint8).numpy()
+
+
+def _checksum(file: Path) -> int:
+    total = 0
+    with file.open("rb") as opened:
+        while piece := opened.read(_PIECE):
+            total = zlib.crc32(piece, total)
+    return total
+
+
+_KEY = "headwise"
+LOST = "an earlier run's result is lost; the same command begins anew"
+_DAMAGED = (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError)
+
+
+class LayerFiles:
+    """Solved layers, one file each, written whole or not at all.
+
+    A layer must be saved before the activations pass it (`Activations.commit`): then every layer that the activations
+    have passed can be loaded.
+
+    Args:
+        folder: the folder of the files, such as one within `FolderWriter.work`; made when the first is saved.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, index: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+        """Save a layer; when this returns, it is on disk.
+
+        Args:
+            index: the layer's number.
+            tensors: its weights by name.
+            about: other facts of it, as JSON-able values: spec, channels, errors, ….
+
+        Raises:
+            StorageError: the disk is full, or the file cannot be written.
+        """
+        text = json.dumps(about)
+        copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        # Metadata under one name: safetensors writes several names in any order.
+        content = save(
+            copies, metadata={_KEY: json.dumps({"about": text, "checksum": _tensors_checksum(copies, text)})}
+        )
+        with clearly("results", self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self.file(index), content)
+
+    def load(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """A saved layer's tensors and facts; None if it was not saved or is damaged."""
+        try:
+            with safe_open(self.file(index), framework="pt", backend="pread") as file:
+                about = _metadata(file)
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
+            if about["checksum"] != _tensors_checksum(tensors, about["about"]):
+                return None
+            return tensors, json.loads(about["about"])
+        except _DAMAGED:
+            return None
+
+    def about(self, index: int) -> dict[str, Any] | None:
+        """A saved layer's facts without its tensors; None if it was not saved."""
+        try:
+            with safe_open(self.file(index), framework="pt", backend="pread") as file:
+                about: dict[str, Any] = json.loads(_metadata(file)["about"])
+        except _DAMAGED:
+            return None
+        return about
+
+    def checksum(self, index: int) -> str | None:
+        """The checksum that a saved layer's file states; None if it was not saved."""
+        try:
+            with safe_open(self.file(index), framework="pt", backend="pread") as file:
+                return _metadata(file)["checksum"]
+        except _DAMAGED:
+            return None
+
+    def file(self, index: int) -> Path:
+        """The path of a layer's file."""
+        return self.folder / f"layer-{index:05d}.safetensors"
+
+
+def _metadata(file: Any) -> dict[str, str]:
+    metadata: dict[str, str] = json.loads((file.metadata() or {})[_KEY])
+    return metadata
+
+
+def _tensors_checksum(tensors: Mapping[str, Tensor], about: str) -> str:
+    total = zlib.crc32(about.encode())
+    for name, tensor in sorted(tensors.items()):
+        total = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), total)
+        total = zlib.crc32(tensor_bytes(tensor), total)
+    return f"{total:08x}"
+
+
+_CODE = "cache code."
+"""Before the names of a code's tensors, which no tensor of a model has."""
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """One converted layer.
+
+    Attributes:
+        place: its place in the model.
+        tensors: its tensors by the folder's names, in the folder's dtype; each is removed when it is written.
+        channels: the model frequency of each rotary pair (MLA).
+        about: its measurements: ``errors``, ``chosen``, ``shared``, ``own``.
+        code: the code of its cache, if there is one.
+    """
+
+    place: Place
+    tensors: dict[str, Tensor]
+    channels: list[int] = field(default_factory=list)
+    about: Mapping[str, Any] = field(default_factory=dict)
+    code: TransformCode | None = None
+
+
+class LayerStore:
+    """Converted layers on disk, one file each, and the time that reading and writing them takes.
+
+    Args:
+        folder: the folder of the files, such as one within `FolderWriter.work`; None to save nothing.
+
+    Attributes:
+        read_seconds: seconds spent on reading.
+        write_seconds: seconds spent on writing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._files = {} if folder is None else {False: LayerFiles(folder), True: LayerFiles(folder / "cross")}
+        self.read_seconds = self.write_seconds = 0.0
+
+    def save(self, layer: ConvertedLayer) -> None:
+        """Save a layer; when this returns, it is on disk.
+
+        Raises:
+            StorageError: the disk is full, or the file cannot be written.
+        """
+        if self._files:
+            tensors, about = dict(layer.tensors), {"channels": layer.channels, **layer.about}
+            if layer.code is not None:
+                parts, about["code"] = code_tensors(layer.code)
+                tensors |= {_CODE + name: tensor for name, tensor in parts.items()}
+            with self._timed("write_seconds"):
+                self._files[layer.place.cross].save(layer.place.index, tensors, about)
+
+    def load(self, place: Place) -> ConvertedLayer | None:
+        """A saved layer; None if it was not saved or is damaged."""
+        if not self._files:
+            return None
+        with self._timed("read_seconds"):
+            result = self._files[place.cross].load(place.index)
+        if result is None:
+            return None
+        tensors, about = result
+        code = None
+        if "code" in about:
+            parts = {name.removeprefix(_CODE): tensors.pop(name) for name in list(tensors) if name.startswith(_CODE)}
+            code = code_from(parts, about.pop("code"))
+        return ConvertedLayer(place, tensors, about.pop("channels"), about, code)
+
+    def about(self, place: Place) -> dict[str, Any]:
+        """A saved layer's measurements; empty if it was not saved."""
+        return (self._files[place.cross].about(place.index) if self._files else None) or {}
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, name, getattr(self, name) + time.perf_counter() - start)

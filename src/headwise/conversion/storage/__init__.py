@@ -1,1 +1,0 @@
-"""Files of a running conversion: hidden states between layers, and converted layers."""

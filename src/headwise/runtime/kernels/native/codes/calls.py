@@ -1,0 +1,461 @@
+"""Call the compiled kernels of caches of codes: encoding, and attention to latents, heads and integers.
+
+Trellis codes of rows of values, by Viterbi's algorithm, and the gains of their tokens.
+
+Call the compiled kernel of attention to coded latents, ``coded.cpp``.
+
+Shapes: B batch, H query heads, S new tokens, T all tokens, R latent rank, P rotary dims, F frequencies of the model.
+
+Call the compiled kernel of attention to keys and values in trellis codes, ``heads.cpp``.
+
+Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim, P rotary dims,
+F frequencies of the model.
+
+Call the compiled kernel of attention to keys and values in integer codes, ``affine.cpp``.
+
+Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, N tokens in codes, D head dim, V value
+dim.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from headwise.runtime.kernels.mask import mask_strides
+from headwise.runtime.kernels.native.build import SINKS, TURN, TYPES, built
+
+# `TrellisArguments` of trellis.cpp: eight pointers, three sizes, threads.
+_TRELLIS_ARGUMENTS = struct.Struct("@8P3qq")
+# `GainsArguments` of gains.cpp: ten pointers, five numbers, threads, a step.
+_GAINS_ARGUMENTS = struct.Struct("@10P5qqd")
+
+
+def can_encode() -> bool:
+    """Whether the kernels could be compiled."""
+    return built().library is not None
+
+
+def trellis_encode(
+    values: Tensor,
+    weights: Tensor,
+    bits: Tensor,
+    tables: Tensor,
+    starts: Tensor,
+    *,
+    gains: Tensor | None = None,
+    codes: Tensor | None = None,
+) -> Tensor:
+    """Choose the codes of rows of values, each row's together.
+
+    Args:
+        values: float32 ``[n, W]``.
+        weights: float32 ``[W]``, of squared errors.
+        bits: uint8 ``[W]``, 1 to 8.
+        tables: float32 ``[9, 256]``, the levels of windows of eight bits that end with a code of so many bits.
+        starts: uint8 ``[n]``, the byte of the stream before a row's codes.
+        gains: float32 ``[n, W]``, factors of a value's error; 1 when None.
+        codes: uint8 ``[n, bytes]`` of zeros, rows whose codes are written.
+
+    Returns:
+        The levels that were chosen, float32 ``[n, W]``.
+
+    Raises:
+        MemoryError: the kernel could not allocate its working memory.
+    """
+    library = built().library
+    assert library is not None
+    values, weights, tables = values.contiguous(), weights.contiguous(), tables.contiguous()
+    gains = None if gains is None else gains.contiguous()
+    levels = torch.empty_like(values)
+    rows, width = values.shape
+    arguments = _TRELLIS_ARGUMENTS.pack(
+        *(values.data_ptr(), 0 if gains is None else gains.data_ptr(), weights.data_ptr(), bits.data_ptr()),
+        *(tables.data_ptr(), starts.data_ptr(), 0 if codes is None else codes.data_ptr(), levels.data_ptr()),
+        *(rows, width, 0 if codes is None else codes.stride(0)),
+        torch.get_num_threads(),
+    )
+    if library.headwise_trellis(arguments):
+        raise MemoryError("no memory to encode in")
+    return levels
+
+
+def choose_gains(
+    values: Tensor,
+    channels: tuple[Tensor, Tensor, Tensor, Tensor],
+    parts: tuple[int, ...],
+    gains: Tensor,
+    *,
+    tried: int,
+    zero: int,
+    step: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose the gain of each part of some tokens.
+
+    Args:
+        values: float32 ``[n, W]``.
+        channels: offset, scale, noise and reach of each channel, float32 ``[W]``.
+        parts: the widths of the parts with a gain of their own; two at most, which add up to W.
+        gains: float32 ``[16]``, of each number.
+        tried: how many numbers are tried, from that of the root mean square on.
+        zero: the number of the gain 1.
+        step: the factor between neighbouring gains.
+
+    Returns:
+        Values over scales and gains, and the gains, each ``[n, W]``; a byte a token: the numbers of its gains.
+    """
+    library = built().library
+    assert library is not None
+    inputs = tuple(tensor.contiguous() for tensor in (values, *channels, gains))
+    assert all(tensor.dtype == torch.float32 for tensor in inputs)
+    normal, of_channel = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
+    starts = values.new_empty(len(values), dtype=torch.uint8)
+    widths = _widths(parts)
+    arguments = _GAINS_ARGUMENTS.pack(
+        *(tensor.data_ptr() for tensor in (*inputs, widths, starts, normal, of_channel)),
+        *(*values.shape, len(parts), tried, zero),
+        torch.get_num_threads(),
+        step,
+    )
+    library.headwise_gains(arguments)
+    return normal, of_channel, starts
+
+
+@lru_cache
+def _widths(parts: tuple[int, ...]) -> Tensor:
+    return torch.tensor(parts, dtype=torch.int64, device="cpu")
+
+
+# `CodedArguments` of coded.cpp and `HeadsArguments` of heads.cpp: `Arguments` of sight.h, then
+# eleven pointers, five numbers.
+_LATENT_ARGUMENTS = struct.Struct("@7P7q 6q6q6q 4q 3q d 11P 5q")
+
+
+@dataclass(frozen=True, eq=False)
+class TrellisLayout:
+    """How a kernel reads a layer's trellis codes.
+
+    Attributes:
+        rotary: P.
+        token_bytes: bytes of a token's codes.
+        blocks: int32 ``[blocks, 4]``, of each its first column, its channels, their bits, and the bit of the
+            stream with which the window of the first begins.
+        tables: int8 ``[9, 256]``, whole levels of the windows of codes of so many bits.
+        gains: float32 ``[16]``, the gain of each number.
+        scale: float32 ``[columns]``, of a whole level.
+        offset: float32 ``[columns]``.
+        turn: float32 ``[2, TURN, P/2]``, padded, cos and sin of the first slots.
+    """
+
+    rotary: int
+    token_bytes: int
+    blocks: Tensor
+    tables: Tensor
+    gains: Tensor
+    scale: Tensor
+    offset: Tensor
+    turn: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class CodedLayout(TrellisLayout):
+    """How the kernel reads latents.
+
+    Levels lie in rows of columns: the latent's channels, then the two halves of the rotary key, each padded to a
+    multiple of `headwise.runtime.kernels.native.build.CHANNELS`.
+
+    Attributes:
+        rank: R.
+    """
+
+    rank: int
+
+
+def attend_coded(
+    query: Tensor,
+    codes: Tensor,
+    wide: Tensor,
+    first: Tensor,
+    layout: CodedLayout,
+    rotation: tuple[Tensor, Tensor],
+    frequency: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    *,
+    has_sums: bool = False,
+) -> Tensor:
+    """Attend to latents that are stored as codes.
+
+    Args:
+        query: absorbed and rotated, ``[B, H, S, R + P]``, or ``[B, H, S, P]`` where it has no content.
+        codes: uint8 ``[B, 1, T, bytes]``.
+        wide: bfloat16 ``[B, SINKS, R + P]``, values of each sequence's first tokens, which replace their codes.
+        first: int64 ``[B]``, the slot of each sequence's first token.
+        layout: of the codes.
+        rotation: cos and sin of at least T slots, float32 ``[slots, F]``.
+        frequency: int64 ``[P/2]``, each rotary pair's index among the model's frequencies.
+        mask: bool, broadcastable to ``[B, H, S, T]``, True where a query attends.
+        is_causal: apply the bottom-right causal mask.
+        scale: multiplies the scores.
+        has_sums: add the sum of each row's weights, 1 or 0, as a last column.
+
+    Returns:
+        The mixed latents ``[B, H, S, R]``, or ``R + 1``; zeros where a query sees nothing.
+
+    Raises:
+        MemoryError: the kernel could not allocate its working memory.
+    """
+    sizes = layout.rank, layout.rank + has_sums, int(has_sums)
+    stored = codes, wide, first
+    return call_on_codes("headwise_coded", query, stored, layout, rotation, frequency, mask, is_causal, scale, sizes)
+
+
+def call_on_codes(
+    kernel: str,
+    query: Tensor,
+    stored: tuple[Tensor, Tensor, Tensor],
+    layout: TrellisLayout,
+    rotation: tuple[Tensor, Tensor],
+    frequency: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    sizes: tuple[int, int, int],
+) -> Tensor:
+    """Call a kernel of trellis codes; `CodedArguments` and `HeadsArguments` differ in their last number alone.
+
+    Args:
+        kernel: its name in the library.
+        query: ``[B, H, S, D]``.
+        stored: codes ``[B, 1, T, bytes]``, wide values and first slots; see `attend_coded`.
+        layout: of the codes.
+        rotation: cos and sin ``[slots, F]``.
+        frequency: int64 ``[P/2]``, of each rotary pair.
+        mask: bool ``[B, H, S, T]``, or None.
+        is_causal: apply the bottom-right causal mask.
+        scale: multiplies the scores.
+        sizes: V; the width of a row of the result; and the number that the kernels read differently, whether sums of
+            weights are returned, or how many key–value heads there are.
+
+    Returns:
+        ``[B, H, S, width]``.
+
+    Raises:
+        MemoryError: the kernel could not allocate its working memory.
+    """
+    library = built().library
+    assert library is not None
+    codes, wide, first = stored
+    value_dim, columns, last = sizes
+    B, H, S, D = query.shape
+    T = codes.shape[2]
+    query = query if query.stride(3) == 1 else query.contiguous()
+    codes = codes if codes.stride(3) == 1 else codes.contiguous()
+    wide, first = wide.contiguous(), first.contiguous()
+    assert wide.shape[1] == SINKS
+    assert layout.turn.shape[1] == TURN
+    cos, sin = (table.contiguous() for table in rotation)
+    out = query.new_empty(B, S, H, columns).transpose(1, 2)
+    if out.numel() == 0:
+        return out
+    layout_tensors = (layout.blocks, layout.tables, layout.gains, layout.scale, layout.offset, *layout.turn)
+    arguments = _LATENT_ARGUMENTS.pack(
+        *(query.data_ptr(), codes.data_ptr(), wide.data_ptr(), out.data_ptr()),
+        *(0 if mask is None else mask.data_ptr(), 0, 0),
+        *(B, 1, H, S, T, D, value_dim),
+        *query.stride()[:3],
+        *out.stride()[:3],
+        *codes.stride()[:3],
+        *(0,) * 9,
+        *mask_strides(mask),
+        *(is_causal, 0, torch.get_num_threads()),
+        scale,
+        first.data_ptr(),
+        *(tensor.data_ptr() for tensor in layout_tensors),
+        *(cos.data_ptr(), sin.data_ptr(), frequency.data_ptr()),
+        *(len(layout.blocks), layout.rotary, layout.token_bytes, cos.shape[-1], last),
+    )
+    status = getattr(library, kernel)(arguments, TYPES[query.dtype])
+    if status == 1:
+        raise MemoryError("no memory to attend in")
+    assert status == 0
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class HeadsLayout(TrellisLayout):
+    """How the kernel reads the codes of a layer's keys and values.
+
+    Levels lie in rows of columns: all heads' keys, then all values, each padded to a multiple of
+    `headwise.runtime.kernels.native.build.CHANNELS`. The two dims of a rotary pair are P/2 apart.
+
+    Attributes:
+        heads: K.
+        head_dim: D.
+        value_dim: V.
+    """
+
+    heads: int
+    head_dim: int
+    value_dim: int
+
+
+def attend_heads(
+    query: Tensor,
+    codes: Tensor,
+    wide: Tensor,
+    first: Tensor,
+    layout: HeadsLayout,
+    rotation: tuple[Tensor, Tensor],
+    frequency: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """Attend to keys and values of heads that are stored as codes.
+
+    Args:
+        query: rotated, ``[B, H, S, D]``.
+        codes: uint8 ``[B, 1, T, bytes]``.
+        wide: bfloat16 ``[B, SINKS, K · (D + V)]``, keys and values of each sequence's first tokens, which replace
+            their codes.
+        first: int64 ``[B]``, the slot of each sequence's first token.
+        layout: of the codes.
+        rotation: cos and sin of at least T slots, float32 ``[slots, F]``.
+        frequency: int64 ``[P/2]``, each rotary pair's index among the model's frequencies.
+        mask: bool, broadcastable to ``[B, H, S, T]``, True where a query attends.
+        is_causal: apply the bottom-right causal mask.
+        scale: multiplies the scores.
+
+    Returns:
+        The mixed values ``[B, H, S, V]``; zeros where a query sees nothing.
+
+    Raises:
+        MemoryError: the kernel could not allocate its working memory.
+    """
+    sizes = layout.value_dim, layout.value_dim, layout.heads
+    stored = codes, wide, first
+    return call_on_codes("headwise_heads", query, stored, layout, rotation, frequency, mask, is_causal, scale, sizes)
+
+
+# `AffineArguments` of affine.cpp: `Arguments` of sight.h, two times four sizes, two sizes, the scales of blocks, two
+# pointers, two times three strides.
+_INTEGER_ARGUMENTS = struct.Struct("@7P7q 6q6q6q 4q 3q d 4q4q 2q P3q 2P6q")
+
+
+@dataclass(frozen=True, eq=False)
+class AffineRows:
+    """Keys or values as rows of integer codes, the lowest bit of a byte first; a code of 8 bits stands for itself.
+
+    Attributes:
+        rows: uint8 ``[B, K, N, bytes]``, of each token the codes, and then the scales and the zero points of its
+            groups of channels in float16.
+        width: D or V.
+        bits: of a code, 1 to 8.
+        groups: the number of groups, each of as many channels: several only of a multiple of 16; 0 for keys without
+            scales in their rows.
+    """
+
+    rows: Tensor
+    width: int
+    bits: int
+    groups: int
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a row's codes."""
+        return -(-self.width * self.bits // 8)
+
+
+@dataclass(frozen=True, eq=False)
+class KeyBlocks:
+    """Scales of keys for each channel and block of tokens.
+
+    Attributes:
+        scales: float16 ``[B, K, N / tokens, 2 · D]``, scales and then zero points.
+        tokens: of a block, a multiple of 16.
+    """
+
+    scales: Tensor
+    tokens: int
+
+
+def attend_affine(
+    query: Tensor,
+    key: AffineRows,
+    value: AffineRows,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    *,
+    blocks: KeyBlocks | None = None,
+    late: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Compute `headwise.attend` with keys and values that are read as they are stored.
+
+    Args:
+        query: ``[B, H, S, D]``.
+        key: the keys of the first N tokens.
+        value: their values.
+        mask: bool, broadcastable to ``[B, H, S, T]``, True where a query attends.
+        is_causal: apply the bottom-right causal mask.
+        scale: multiplies the scores.
+        blocks: scales of the keys; None where they are in their rows.
+        late: keys ``[B, K, T - N, D]`` and values ``[B, K, T - N, V]`` of the other tokens, of the query's dtype.
+
+    Returns:
+        ``[B, H, S, V]``, in memory ``[B, S, H, V]``; zeros where a query sees nothing.
+
+    Raises:
+        MemoryError: the kernel could not allocate its working memory.
+    """
+    library = built().library
+    assert library is not None
+    B, H, S, D = query.shape
+    K, N = key.rows.shape[1:3]
+    T = N if late is None else N + late[0].shape[2]
+    query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key.rows, value.rows))
+    out = query.new_empty(B, S, H, value.width).transpose(1, 2)
+    if out.numel() == 0:
+        return out
+    scales = None if blocks is None else blocks.scales.contiguous()
+    late_pointers: tuple[int, int] = (0, 0)
+    late_strides: tuple[int, ...] = (0,) * 6
+    if late is not None:
+        late_keys, late_values = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in late)
+        late_pointers = late_keys.data_ptr(), late_values.data_ptr()
+        late_strides = (*late_keys.stride()[:3], *late_values.stride()[:3])
+    arguments = _INTEGER_ARGUMENTS.pack(
+        *(query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()),
+        *(0 if mask is None else mask.data_ptr(), 0, 0),
+        *(B, K, H // K, S, T, D, value.width),
+        *query.stride()[:3],
+        *out.stride()[:3],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        *(0,) * 6,
+        *mask_strides(mask),
+        *(is_causal, 0, torch.get_num_threads()),
+        scale,
+        *_about(key),
+        *_about(value),
+        *(N, 0 if blocks is None else blocks.tokens),
+        *((0,) * 4 if scales is None else (scales.data_ptr(), *scales.stride()[:3])),
+        *late_pointers,
+        *late_strides,
+    )
+    status = library.headwise_affine(arguments, TYPES[query.dtype])
+    if status == 1:
+        raise MemoryError("no memory to attend in")
+    assert status == 0
+    return out
+
+
+def _about(rows: AffineRows) -> tuple[int, int, int, int]:
+    """`AffineRows` of affine.cpp."""
+    return rows.bits, rows.width // max(rows.groups, 1), rows.groups, rows.code_bytes
