@@ -62,7 +62,7 @@ class Question:
             an engine's cache that is known to be safe is allowed as without a limit.
         usable: the share of a device's memory that may be used.
         engine: that is to run the model, one of `headwise.costs.prediction.SERVING_ENGINES`; None where it may be
-        any.
+            any.
     """
 
     hardware: Device

@@ -72,7 +72,7 @@ class ExpertLatentAttention(AttentionLayer):
         softmax_scale: multiplies the scores; ``1/sqrt(D)`` when None.
         sliding_window: how many of the latest tokens are attended to; all when None.
         backend: passed to `headwise.runtime.kernels.attend`; not used for scores that are sums over experts or
-        channels.
+            channels.
 
     Raises:
         SpecError: the sizes do not fit together.

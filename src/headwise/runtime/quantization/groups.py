@@ -119,7 +119,7 @@ class GroupCode:
     Attributes:
         bits: one of `BITS`.
         group: the channels of a group, one of `headwise.costs.formulas.target.GROUPS`; heads with fewer
-        channels have
+            channels have
             one group.
         hadamard: whether a head's channels are multiplied by a Hadamard matrix before they are coded and after they
             are decoded, so that a large channel is spread over all. D must then be a power of two.
