@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from headwise.base.disk import (
-    clearly,
     lock_folder,
     refuse_no_file,
     remove_locked,
+    storage_errors,
     unlock,
     working_folder,
     write_among_others,
@@ -124,7 +124,7 @@ def test_what_is_no_file_is_refused_before_any_work(tmp_path: Path) -> None:
 def test_what_the_disk_refuses_is_an_error_of_its_own_kind(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     message = f"file = '{missing}': could not be read: No such file"
-    with pytest.raises(StorageError, match=message), clearly("file", missing, "read"):
+    with pytest.raises(StorageError, match=message), storage_errors("file", missing, "read"):
         missing.read_bytes()
     assert issubclass(StorageError, CheckpointError)  # as those who wrote `except CheckpointError` expect
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from headwise.base.threads import WORKERS, side_by_side
+from headwise.base.threads import WORKERS, map_in_threads
 from tests.threads import four_threads
 
 __all__ = ["four_threads"]
@@ -22,7 +22,7 @@ def test_results_come_in_order_from_threads_with_their_share() -> None:
         time.sleep(0.02 if number % 2 == 0 else 0)  # the second is finished before the first
         return number**2, torch.get_num_threads(), threading.get_ident()
 
-    results = [*side_by_side(square, range(7))]
+    results = [*map_in_threads(square, range(7))]
     assert [result[0] for result in results] == [number**2 for number in range(7)]
     assert {result[1] for result in results} == {4 // WORKERS}
     assert threading.get_ident() not in {result[2] for result in results}
@@ -31,7 +31,7 @@ def test_results_come_in_order_from_threads_with_their_share() -> None:
 
 def test_so_many_are_worked_on_at_a_time() -> None:
     meeting = threading.Barrier(WORKERS, timeout=60)
-    assert [*side_by_side(lambda _: meeting.wait() < WORKERS, range(2 * WORKERS))] == [True] * 2 * WORKERS
+    assert [*map_in_threads(lambda _: meeting.wait() < WORKERS, range(2 * WORKERS))] == [True] * 2 * WORKERS
 
 
 def test_items_are_taken_as_they_are_needed_and_in_the_callers_thread() -> None:
@@ -42,7 +42,7 @@ def test_items_are_taken_as_they_are_needed_and_in_the_callers_thread() -> None:
             taken.append((number, threading.get_ident()))
             yield number
 
-    results = side_by_side(lambda number: number, items())
+    results = map_in_threads(lambda number: number, items())
     assert next(results) == 0
     assert len(taken) == WORKERS + 1
     assert {thread for _, thread in taken} == {threading.get_ident()}
@@ -66,21 +66,21 @@ def settings() -> tuple[object, ...]:
 )
 def test_settings_of_threads_are_the_callers(mode: Callable[[], AbstractContextManager[object]]) -> None:
     with mode():
-        assert [*side_by_side(lambda _: settings(), range(2))] == [settings()] * 2
+        assert [*map_in_threads(lambda _: settings(), range(2))] == [settings()] * 2
 
 
 def test_what_a_mode_watches_stays_in_the_callers_thread() -> None:
     with FlopCounterMode(display=False) as counter:
-        results = [*side_by_side(lambda size: torch.ones(size, size) @ torch.ones(size, size), (2, 3))]
+        results = [*map_in_threads(lambda size: torch.ones(size, size) @ torch.ones(size, size), (2, 3))]
     assert counter.get_total_flops() == 2 * (2**3 + 3**3)
     assert len(results) == 2
 
 
 def test_a_single_item_has_all_threads() -> None:
-    assert [*side_by_side(lambda _: (torch.get_num_threads(), threading.get_ident()), [1])] == [
+    assert [*map_in_threads(lambda _: (torch.get_num_threads(), threading.get_ident()), [1])] == [
         (4, threading.get_ident())
     ]
-    assert [*side_by_side(lambda item: item, [])] == []
+    assert [*map_in_threads(lambda item: item, [])] == []
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -94,14 +94,14 @@ def test_an_error_of_an_item_is_the_callers(error: type[BaseException]) -> None:
         return number
 
     with pytest.raises(error, match="one"):
-        list(side_by_side(fail, range(1000)))
+        list(map_in_threads(fail, range(1000)))
     assert len(begun) < 10
     assert torch.get_num_threads() == 4
 
 
 def test_what_cannot_be_divided_is_done_in_the_callers_thread() -> None:
     torch.set_num_threads(1)
-    assert [*side_by_side(lambda _: threading.get_ident(), range(3))] == [threading.get_ident()] * 3
+    assert [*map_in_threads(lambda _: threading.get_ident(), range(3))] == [threading.get_ident()] * 3
     torch.set_num_threads(4)
     with torch.device("meta"):  # the default device is no CPU
-        assert [*side_by_side(lambda _: threading.get_ident(), range(3))] == [threading.get_ident()] * 3
+        assert [*map_in_threads(lambda _: threading.get_ident(), range(3))] == [threading.get_ident()] * 3

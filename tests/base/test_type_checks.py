@@ -9,11 +9,11 @@ from typing import Any, Literal
 import pytest
 
 import headwise
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError
 
 
-@typed
+@checked_types
 def example(
     source: str | Path,
     *,

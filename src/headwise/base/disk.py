@@ -18,7 +18,7 @@ _KEPT = "what is done is kept in "
 
 
 @contextmanager
-def clearly(field: str, path: str | Path, done: str = "written") -> Iterator[None]:
+def storage_errors(field: str, path: str | Path, done: str = "written") -> Iterator[None]:
     """Turn an OSError of the block into an error that names the file and what could not be done with it.
 
     Args:
@@ -191,14 +191,14 @@ def working_folder(folder: Path, output: Path, *, keep: Callable[[], bool] = lam
         StorageError: it cannot be made; or in the place of an OSError of the block.
     """
     new_parents = [parent for parent in folder.parents if not parent.exists()]
-    with clearly("output", output):
+    with storage_errors("output", output):
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock = lock_folder(folder)
         except BlockingIOError as error:
             raise ArgumentError("output", str(output), str(error.strerror)) from None
     try:
-        with clearly("output", output):
+        with storage_errors("output", output):
             yield folder
     except BaseException as error:
         if not _holds_anything(folder):

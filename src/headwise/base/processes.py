@@ -64,7 +64,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def first_enters(writer: Writer) -> Iterator[Writer]:
+def entered_first(writer: Writer) -> Iterator[Writer]:
     """Enter a writer's context in the first process only.
 
     The others begin the block once the writer has its folder, and leave it once the folder is in its place.

@@ -109,12 +109,12 @@ def _share() -> int:
     return 0 if is_watched else torch.get_num_threads() // WORKERS
 
 
-def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """Yield the result of each item, in their order, while the next ones are worked on; see `Workers.map`.
 
     A single item is worked on in the caller's thread, on all of torch's threads.
 
-    For example ``sum(side_by_side(lambda window: loss(window), range(16)))``.
+    For example ``sum(map_in_threads(lambda window: loss(window), range(16)))``.
 
     Args:
         function: computes a result of an item, in a thread of its own; it changes nothing that another call reads.

@@ -26,7 +26,7 @@ _WORDS = {
 }
 
 
-def typed(function: Callable[P, R]) -> Callable[P, R]:
+def checked_types(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function to check its arguments against their annotations.
 
     A string is no collection of strings: where several values are expected, a single string is refused.

@@ -34,9 +34,9 @@ def refuse_no_page(html: Path | None, *, has_plots: bool = True) -> None:
 
 def write_page(html: Path, text: str, *, is_silent: bool = False) -> None:
     """Write a page whole or not at all, and say so."""
-    from headwise.base.disk import clearly, write_among_others
+    from headwise.base.disk import storage_errors, write_among_others
 
-    with clearly("html", html):
+    with storage_errors("html", html):
         write_among_others(html, text.encode())
     if not is_silent:
         out.print(f"wrote {escape(str(html))}", soft_wrap=True)

@@ -197,14 +197,14 @@ def write_plot(plot: Path, draw: Callable[[], Any], *, is_silent: bool = False) 
     """
     import matplotlib as mpl
 
-    from headwise.base.disk import clearly, write_among_others
+    from headwise.base.disk import storage_errors, write_among_others
 
     kind = plot.suffix.lower().removeprefix(".")
     data = io.BytesIO()
     # Without a date, and with names that do not vary, equal answers make equal files; `$` in a name is no formula.
     with mpl.rc_context({"svg.hashsalt": "headwise", "svg.fonttype": "none", "text.parse_math": False}):
         draw().savefig(data, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-    with clearly("plot", plot):
+    with storage_errors("plot", plot):
         write_among_others(plot, data.getvalue())
     if not is_silent:
         out.print(f"wrote {escape(str(plot))}", soft_wrap=True)

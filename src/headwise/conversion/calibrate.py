@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.base.disk import clearly, refuse_input_within
+from headwise.base.disk import refuse_input_within, storage_errors
 from headwise.base.options import CalibrateOptions, takes_options
-from headwise.base.processes import first_enters, my_windows, process_index
+from headwise.base.processes import entered_first, my_windows, process_index
 from headwise.base.progress import Progress, silent
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.conversion.calibration.saved import ABOUT, save_layer, write_statistics
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
 from headwise.conversion.calibration.source_stream import begin_streams, sensitivity_windows, traced
@@ -60,7 +60,7 @@ class Calibration:
 
 
 @takes_options(CalibrateOptions)
-@typed
+@checked_types
 @torch.inference_mode(False)
 def calibrate(
     source: str | Path, output: str | Path, options: CalibrateOptions, *, progress: Progress = silent
@@ -95,7 +95,7 @@ def calibrate(
     refuse_cross_layers(checkpoint, texts)
     run = run_identity(checkpoint, **options.identity() | texts.identity())
     with (
-        first_enters(FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT)) as writer,
+        entered_first(FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT)) as writer,
         refuse_unsolvable(checkpoint),
     ):
         ids, _, begin = open_windows(checkpoint, texts)
@@ -103,7 +103,7 @@ def calibrate(
         with computing_on(device):
             results = collect_statistics(checkpoint, windows.to(device), writer.work, run, progress)
         if process_index() == 0:
-            with clearly("output", output):
+            with storage_errors("output", output):
                 write_statistics(writer.folder, results, checkpoint, texts.sources, windows)
     return Calibration(
         source=str(source),

@@ -31,7 +31,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from headwise.conversion.solvers.device import CPU, moved
+from headwise.conversion.solvers.device import CPU, to_device
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.layer import Layer, Rotation
 from headwise.conversion.solvers.refit import OUTLIER
@@ -96,7 +96,7 @@ def channel_statistics(
         with torch.enable_grad():
             output = replace(layer, code=cast(TransformCode, tap)).output(inputs, rotation, torch.arange(len(inputs)))
             drawn = torch.randn(len(inputs), root.shape[1], generator=generator, device=CPU)
-            direction = moved(drawn) @ root.mT
+            direction = to_device(drawn) @ root.mT
             (gradient,) = torch.autograd.grad((output * direction).sum(), tap.values)
         values.append(tap.values.detach()[SINKS:])
         gradients.append(gradient[SINKS:])

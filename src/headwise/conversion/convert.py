@@ -14,9 +14,9 @@ import torch
 from headwise.base.disk import refuse_input_within
 from headwise.base.documents import MEASURED
 from headwise.base.options import ConvertOptions, takes_options
-from headwise.base.processes import first_enters, process_count, process_index
+from headwise.base.processes import entered_first, process_count, process_index
 from headwise.base.progress import Progress, TimedProgress, silent
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
 from headwise.conversion.closing_evaluation import (
     EVALUATING,
@@ -65,7 +65,7 @@ UNKNOWN_SPREAD = "the text decides how the cache is spread over layers; paramete
 
 
 @takes_options(ConvertOptions)
-@typed
+@checked_types
 @torch.inference_mode(False)  # sensitivities are derivatives, whatever the caller is doing
 def convert(
     source: str | Path, output: str | Path, options: ConvertOptions, *, progress: Progress = silent
@@ -102,7 +102,7 @@ def convert(
             return _estimate(prepared, progress)
     if isinstance(progress, TimedProgress):
         _expect(prepared, progress)
-    with first_enters(prepared.writer()) as writer, refuse_unsolvable(prepared.plan.checkpoint):
+    with entered_first(prepared.writer()) as writer, refuse_unsolvable(prepared.plan.checkpoint):
         inputs = ConversionInputs(
             texts=prepared.texts,
             statistics=prepared.statistics,

@@ -15,7 +15,7 @@ from headwise.base.options import HealOptions, takes_options
 from headwise.base.options.migrate import MigrateOptions
 from headwise.base.processes import process_count
 from headwise.base.progress import Progress, silent
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.conversion import convert
 from headwise.conversion.closing_evaluation import NOT_EVALUATED, refuse_unexamined
 from headwise.conversion.frontiers.candidate import Candidate, read_target
@@ -105,7 +105,7 @@ class Migration:
 
 
 @takes_options(MigrateOptions)
-@typed
+@checked_types
 def migrate(
     source: str | Path, output: str | Path, options: MigrateOptions, *, progress: Progress = silent
 ) -> Migration:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.conversion.codes import whole_shares
 from headwise.conversion.methods import LONGEST, LayerTarget, Method, choose_method
-from headwise.conversion.solvers.device import CPU, moved
+from headwise.conversion.solvers.device import CPU, to_device
 from headwise.conversion.solvers.layer import NORM_EPS, Layer
 from headwise.conversion.solvers.statistics import KEY_WEIGHT
 from headwise.costs.formulas import formulas
@@ -313,7 +313,7 @@ def read_layer(checkpoint: Checkpoint, place: Place) -> Layer:
     assert isinstance(spec, GroupedSpec)
     was_hosted = str(checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
     state = checkpoint.family.read_attention(checkpoint.read, place.index, spec, cross=place.cross, hosted=was_hosted)
-    state = {name: moved(tensor) for name, tensor in state.items()}
+    state = {name: to_device(tensor) for name, tensor in state.items()}
     norm_eps = checkpoint.config.get("rms_norm_eps")
     return Layer(spec, state, norm_eps=NORM_EPS if norm_eps is None else float(norm_eps))
 

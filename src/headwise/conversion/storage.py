@@ -26,10 +26,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from headwise.base.disk import clearly, write_whole
+from headwise.base.disk import storage_errors, write_whole
 from headwise.base.processes import all_sum, barrier, process_index
 from headwise.conversion.plan import Place
-from headwise.conversion.solvers.device import CPU, moved
+from headwise.conversion.solvers.device import CPU, to_device
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints import dtype_name
 from headwise.models.checkpoints.writer import tensor_bytes
@@ -73,7 +73,7 @@ class Activations:
         self.folder, self.streams, self.shape, self.dtype = folder, streams, shape, dtype
         self._about = {"run": run, "streams": list(streams), "shape": list(shape), "dtype": dtype_name(dtype)}
         self._window_bytes = shape[1] * shape[2] * dtype.itemsize
-        with clearly("activations", self.folder, "prepared"):
+        with storage_errors("activations", self.folder, "prepared"):
             folder.mkdir(parents=True, exist_ok=True)
             self.layer = self._last_commit()
             barrier()
@@ -94,11 +94,11 @@ class Activations:
         assert self.layer is not None, "nothing was committed yet"
         assert 0 <= start < stop <= len(self), (start, stop)
         states = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype, device=CPU)
-        with clearly("activations", self.folder, "read"), self._file(stream, self.layer).open("rb") as file:
+        with storage_errors("activations", self.folder, "read"), self._file(stream, self.layer).open("rb") as file:
             file.seek(start * self._window_bytes)
             if file.readinto(_bytes(states)) != states.nbytes:
                 raise CheckpointError("activations", str(self.folder), "are cut short")
-        return moved(states)
+        return to_device(states)
 
     def write(self, stream: str, start: int, states: Tensor) -> None:
         """Write the next layer's outputs of the windows from ``start`` on, ``[n, W, E]``.
@@ -110,7 +110,7 @@ class Activations:
         assert 0 <= start <= start + len(states) <= len(self), (start, len(states))
         path = self._file(stream, self._next)
         with (
-            clearly("activations", self.folder),
+            storage_errors("activations", self.folder),
             os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file,
         ):
             file.seek(start * self._window_bytes)
@@ -128,14 +128,14 @@ class Activations:
         total = int(all_sum(torch.tensor(float(len(self._written)), dtype=torch.float64, device=CPU)))
         assert total == len(self) * len(self.streams), "a window was not written"
         if process_index() == 0:
-            with clearly("activations", self.folder):
+            with storage_errors("activations", self.folder):
                 sums = {stream: _checksum(self._file(stream, self._next)) for stream in self.streams}
                 state = self.folder / f"{_STATE}.new"
                 state.write_text(json.dumps({**self._about, "layer": self._next, "sums": sums}))
                 os.replace(state, self.folder / _STATE)
         barrier()
         self.layer = self._next
-        with clearly("activations", self.folder):
+        with storage_errors("activations", self.folder):
             self._clear()
 
     @property
@@ -188,7 +188,7 @@ class Spill:
             StorageError: the disk is full, or the file cannot be written.
         """
         with (
-            clearly("activations", self.path),
+            storage_errors("activations", self.path),
             os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file,
         ):
             file.seek(window * self._bytes)
@@ -202,11 +202,11 @@ class Spill:
             StorageError: it cannot be read.
         """
         states = torch.empty(self.shape[1:], device=CPU)
-        with clearly("activations", self.path, "read"), self.path.open("rb") as file:
+        with storage_errors("activations", self.path, "read"), self.path.open("rb") as file:
             file.seek(window * self._bytes)
             if file.readinto(_bytes(states)) != states.nbytes:
                 raise CheckpointError("activations", str(self.path), "are cut short")
-        return moved(states)
+        return to_device(states)
 
 
 def _bytes(tensor: Tensor) -> Any:
@@ -256,7 +256,7 @@ class LayerFiles:
         content = save(
             copies, metadata={_KEY: json.dumps({"about": text, "checksum": _tensors_checksum(copies, text)})}
         )
-        with clearly("results", self.folder):
+        with storage_errors("results", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(self.file(index), content)
 

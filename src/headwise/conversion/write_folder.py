@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.base.processes import barrier, first_enters, process_index
+from headwise.base.processes import barrier, entered_first, process_index
 from headwise.base.progress import Progress, silent
 from headwise.conversion.budget.spread import Spread, choose_shared_channels, compare_own_channels, find_spread
 from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
@@ -29,7 +29,7 @@ from headwise.conversion.output.formats import OutputFormat, StockReport, logits
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.output.without_biases import constant_of_inputs, with_even_pairs, without_biases
 from headwise.conversion.plan import ConversionPlan, Place, read_layer
-from headwise.conversion.solvers.device import CPU, computing_on, moved
+from headwise.conversion.solvers.device import CPU, computing_on, to_device
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.storage import ConvertedLayer, LayerFiles, LayerStore
 from headwise.measure.texts import NO_TEXTS, CalibrationTexts
@@ -108,12 +108,12 @@ def _last_step(plan: ConversionPlan, place: Place, evidence: Evidence) -> Callab
     moments = evidence.statistics.inputs
     rope = plan.before.layers[place.index].rope
     constant = constant_of_inputs(evidence.statistics, evidence.starts)
-    gain = moved(plan.checkpoint.read(input_norm(place.index)))
+    gain = to_device(plan.checkpoint.read(input_norm(place.index)))
 
     def last_step(layer: Layer) -> Layer:
         if rope is not None:
             layer = with_even_pairs(
-                layer, moments, moved(torch.tensor(RotaryEmbedding(rope).frequencies))[layer.channels]
+                layer, moments, to_device(torch.tensor(RotaryEmbedding(rope).frequencies))[layer.channels]
             )
         return without_biases(layer, constant, gain, plan.dtype)
 
@@ -313,7 +313,7 @@ def _write_exported(
     own_format, summary = writer.work / "own", LayerFiles(writer.work / "summary")
     read_seconds = write_seconds = 0.0
     if not (own_format / "config.json").is_file():
-        with first_enters(FolderWriter(own_format, OutputLayout(plan).tensors, run=inputs.run)) as inner:
+        with entered_first(FolderWriter(own_format, OutputLayout(plan).tensors, run=inputs.run)) as inner:
             calibrator = inputs.start_calibrator(plan, inner)
             channels = _shared_channels(plan, calibrator, summary, inputs.progress, output_format)
             _, store, _ = _fill(OutputLayout(plan.sharing(channels)), inner, calibrator, inputs.progress)
@@ -355,7 +355,7 @@ def _shared_channels(
     if plan.is_exact or plan.after.mechanism != "mla":
         return None
     if (result := summary.load(0)) is not None:
-        return moved(result[0]["kept"])
+        return to_device(result[0]["kept"])
     if process_index() > 0 and not calibrator.is_sequential:
         return None  # the first process converts alone
     channels = choose_shared_channels(plan, calibrator, progress, keep=output_format.keep)

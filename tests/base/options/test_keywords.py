@@ -11,7 +11,7 @@ import pytest
 
 import headwise
 from headwise.base.options import EvaluateOptions, Options, at_least, declarations, option, takes_options
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.conversion import convert_to_latent
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec
@@ -26,7 +26,7 @@ class ReadOptions(Options):
 
 
 @takes_options(ReadOptions)
-@typed
+@checked_types
 def read(source: str, options: ReadOptions, *, loud: bool = False) -> tuple[str, ReadOptions, bool]:
     """Read a text.
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 import headwise
 from headwise.conversion import write_folder as layer_loop
 from headwise.conversion.calibration import saved
-from headwise.conversion.calibration.saved import _triangle, _whole, open_statistics, read_evidence
+from headwise.conversion.calibration.saved import _full_matrix, _triangle, open_statistics, read_evidence
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.closing_evaluation import REFERENCE
 from headwise.conversion.storage import LayerFiles
@@ -70,10 +70,10 @@ def error_of(source: Path, converted: Path) -> float:
 def test_a_triangle_is_the_whole_matrix() -> None:
     half = torch.randn(7, 7, dtype=torch.float64)
     gram = half + half.mT
-    assert torch.equal(_whole(_triangle(gram), 7), gram)
+    assert torch.equal(_full_matrix(_triangle(gram), 7), gram)
     assert len(_triangle(gram)) == 28
     with pytest.raises(headwise.CheckpointError, match="must be the triangle of a matrix 8 wide"):
-        _whole(_triangle(gram), 8)
+        _full_matrix(_triangle(gram), 8)
 
 
 def test_statistics_are_of_the_inputs_of_the_sources_layers(

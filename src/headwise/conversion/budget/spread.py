@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headwise.base.disk import clearly, write_whole
+from headwise.base.disk import storage_errors, write_whole
 from headwise.base.processes import barrier, process_index
 from headwise.base.progress import Progress
 from headwise.conversion.budget.allocation import allocate, coded_curve, curve, step_of
@@ -225,7 +225,7 @@ def find_spread(plan: ConversionPlan, calibrator: TextCalibrator, folder: Path, 
         spread = _search(trials)
         if process_index() == 0:
             shutil.rmtree(folder / "spread", ignore_errors=True)
-            with clearly("allocation", file):
+            with storage_errors("allocation", file):
                 write_whole(file, json.dumps(asdict(spread)).encode())
         barrier()
     saved = json.loads(file.read_text())

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from headwise.base.processes import all_sum, barrier, process_count, process_index
 from headwise.base.progress import Progress
-from headwise.base.threads import side_by_side
+from headwise.base.threads import map_in_threads
 from headwise.conversion.budget.allocation import Node
 from headwise.conversion.calibration.saved import read_evidence, save_layer
 from headwise.conversion.calibration.sensitivity import PIECE, refuse_no_numbers
@@ -41,7 +41,7 @@ from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.codes import design
 from headwise.conversion.methods import Evidence, LatentMethod
 from headwise.conversion.plan import ConversionPlan, LayerSize, Place, read_layer
-from headwise.conversion.solvers.device import CPU, moved
+from headwise.conversion.solvers.device import CPU, to_device
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_rows
 from headwise.conversion.solvers.normed import seen_by_mla
@@ -239,13 +239,13 @@ class LayerTrials:
             sizes = self._sizes(index)
             layer_sizes.append(sizes)
             losses = torch.zeros(self._count(sizes), dtype=torch.float64, device=CPU)
-            passes = side_by_side(partial(trial.model.run, index, module), streams.values())
+            passes = map_in_threads(partial(trial.model.run, index, module), streams.values())
             streams = dict(zip(streams, passes, strict=True))
             is_mine = index % process_count() == process_index()
             if saved_trial is not None:
                 source_stream.skip(index, module)
                 if is_mine:
-                    losses, own = saved_trial[0]["losses"], moved(saved_trial[0]["streams"])
+                    losses, own = saved_trial[0]["losses"], to_device(saved_trial[0]["streams"])
             else:
                 source, sensitivity = self._source(index), self.calibrator.sensitivity(index)
                 assert sensitivity is not None
@@ -283,7 +283,7 @@ class LayerTrials:
         positions = dict.fromkeys(streams, 0)  # how many layers each stream has passed
         for number in streams:
             if (saved_trial := finished.load(number)) is not None:  # from a killed run
-                streams[number], positions[number] = moved(saved_trial[0]["stream"]), saved_trial[1]["layers"]
+                streams[number], positions[number] = to_device(saved_trial[0]["stream"]), saved_trial[1]["layers"]
         for index in range(layers):
             if not streams:
                 break

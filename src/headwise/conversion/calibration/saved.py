@@ -29,7 +29,7 @@ from headwise.conversion.calibration.base import Calibrator
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.methods import Evidence
 from headwise.conversion.plan import Place
-from headwise.conversion.solvers.device import moved
+from headwise.conversion.solvers.device import to_device
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage import LOST, LayerFiles
@@ -110,10 +110,11 @@ def read_evidence(results: LayerFiles, index: int, *, inputs: int | None = None)
     tensors = result[0]
     if (fault := _fault(tensors, inputs)) is not None:
         raise CheckpointError(_FIELD, str(results.folder), f"{fault} of layer {index}; calibrate again")
-    sensitivity = moved(tensors.pop("sensitivity")).double()
+    sensitivity = to_device(tensors.pop("sensitivity")).double()
     width = (len(sensitivity) if inputs is None else inputs) + 1
     means = {
-        name: _whole(moved(tensor), width) if name in _GRAMS else moved(tensor) for name, tensor in tensors.items()
+        name: _full_matrix(to_device(tensor), width) if name in _GRAMS else to_device(tensor)
+        for name, tensor in tensors.items()
     }
     return Evidence(Statistics(**means), sensitivity)
 
@@ -294,7 +295,7 @@ def _triangle(gram: Tensor) -> Tensor:
     return torch.cat([row[index:] for index, row in enumerate(gram)])
 
 
-def _whole(triangle: Tensor, width: int) -> Tensor:
+def _full_matrix(triangle: Tensor, width: int) -> Tensor:
     """The symmetric matrix ``[width, width]`` of an upper triangle.
 
     Raises:

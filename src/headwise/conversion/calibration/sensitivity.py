@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from headwise.base.disk import clearly
+from headwise.base.disk import storage_errors
 from headwise.base.processes import all_sum, barrier, my_windows, process_index
 from headwise.base.progress import Progress, silent
-from headwise.base.threads import side_by_side
+from headwise.base.threads import map_in_threads
 from headwise.conversion.calibration.windows import CalibrationWindows
-from headwise.conversion.solvers.device import CPU, moved, quick_products
+from headwise.conversion.solvers.device import CPU, quick_products, to_device
 from headwise.conversion.storage import LOST, LayerFiles
 from headwise.errors import CheckpointError
 from headwise.runtime.hf import LayerwiseModel
@@ -61,7 +61,7 @@ def output_sensitivities(
     if all(results.load(index) for index in range(layers)):
         return
     with ExitStack() as stack:
-        with clearly("activations", results.folder.parent):
+        with storage_errors("activations", results.folder.parent):
             folder = stack.enter_context(TemporaryDirectory(prefix=_TEMPORARY, dir=results.folder.parent))
         _measure(model, windows, results, Path(folder), progress)
     barrier()
@@ -81,17 +81,17 @@ def _measure(
             refuse_no_numbers(hidden, index)
             _save_inputs(hidden, files[index])
             module = model.module(index)
-            outputs = side_by_side(partial(_passed, index, module), zip(placed, hidden, strict=True))
+            outputs = map_in_threads(partial(_passed, index, module), zip(placed, hidden, strict=True))
             hidden = torch.cat([hidden[:0], *outputs])
     refuse_no_numbers(hidden, layers)
     gradient = _loss_gradient(model, hidden, mine.start)
     for index in reversed(range(layers)):
         progress(MEASURING, 2 * layers - index - 1, 2 * layers)
         module = model.module(index)
-        with clearly("activations", files[index], "read"):
-            inputs = moved(load_file(files[index])["hidden"])
+        with storage_errors("activations", files[index], "read"):
+            inputs = to_device(load_file(files[index])["hidden"])
         gram = torch.zeros(inputs.shape[-1], inputs.shape[-1], dtype=torch.float64)
-        backward = side_by_side(partial(_passed_back, index, module), zip(placed, inputs, gradient, strict=True))
+        backward = map_in_threads(partial(_passed_back, index, module), zip(placed, inputs, gradient, strict=True))
         for window, (input_gradient, attention_gradient) in enumerate(backward):
             gradient[window] = input_gradient
             wide = attention_gradient.double()  # [W, E]
@@ -132,7 +132,7 @@ def _save_inputs(hidden: Tensor, file: Path) -> None:
     Raises:
         StorageError: the disk is full, or the file cannot be written.
     """
-    with clearly("activations", file):
+    with storage_errors("activations", file):
         file.write_bytes(save({"hidden": hidden.contiguous()}))
 
 
@@ -145,7 +145,7 @@ def kept_sensitivity(results: LayerFiles, index: int) -> Tensor:
     result = results.load(index)
     if result is None:
         raise CheckpointError("layer", index, LOST)
-    return moved(result[0]["sensitivity"])
+    return to_device(result[0]["sensitivity"])
 
 
 def refuse_no_numbers(states: Tensor, index: int) -> None:
@@ -183,7 +183,7 @@ def _loss_gradient(model: LayerwiseModel, hidden: Tensor, first: int) -> Tensor:
                     labels = drawn_labels(outputs.detach().softmax(-1), generator)
                     loss = F.cross_entropy(outputs, labels, reduction="sum")
                 else:
-                    direction = moved(torch.randn(outputs.shape, generator=generator, device=CPU))
+                    direction = to_device(torch.randn(outputs.shape, generator=generator, device=CPU))
                     loss = (outputs * direction).sum()
             gradient[index, start : start + PIECE] = torch.autograd.grad(loss, piece)[0][0]
     return gradient
@@ -192,5 +192,5 @@ def _loss_gradient(model: LayerwiseModel, hidden: Tensor, first: int) -> Tensor:
 def drawn_labels(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     """Draw a label from each row of ``[S, vocabulary]``: ``[S]``. `torch.multinomial` takes ten times as long."""
     sums = probabilities.cumsum(-1)
-    drawn = moved(torch.rand(len(sums), 1, generator=generator, device=CPU)) * sums[:, -1:]
+    drawn = to_device(torch.rand(len(sums), 1, generator=generator, device=CPU)) * sums[:, -1:]
     return torch.searchsorted(sums, drawn, right=True)[:, 0].clamp_max(sums.shape[-1] - 1)

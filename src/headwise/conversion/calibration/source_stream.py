@@ -14,7 +14,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from headwise.base.processes import my_windows
-from headwise.base.threads import side_by_side
+from headwise.base.threads import map_in_threads
 from headwise.conversion.calibration.sensitivity import refuse_no_numbers
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.solvers.device import quick_products
@@ -146,7 +146,7 @@ def traced(
         module: the layer's module.
         windows: each window's number, and its inputs of the layer, ``[1, W, E]``; of first tokens ``[W, 1, E]``.
         finish: called with each window's number, its inputs, its attention's call and the layer's output of the same
-            shape, float32; see `side_by_side`.
+            shape, float32; see `map_in_threads`.
 
     Raises:
         CheckpointError: an input is NaN or infinite.
@@ -160,4 +160,4 @@ def traced(
         call = replace(call, inputs=call.inputs.float(), output=call.output.float())
         return finish(window, hidden, call, output.float())
 
-    return side_by_side(work, ((window, hidden, placed(window)) for window, hidden in windows))
+    return map_in_threads(work, ((window, hidden, placed(window)) for window, hidden in windows))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from headwise.base.processes import all_sum, barrier, my_windows, process_index
 from headwise.base.progress import Progress, silent
-from headwise.base.threads import side_by_side
+from headwise.base.threads import map_in_threads
 from headwise.conversion.calibration.base import Calibrator, Refined
 from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
 from headwise.conversion.calibration.source_stream import (
@@ -50,7 +50,7 @@ from headwise.conversion.calibration.windows import (
 from headwise.conversion.codes import design
 from headwise.conversion.methods import STAGES, Evidence
 from headwise.conversion.plan import ConversionPlan, Place, read_layer
-from headwise.conversion.solvers.device import CPU, clock, computing_on, moved, quick_products
+from headwise.conversion.solvers.device import CPU, clock, computing_on, quick_products, to_device
 from headwise.conversion.solvers.layer import Layer, Rotation
 from headwise.conversion.solvers.refit import RIDGES, Cost, OutputRefit, WeighedTokens, refine
 from headwise.conversion.solvers.statistics import Statistics, root
@@ -160,7 +160,7 @@ def descend(layer: Layer, windows: TrainingWindows, *, steps: int) -> Layer:
         window, part = divmod(order.pop(), parts)
         start, end = bounds[part], bounds[part + 1]
         drawn = torch.randperm(end - start, generator=generator, device=CPU)[:QUERIES]
-        rows = moved(start + drawn.sort()[0])
+        rows = to_device(start + drawn.sort()[0])
         inputs, wanted = windows.inputs.read(window)[:end], windows.wanted.read(window)
         starts = None if windows.starts is None else windows.starts.drawn(DRAWN, generator)
         return Sample(inputs, wanted[rows], rows, windows.rotation(window), starts)
@@ -363,7 +363,7 @@ class TextCalibrator(Calibrator):
             self._write("converted", window, hidden.float())
 
         with self._timed("windows"):
-            for _ in side_by_side(move, my_windows(self.windows.rows)):
+            for _ in map_in_threads(move, my_windows(self.windows.rows)):
                 pass
         self._current = self._best = None
         self.streams.commit()
@@ -466,7 +466,7 @@ class TextCalibrator(Calibrator):
         def costs(window: int) -> Tensor:
             return cost.plain(output(window) - self._wanted.read(window))
 
-        return torch.cat([*side_by_side(costs, range(self.train, len(self.windows)))])
+        return torch.cat([*map_in_threads(costs, range(self.train, len(self.windows)))])
 
     def _held_error(self, candidate: Candidate, cost: Cost) -> float:
         """The mean levelled cost of a candidate on the held-out windows."""
@@ -480,7 +480,7 @@ class TextCalibrator(Calibrator):
         def weighed(window: int) -> WeighedTokens:
             return refit.weighed(candidate.mixed(window), self._wanted.read(window), cost)
 
-        for tokens in side_by_side(weighed, my_windows(self.train)):
+        for tokens in map_in_threads(weighed, my_windows(self.train)):
             refit.add(tokens)
         if starts is not None and process_index() == 0:
             refit.add(starts.weighed(refit, candidate.layer, self.train * self.window))

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headwise.conversion.solvers.device import CPU, moved
+from headwise.conversion.solvers.device import CPU, to_device
 from headwise.conversion.solvers.layer import Layer, Rotation, rotation_tables
 from headwise.conversion.solvers.refit import Cost, OutputRefit, WeighedTokens
 from headwise.models.specs import AttentionSpec, GroupedSpec, ModelSpec
@@ -282,7 +282,7 @@ class Starts:
 
     def drawn(self, count: int, generator: torch.Generator) -> Starts:
         """Some of the tokens, at random."""
-        rows = moved(torch.randperm(len(self.inputs), generator=generator, device=CPU)[:count])
+        rows = to_device(torch.randperm(len(self.inputs), generator=generator, device=CPU)[:count])
         return replace(self, inputs=self.inputs[rows], wanted=self.wanted[rows])
 
     def weighed(self, refit: OutputRefit, layer: Layer, beside: int) -> WeighedTokens:

@@ -32,7 +32,7 @@ from torch.nn.functional import kl_div, log_softmax
 from headwise.base.documents import PREDICTED, as_document, finite, read_document
 from headwise.base.options import QuickFrontierOptions, takes_options
 from headwise.base.progress import Progress, silent
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.conversion.frontiers.candidate import Candidate, read_target
 from headwise.conversion.frontiers.run import refuse_output, write_file
 from headwise.costs.formulas.target import PLAIN_FORMATS, PlainFormat
@@ -235,7 +235,7 @@ class QuickFrontier:
 
 
 @takes_options(QuickFrontierOptions)
-@typed
+@checked_types
 def quick_frontier(
     source: str | Path,
     options: QuickFrontierOptions,

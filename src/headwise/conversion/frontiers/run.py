@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from headwise.base.disk import clearly, refuse_file, refuse_no_folder, working_folder, write_whole
+from headwise.base.disk import refuse_file, refuse_no_folder, storage_errors, working_folder, write_whole
 from headwise.base.documents import FRONTIER, PREDICTED, read_document, refuse_no_plotly
 from headwise.base.options import FrontierOptions, takes_options
 from headwise.base.processes import barrier, process_count, process_index
 from headwise.base.progress import Progress, silent, untimed
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.conversion import convert
 from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, refuse_unexamined, window_notes
 from headwise.conversion.frontiers.candidate import Candidate, list_candidates
@@ -236,7 +236,7 @@ def write_file(file: Path, content: str) -> None:
     """Write a file of the frontier's output, whole or not at all; of several processes, only the first does."""
     if process_index() > 0:
         return
-    with clearly("output", file):
+    with storage_errors("output", file):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, content.encode(errors="backslashreplace"))
 
@@ -245,7 +245,7 @@ _MODELS = "models"
 
 
 @takes_options(FrontierOptions)
-@typed
+@checked_types
 def frontier(
     source: str | Path, output: str | Path, options: FrontierOptions, *, progress: Progress = silent
 ) -> Frontier:

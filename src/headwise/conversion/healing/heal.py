@@ -16,16 +16,16 @@ from headwise.base.disk import empty_folder, refuse_input_within, working_folder
 from headwise.base.documents import HEALING, finite
 from headwise.base.options import takes_options
 from headwise.base.options.heal import HealOptions
-from headwise.base.processes import barrier, first_enters, process_count, process_index
+from headwise.base.processes import barrier, entered_first, process_count, process_index
 from headwise.base.progress import Progress, silent
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.closing_evaluation import Exam, choose_exam, prove
 from headwise.conversion.healing.curriculum import WINDOWS, FadingChannels, RankCurriculum, order_channels
 from headwise.conversion.healing.engine_format import check_file_cache, round_in_training, trained_format
 from headwise.conversion.healing.loop import Loop, learning_rate, run_model
 from headwise.conversion.healing.objective import StoredTeacher, bytes_per_token
-from headwise.conversion.healing.optimizer import optimizer_of, shard, whole
+from headwise.conversion.healing.optimizer import gathered_tensor, optimizer_of, shard
 from headwise.conversion.healing.report import CONVERSION, Healing, healed_card
 from headwise.conversion.healing.state import Progressed, TrainingState
 from headwise.conversion.healing.trained import (
@@ -75,7 +75,7 @@ NOTHING_GAINED_LATER = (
 
 
 @takes_options(HealOptions)
-@typed
+@checked_types
 @torch.inference_mode(False)
 def heal(model: str | Path, output: str | Path, options: HealOptions, *, progress: Progress = silent) -> Healing:
     """Train a converted or prepared model on text until it behaves like its source, and write the result.
@@ -111,7 +111,7 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
         overwrite=options.overwrite,
         work_bytes=_work_bytes(prepared),
     )
-    with first_enters(writer):
+    with entered_first(writer):
         before = _evaluate(checkpoint.path, prepared, progress)
         trained, done, count = _train(prepared, writer.work, progress)
         _write(prepared, trained, writer)
@@ -128,13 +128,13 @@ def _heal_file(checkpoint: GgufCheckpoint, prepared: _Prepared, progress: Progre
     """`heal` a ``.gguf``."""
     out = prepared.output
     work = out.with_name(f".{out.name}.headwise-partial")
-    with first_enters(working_folder(work, out)):
+    with entered_first(working_folder(work, out)):
         if process_index() == 0:
             _take_up(work, prepared.run)
         barrier()
         before = _evaluate(checkpoint.path, prepared, progress)
         trained, done, count = _train(prepared, work, progress)
-        tensors = {name: whole(made()).cpu() for name, made in trained_tensors(trained, checkpoint).items()}
+        tensors = {name: gathered_tensor(made()).cpu() for name, made in trained_tensors(trained, checkpoint).items()}
         del trained  # the evaluation loads it again, as users will
         after = None
         if process_index() == 0:
@@ -372,7 +372,7 @@ def _write(prepared: _Prepared, model: Any, writer: FolderWriter) -> None:
     turned = frozenset() if prepared.curriculum is None else prepared.curriculum.turned
     trained = trained_tensors(model, checkpoint, also=turned)
     for name in checkpoint.tensors:
-        tensor = whole(trained[name]()) if name in trained else None
+        tensor = gathered_tensor(trained[name]()) if name in trained else None
         if is_first and not writer.has(name):
             tensor = checkpoint.read(name) if tensor is None else tensor
             if prepared.curriculum is not None:

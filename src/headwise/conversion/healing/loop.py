@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from headwise.base.options.heal import HealOptions
 from headwise.base.processes import all_sum, my_windows, process_count
 from headwise.base.progress import Progress, TrainingProgress
-from headwise.base.threads import WORKERS, side_by_side
+from headwise.base.threads import WORKERS, map_in_threads
 from headwise.conversion.calibration.windows import CalibrationWindows, plain_windows
 from headwise.conversion.healing.curriculum import FADED, FadingChannels
 from headwise.conversion.healing.objective import (
@@ -30,7 +30,7 @@ from headwise.conversion.healing.objective import (
     divergence_from_top,
     hidden_error,
 )
-from headwise.conversion.healing.optimizer import is_alone_on_cpu, settle, whole
+from headwise.conversion.healing.optimizer import gathered_tensor, is_alone_on_cpu, reshard
 from headwise.conversion.healing.state import Progressed, TrainingState
 from headwise.conversion.healing.windows import HealingWindows
 from headwise.errors import CheckpointError
@@ -71,7 +71,7 @@ def add_gradients(
 
     shares = [parts[first::WORKERS] for first in range(WORKERS)]
     gradients, total = [parameter.grad for parameter in parameters], 0.0
-    for part_of_loss, sums in side_by_side(summed, shares):
+    for part_of_loss, sums in map_in_threads(summed, shares):
         total += part_of_loss
         _add(gradients, sums, parameters)
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -206,7 +206,7 @@ class Loop:
         batch = self.windows.step(done.step)
         mine = my_windows(len(batch))
         total = self._differentiate(batch[mine.start : mine.stop])
-        norm = whole(torch.nn.utils.clip_grad_norm_([*self.parameters.values()], CLIP))
+        norm = gathered_tensor(torch.nn.utils.clip_grad_norm_([*self.parameters.values()], CLIP))
         total = float(all_sum(torch.tensor(total, dtype=torch.float64))) / process_count()
         if not math.isfinite(total + float(norm)):
             return math.nan
@@ -275,10 +275,10 @@ class Loop:
     @torch.no_grad()
     def measure(self) -> float:
         """The mean loss on held-out windows, without ``text_weight``: with it a run is as good as its divergence."""
-        each = side_by_side if self._is_apart else map
+        each = map_in_threads if self._is_apart else map
         windows = (plain_windows(row[None]) for row in self.windows.held_out)
         costs = [float(cost) for cost in each(self._loss, windows)]
-        settle(self.model)
+        reshard(self.model)
         # The mean over processes, which decide alike by it, however their sums are rounded.
         return float(all_sum(torch.tensor(sum(costs) / len(costs), dtype=torch.float64))) / process_count()
 

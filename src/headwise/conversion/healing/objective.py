@@ -23,7 +23,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headwise.base.disk import clearly, write_whole
+from headwise.base.disk import storage_errors, write_whole
 from headwise.base.progress import Progress
 from headwise.conversion.calibration.windows import CalibrationWindows
 
@@ -61,7 +61,7 @@ class StoredTeacher:
         Raises:
             StorageError: the disk is full, or a file cannot be written.
         """
-        with clearly("teacher", self._folder):
+        with storage_errors("teacher", self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
         for number, window in enumerate(windows):
             progress(STORING, number, total)
@@ -73,7 +73,7 @@ class StoredTeacher:
             tokens, log_probs, rest = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
             kept = {"tokens": tokens.to(torch.int32), "log_probs": log_probs.to(torch.float16), "log_rest": rest}
             content = save(kept)
-            with clearly("teacher", self._folder):
+            with storage_errors("teacher", self._folder):
                 write_whole(file, content)
         progress(STORING, total, total)
 

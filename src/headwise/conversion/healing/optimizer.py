@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headwise.base.options.heal import Optimizer
 from headwise.base.processes import WAIT, process_count
-from headwise.base.threads import side_by_side
+from headwise.base.threads import map_in_threads
 
 
 def shard(model: Any) -> None:
@@ -41,7 +41,7 @@ def shard(model: Any) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def settle(model: Any) -> None:
+def reshard(model: Any) -> None:
     """Share out again what a forward pass without a backward pass has left whole."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -53,13 +53,13 @@ def is_alone_on_cpu(device: torch.device) -> bool:
     return device.type == "cpu" and process_count() == 1
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gathered_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor that may be shared out; all processes have to call this."""
     gathered: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return gathered
 
 
-def like(tensor: Tensor, parameter: Tensor) -> Tensor:
+def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """A whole tensor, known to all processes, shared out as a parameter is, on its device."""
     tensor = tensor.to(parameter.device)
     if not isinstance(parameter, DTensor):
@@ -148,7 +148,7 @@ class Muon(torch.optim.AdamW):
             for matrix in matrices:
                 if "momentum_buffer" not in self.state[matrix]:
                     self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
-            each = side_by_side if all(is_alone_on_cpu(matrix.device) for matrix in matrices) else map
+            each = map_in_threads if all(is_alone_on_cpu(matrix.device) for matrix in matrices) else map
             for _ in each(partial(self._turn, rate=group["lr"]), matrices):
                 pass
         super().step()
@@ -157,9 +157,9 @@ class Muon(torch.optim.AdamW):
         assert matrix.grad is not None
         mean = self.state[matrix]["momentum_buffer"]
         mean.lerp_(matrix.grad, 1 - MOMENTUM)
-        direction = semi_orthogonal(whole(matrix.grad.lerp(mean, MOMENTUM).to(self._dtype)))  # Nesterov's
+        direction = semi_orthogonal(gathered_tensor(matrix.grad.lerp(mean, MOMENTUM).to(self._dtype)))  # Nesterov's
         scale = _SIZE * max(matrix.shape[-2:]) ** 0.5
-        matrix.add_(like(direction.to(matrix.dtype), matrix), alpha=-rate * scale)
+        matrix.add_(sharded_like(direction.to(matrix.dtype), matrix), alpha=-rate * scale)
         matrix.grad = None  # AdamW's step, which follows, is for the others
 
 

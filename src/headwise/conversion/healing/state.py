@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise.base.processes import barrier, process_index
-from headwise.conversion.healing.optimizer import like, whole
+from headwise.conversion.healing.optimizer import gathered_tensor, sharded_like
 from headwise.conversion.storage import LOST, LayerFiles
 from headwise.errors import CheckpointError
 
@@ -88,7 +88,7 @@ class TrainingState:
             own = self._optimizer.state.get(parameter, {})
             for kind in ("parameter", *(moment for moment in _MOMENTS if moment in own)):
                 # One at a time, and kept by the first process alone: together they may not fit a device.
-                tensor = whole(parameter.detach() if kind == "parameter" else own[kind])
+                tensor = gathered_tensor(parameter.detach() if kind == "parameter" else own[kind])
                 if process_index() == 0:
                     tensors[f"{kind} {name}"] = tensor.cpu()
         if process_index() == 0:
@@ -117,7 +117,7 @@ class TrainingState:
         if saved is None:
             raise CheckpointError("step", progressed.best_step, LOST)
         for name, parameter in self._parameters.items():
-            parameter.copy_(like(saved[0][f"parameter {name}"], parameter))
+            parameter.copy_(sharded_like(saved[0][f"parameter {name}"], parameter))
 
     def load(self) -> Progressed | None:
         """Return to the newest save; None if there is none, and nothing is changed."""
@@ -132,10 +132,10 @@ class TrainingState:
     @torch.no_grad()
     def _set(self, tensors: Mapping[str, Tensor], step: int) -> None:
         for name, parameter in self._parameters.items():
-            parameter.copy_(like(tensors[f"parameter {name}"], parameter))
+            parameter.copy_(sharded_like(tensors[f"parameter {name}"], parameter))
             moments = {moment: tensors.get(f"{moment} {name}") for moment in _MOMENTS}
             own: dict[str, Any] = {
-                moment: like(tensor, parameter) for moment, tensor in moments.items() if tensor is not None
+                moment: sharded_like(tensor, parameter) for moment, tensor in moments.items() if tensor is not None
             }
             if own:
                 own["step"] = torch.tensor(float(step), device=parameter.device)

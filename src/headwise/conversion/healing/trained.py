@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
 from headwise.base.options import HealOptions
-from headwise.conversion.healing.optimizer import whole
+from headwise.conversion.healing.optimizer import gathered_tensor
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.models.checkpoints import Checkpoint
 from headwise.runtime.hf.codes import caching_modules
@@ -162,4 +162,4 @@ def trained_tensors(
 def _merged(module: Any) -> Tensor:
     """The weight of a parametrized linear layer with its change of low rank."""
     parts = module.parametrizations.weight
-    return (whole(parts.original) + whole(parts[0].up) @ whole(parts[0].down)).detach()
+    return (gathered_tensor(parts.original) + gathered_tensor(parts[0].up) @ gathered_tensor(parts[0].down)).detach()

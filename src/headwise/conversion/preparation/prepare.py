@@ -18,8 +18,8 @@ from headwise.base.disk import refuse_file, refuse_input_within
 from headwise.base.documents import as_document
 from headwise.base.options import PrepareOptions, takes_options
 from headwise.base.progress import Progress, silent
-from headwise.base.threads import side_by_side
-from headwise.base.type_checks import typed
+from headwise.base.threads import map_in_threads
+from headwise.base.type_checks import checked_types
 from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, window_notes
 from headwise.conversion.preparation.change import Change
 from headwise.conversion.preparation.one_layer import best_change
@@ -87,7 +87,7 @@ class Preparation:
 
 
 @takes_options(PrepareOptions)
-@typed
+@checked_types
 def prepare(
     source: str | Path, output: str | Path, options: PrepareOptions, *, progress: Progress = silent
 ) -> Preparation:
@@ -250,7 +250,7 @@ def _fitted(
 
     found = []
     progress("fitting", 0, spec.num_layers)
-    for number, pair in enumerate(side_by_side(fitted, read()), 1):
+    for number, pair in enumerate(map_in_threads(fitted, read()), 1):
         found.append(pair)
         progress("fitting", number, spec.num_layers)
     return [change for change, _ in found], [layer for _, layer in found]

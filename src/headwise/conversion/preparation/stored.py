@@ -30,7 +30,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headwise.base.disk import clearly, refuse_no_file
+from headwise.base.disk import refuse_no_file, storage_errors
 from headwise.base.disk import replace as move_file
 from headwise.base.progress import Progress
 from headwise.conversion.preparation.change import Change, changed, channels, row_plan
@@ -465,7 +465,7 @@ def copied_files(files: Sequence[Path], output: Path, *, moved: bool = False) ->
         StorageError: they cannot be written; nothing is left then.
     """
     targets = renamed_parts(output, len(files))
-    with ExitStack() as partials, clearly("output", output):
+    with ExitStack() as partials, storage_errors("output", output):
         copies, places = {}, {}
         for file, target in zip(files, targets, strict=True):
             folder = Path(os.path.realpath(target)).parent

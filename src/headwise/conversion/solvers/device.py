@@ -53,7 +53,7 @@ def computing_on(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if device == torch.get_default_device() else device
 
 
-def moved(tensor: Tensor) -> Tensor:
+def to_device(tensor: Tensor) -> Tensor:
     """The tensor on the device of the block."""
     return tensor.to(torch.get_default_device())
 

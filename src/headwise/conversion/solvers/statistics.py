@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headwise.base.processes import all_sum
-from headwise.base.threads import side_by_side
+from headwise.base.threads import map_in_threads
 from headwise.conversion.solvers.joint_latent import Part, weighted
 from headwise.conversion.solvers.layer import Layer, attention_weights, rotation_tables, sample_rows
 from headwise.models.specs import GroupedSpec
@@ -172,7 +172,7 @@ def statistics_of(
         window, inputs = item
         return WindowStatistics.of(layer, inputs, metric, positions=positions[window], window=window, longest=longest)
 
-    for window in side_by_side(measured, windows):
+    for window in map_in_threads(measured, windows):
         sums.add(window)
     return sums.reduced().means()
 

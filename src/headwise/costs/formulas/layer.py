@@ -185,9 +185,9 @@ def prefill_flops(
         batch: B.
         causal: as in `forward_flops`.
     """
-    whole("tokens", tokens, 1)
+    check_whole_number("tokens", tokens, 1)
     size = tokens if chunk is None else chunk
-    whole("chunk", size, 1)
+    check_whole_number("chunk", size, 1)
     ends = [*range(size, tokens, size), tokens]
     starts = [0, *ends[:-1]]
     return sum(
@@ -203,8 +203,8 @@ def decode_flops(spec: AttentionSpec, context: int, new_tokens: int = 1, *, batc
 
     The first of them attends to ``context`` tokens and itself.
     """
-    whole("context", context, 0)
-    whole("new_tokens", new_tokens, 1)
+    check_whole_number("context", context, 0)
+    check_whole_number("new_tokens", new_tokens, 1)
     return sum(
         forward_flops(spec, 1, context + index + 1, batch=batch, causal=spec.is_causal) for index in range(new_tokens)
     )
@@ -222,9 +222,9 @@ def call_of(
 ) -> Call:
     """One forward pass in numbers that know their formula; arguments as `forward_flops`."""
     S, T = new_tokens, new_tokens if total_tokens is None else total_tokens
-    whole("new_tokens", S)
-    whole("total_tokens", T)
-    whole("batch", batch, 1)
+    check_whole_number("new_tokens", S)
+    check_whole_number("total_tokens", T)
+    check_whole_number("batch", batch, 1)
     if S < 1 or (1 if cross else S) > T:
         name, value = ("total_tokens", T) if cross and S >= 1 else ("new_tokens", S)
         rule = "must be at least 1" if cross else f"must be from 1 to total_tokens = {T}"
@@ -274,7 +274,7 @@ def _pairs(new: Size, total: Size, window: int | None, *, causal: bool, chunked:
     return w * new - ((w - past) * (w - past - 1)).halved()
 
 
-def whole(name: str, value: int, least: int | None = None) -> None:
+def check_whole_number(name: str, value: int, least: int | None = None) -> None:
     """Raise an `ArgumentError` unless ``value`` is a whole number (of at least ``least``)."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(name, value, "must be a whole number")
@@ -316,7 +316,7 @@ def shard(spec: AttentionSpec, ranks: int) -> AttentionSpec:
     Raises:
         ArgumentError: the heads cannot be split over so many ranks.
     """
-    whole("ranks", ranks, 1)
+    check_whole_number("ranks", ranks, 1)
     module = formulas(spec)
     if ranks == 1:
         return spec
@@ -346,8 +346,8 @@ def cache_bytes(spec: AttentionSpec, tokens: int, *, batch: int = 1, dtype: str 
 
     For example ``cache_bytes(layer_spec("llama-3-8b"), 8192)`` is 33,554,432.
     """
-    whole("tokens", tokens, 0)
-    whole("batch", batch, 1)
+    check_whole_number("tokens", tokens, 0)
+    check_whole_number("batch", batch, 1)
     grown = held_tokens(spec, tokens) * cache_bytes_per_token(spec, dtype)
     return batch * grown + state_bytes(spec, batch=batch, dtype=dtype)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.base.documents import as_document
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.costs.formulas import dtype_bytes
 from headwise.costs.prediction.engine_caches import caches_of_bits, engine_caches
 from headwise.costs.prediction.hardware import Device, device
@@ -101,7 +101,7 @@ class Prediction:
         return document | {name: getattr(self, name) for name in names}
 
 
-@typed
+@checked_types
 def predict(
     source: str | Path,
     *,

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from headwise.base.documents import as_document
 from headwise.base.options import MOST_LOSS
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.costs.formulas.model import weights
 from headwise.costs.prediction import (
     MOST,
@@ -199,7 +199,7 @@ class Advice:
         return document | {"best": _target(self.best)}
 
 
-@typed
+@checked_types
 def advise(
     source: str | Path,
     question: Question,

@@ -12,7 +12,7 @@ import torch
 from headwise.base.documents import as_document
 from headwise.base.options import ChoiceOptions, takes_options
 from headwise.base.progress import Progress, silent
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError
 from headwise.measure.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.measure.evaluation.results import Rate, rate
@@ -75,7 +75,7 @@ class ChoiceEvaluation:
 
 
 @takes_options(ChoiceOptions)
-@typed
+@checked_types
 @torch.inference_mode()
 def evaluate_choices(
     model: str | Path | Pair, options: ChoiceOptions, *, progress: Progress = silent

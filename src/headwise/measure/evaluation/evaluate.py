@@ -13,7 +13,7 @@ from torch import Tensor
 from headwise.base.options import EvaluateOptions, PassageOptions, takes_options
 from headwise.base.processes import all_sum, barrier, my_windows, process_index
 from headwise.base.progress import Progress, silent
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.measure.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.measure.evaluation.results import Evaluation, Scores, evaluation_of
@@ -31,7 +31,7 @@ Windows = Sequence[tuple[str, Tensor]]
 
 
 @takes_options(EvaluateOptions)
-@typed
+@checked_types
 @torch.inference_mode()
 def evaluate(
     model: str | Path | Pair, options: EvaluateOptions, *, progress: Progress = silent, shared: bool = False

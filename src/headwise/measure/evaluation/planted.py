@@ -18,7 +18,7 @@ from torch import Tensor
 from headwise.base.documents import as_document
 from headwise.base.options import PlantedOptions, takes_options
 from headwise.base.progress import Progress, silent
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError
 from headwise.measure.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.measure.evaluation.results import Paired, Rate, rate
@@ -146,7 +146,7 @@ class _Answer:
 
 
 @takes_options(PlantedOptions)
-@typed
+@checked_types
 @torch.inference_mode()
 def evaluate_planted(
     model: str | Path | Pair, options: PlantedOptions, *, progress: Progress = silent

@@ -15,7 +15,7 @@ from transformers import AutoModel
 
 from headwise.base.options import RetrievalOptions, takes_options
 from headwise.base.progress import Progress, silent
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.measure.evaluation.results import Paired, Rate, rate
 from headwise.measure.evaluation.scoring import batches
@@ -108,7 +108,7 @@ class RetrievalEvaluation(Paired, compared=("mrr",)):
 
 
 @takes_options(RetrievalOptions)
-@typed
+@checked_types
 def evaluate_retrieval(
     model: str | Path | Encoder,
     options: RetrievalOptions,

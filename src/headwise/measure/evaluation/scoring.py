@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.base.threads import side_by_side
+from headwise.base.threads import map_in_threads
 from headwise.runtime.caches.frequencies import changes_at
 
 
@@ -79,7 +79,7 @@ def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
     change = min((length for length in map(changes_at, models.values()) if length is not None), default=None)
     generators = [_logits(model, ids, change) for model in models.values()]
     on_cpu = all(model.device.type == "cpu" for model in models.values())
-    each = side_by_side if on_cpu else map
+    each = map_in_threads if on_cpu else map
     while len(targets):
         logits = [*each(next, generators)]
         current, targets = targets[: len(logits[0])], targets[len(logits[0]) :]

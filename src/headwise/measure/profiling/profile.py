@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from headwise.base.disk import clearly, write_among_others
+from headwise.base.disk import storage_errors, write_among_others
 from headwise.base.progress import Progress, silent
 from headwise.costs.prediction import Device, to_table
 from headwise.measure.profiling.grids import grids_of
@@ -135,7 +135,7 @@ def write_profile(device: Device, file: Path) -> None:
         "curves": {dtype: to_table(curves) for dtype, curves in device.curves.items()},
     }
     text = "# Written by headwise profile: times in seconds.\n\n" + "\n".join(_toml((device.name,), entry)) + "\n"
-    with clearly("output", file):
+    with storage_errors("output", file):
         write_among_others(file, text.encode())
 
 

@@ -25,7 +25,7 @@ from headwise.base.options import takes_options
 from headwise.base.options.sample import LENGTH, SHORTEST, SampleOptions
 from headwise.base.processes import process_count
 from headwise.base.progress import Progress, silent
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.measure.texts.windows import first_ids, token_ids
 from headwise.models.checkpoints import Checkpoint, decode, load_tokenizer, run_identity
@@ -72,7 +72,7 @@ class Sample:
 
 
 @takes_options(SampleOptions)
-@typed
+@checked_types
 @torch.inference_mode()
 def sample(model: str | Path, output: str | Path, options: SampleOptions, *, progress: Progress = silent) -> Sample:
     """Let a model write documents into a text file, to calibrate and to train on where no text is at hand.

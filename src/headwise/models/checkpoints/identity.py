@@ -7,7 +7,7 @@ import json
 import os
 from importlib.metadata import version
 
-from headwise.base.disk import clearly
+from headwise.base.disk import storage_errors
 from headwise.models.checkpoints.checkpoint import Checkpoint, dtype_name
 
 _STRIDE, _PAGE = 1 << 20, 4096
@@ -61,7 +61,7 @@ def model_identity(checkpoint: Checkpoint) -> str:
     config = {key: value for key, value in checkpoint.config.items() if key not in _NOT_OF_THE_MODEL}
     total = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for file in checkpoint.files:
-        with clearly("file", file, "read"), file.open("rb", buffering=0) as opened:
+        with storage_errors("file", file, "read"), file.open("rb", buffering=0) as opened:
             size = os.fstat(opened.fileno()).st_size
             total.update(f"{size} ".encode())
             total.update(opened.read(_STRIDE))

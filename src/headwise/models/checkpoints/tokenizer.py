@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Any
 
-from headwise.base.disk import clearly
+from headwise.base.disk import storage_errors
 from headwise.errors import ArgumentError, CheckpointError, HeadwiseError
 from headwise.models.checkpoints.unsafe import refuse_tokenizer_class
 from headwise.models.specs import gguf_config, read_gguf_header
@@ -91,7 +91,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
         CheckpointError: transformers cannot read it.
         StorageError: the file cannot be read.
     """
-    with clearly("file", path, "read"):
+    with storage_errors("file", path, "read"):
         stat = path.stat()
     with refused_tokenizer(path, "could not be loaded"):
         return deepcopy(_read_gguf_tokenizer(path, stat.st_mtime_ns, stat.st_size))

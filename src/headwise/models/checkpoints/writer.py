@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from headwise.base.disk import (
-    clearly,
     continues_from,
     empty_folder,
     lock_folder,
@@ -33,6 +32,7 @@ from headwise.base.disk import (
     refuse_no_folder,
     remove_locked,
     replace,
+    storage_errors,
     sync,
     unlock,
     write_whole,
@@ -470,7 +470,7 @@ class FolderWriter:
         return StorageError("output", str(self.output), rule + (self._kept if self._is_kept() else ""))
 
     def _clearly(self) -> AbstractContextManager[None]:
-        return clearly("output", self.output)  # `__exit__` adds what is kept
+        return storage_errors("output", self.output)  # `__exit__` adds what is kept
 
     @property
     def _kept(self) -> str:

@@ -13,7 +13,7 @@ from headwise.models.specs.model import BodySpec, ModelSpec, distinct
 from headwise.models.specs.readers import READERS, deepseek
 from headwise.models.specs.readers.fields import (
     Config,
-    NotSaidError,
+    MissingFieldError,
     Reader,
     flag,
     num_layers,
@@ -146,7 +146,7 @@ def _body(reader: Reader, config: Config, layers: int) -> BodySpec | None:
         return None
     try:
         return reader.body(config, layers)
-    except NotSaidError:
+    except MissingFieldError:
         return None
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StaticCache
 
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.models.checkpoints import decode, load_tokenizer, model_path, tokenize
 from headwise.runtime.caches.frequencies import rotaries_by_length
@@ -150,7 +150,7 @@ def _optimized(model: Any) -> Any:
     return model
 
 
-@typed
+@checked_types
 @torch.inference_mode()
 def generate(
     model: str | Path,

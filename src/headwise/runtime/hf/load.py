@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headwise.base.processes import process_count, process_index
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.models.checkpoints import (
     DTYPES,
@@ -33,7 +33,7 @@ from headwise.runtime.hf.models import model_class, refused, stock_config
 from headwise.runtime.quantization.transform_code import read_codes
 
 
-@typed
+@checked_types
 def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: str | None = None) -> Any:
     """Load a transformers model from any source that has weights.
 

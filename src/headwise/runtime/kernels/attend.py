@@ -235,7 +235,7 @@ def attend(
         window = None
     if scale is None:
         scale = D**-0.5
-    backend = _settle(backend, (query, key, value), attn_mask, dropout_p, return_weights=return_weights)
+    backend = _checked_backend(backend, (query, key, value), attn_mask, dropout_p, return_weights=return_weights)
     if backend in ("fused", "split"):
         mask = None if attn_mask is None else as_bool_mask(attn_mask, (B, H, S, T))
         kernel = attend_fused if backend == "fused" else attend_split
@@ -281,7 +281,7 @@ def attend_with_weights(
     return out, weights
 
 
-def _settle(
+def _checked_backend(
     backend: Backend,
     tensors: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,

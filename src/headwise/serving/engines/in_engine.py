@@ -23,7 +23,7 @@ import torch
 from headwise.base.options import EngineOptions, takes_options
 from headwise.base.processes import process_count
 from headwise.base.progress import Progress, silent
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError, CheckpointError, MissingExtraError
 from headwise.measure.evaluation.evaluate import Windows, begin_of, prompt_of, read_texts, usual_context, windows_of
 from headwise.measure.evaluation.model_pair import Pair, open_pair
@@ -200,7 +200,7 @@ RUNNABLE = {
 
 
 @takes_options(EngineOptions)
-@typed
+@checked_types
 def evaluate_in_engine(model: str | Path, options: EngineOptions, *, progress: Progress = silent) -> Evaluation:
     """Evaluate a model on text in an engine, with a cache of the engine's, beside the engine's full cache.
 

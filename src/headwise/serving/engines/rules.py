@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.base.documents import as_document
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.costs.prediction import SERVING_ENGINES, engine_caches
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.models.checkpoints import Checkpoint, GgufCheckpoint, GgufFile, dtype_name, open_checkpoint
@@ -461,7 +461,7 @@ class EngineReport:
         return as_document(self)
 
 
-@typed
+@checked_types
 def engines(source: str | Path, *, tensor_parallel: int = 1) -> EngineReport:
     """Say which engines serve a model, why others do not, and what to write for them instead.
 

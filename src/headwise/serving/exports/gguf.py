@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from headwise.base.disk import clearly, refuse_no_file, replace
+from headwise.base.disk import refuse_no_file, replace, storage_errors
 from headwise.base.progress import Progress, silent
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError, StorageError
 from headwise.models.checkpoints import (
     Checkpoint,
@@ -77,7 +77,7 @@ def engine_tensors(
     progress("exporting", len(names), len(names))
 
 
-@typed
+@checked_types
 def export_gguf(
     source: str | Path,
     output: str | Path,
@@ -125,14 +125,14 @@ def export_gguf(
     file = GgufFile(config, tensors, outtype or gguf_type(checkpoint.dtype), fields)
     target = Path(os.path.realpath(path))  # a link stays
     try:
-        with clearly("output", path):
+        with storage_errors("output", path):
             handle, name = tempfile.mkstemp(prefix=".", suffix=".headwise-partial", dir=target.parent)
             os.close(handle)
     except StorageError as error:
         raise ArgumentError(error.field, error.value, error.rule) from None
     partial = Path(name)
     try:
-        with clearly("output", path):
+        with storage_errors("output", path):
             file.write(partial, engine_tensors(checkpoint, config, progress))
             partial.chmod(0o666 & ~_umask())
             replace(partial, target)

@@ -20,7 +20,7 @@ from typing import Any
 
 from headwise.base.documents import web_page
 from headwise.base.progress import Progress, silent
-from headwise.base.type_checks import typed
+from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError
 from headwise.measure.timing.machine import machine, versions
 from headwise.study.audit.claim import Claim, Judged, Result
@@ -96,7 +96,7 @@ class Audit:
         }
 
 
-@typed
+@checked_types
 def audit(
     only: Sequence[str] | None = None,
     *,

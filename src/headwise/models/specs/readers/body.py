@@ -6,7 +6,15 @@ from collections.abc import Callable, Sequence
 
 from headwise.errors import SpecError
 from headwise.models.specs.model import BodySpec, FeedForwardSpec
-from headwise.models.specs.readers.fields import Config, NotSaidError, count, flag, integer, listed, optional_integer
+from headwise.models.specs.readers.fields import (
+    Config,
+    MissingFieldError,
+    count,
+    flag,
+    integer,
+    listed,
+    optional_integer,
+)
 
 FeedForward = tuple[FeedForwardSpec | None, ...]
 """The feed-forward network of each layer."""
@@ -147,9 +155,9 @@ def deepseek_experts(*, first_dense: int | None = None, score_correction: bool =
         if by_type and types is not None:
             return mixture(config, sparse, [name == "sparse" for name in types])
         if config.get("moe_layer_freq", 1) != 1:
-            raise NotSaidError("moe_layer_freq", config["moe_layer_freq"], "is understood only as 1")
+            raise MissingFieldError("moe_layer_freq", config["moe_layer_freq"], "is understood only as 1")
         if first_dense is None and config.get("first_k_dense_replace") is None:
-            raise NotSaidError("first_k_dense_replace", None, "is required in config.json")
+            raise MissingFieldError("first_k_dense_replace", None, "is required in config.json")
         first = count(config, "first_k_dense_replace", first_dense or 0)
         return mixture(config, sparse, [i >= first for i in range(num_layers)])
 

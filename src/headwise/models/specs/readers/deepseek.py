@@ -15,7 +15,7 @@ from headwise.models.specs.latent import LatentSpec, latent_bias
 from headwise.models.specs.readers import body
 from headwise.models.specs.readers.fields import (
     Config,
-    NotSaidError,
+    MissingFieldError,
     Reader,
     flag,
     integer,
@@ -42,7 +42,9 @@ def latent_layer(
     nope_dim = _nope_dim(config)
     if "q_lora_rank" not in config:
         # One transformers class is for models with a query latent, which is its default, and without.
-        raise NotSaidError("q_lora_rank", None, "is required in config.json, as null where queries have no latent")
+        raise MissingFieldError(
+            "q_lora_rank", None, "is required in config.json, as null where queries have no latent"
+        )
     q_lora_rank = optional_integer(config, "q_lora_rank")
     if interleaved is None:
         interleaved = flag(config, "rope_interleave", True)

@@ -15,7 +15,7 @@ _MAX_LAYERS = 10_000
 """The most layers that are read: a spec is made for each."""
 
 
-class NotSaidError(SpecError):
+class MissingFieldError(SpecError):
     """A config leaves something out: its attention cannot be read then, or its body is left unknown."""
 
 
@@ -39,7 +39,7 @@ def integer(config: Config, *names: str) -> int:
     """Read a positive whole number, from the first of several names that is present."""
     value = optional_integer(config, *names)
     if value is None:
-        raise NotSaidError(names[0], None, "is required in config.json")
+        raise MissingFieldError(names[0], None, "is required in config.json")
     return value
 
 

@@ -9,7 +9,7 @@ from headwise.models.specs.model import BodySpec
 from headwise.models.specs.readers.body import dense, read_body
 from headwise.models.specs.readers.fields import (
     Config,
-    NotSaidError,
+    MissingFieldError,
     Reader,
     divide,
     flag,
@@ -104,9 +104,9 @@ def _opt_layers(config: Config) -> tuple[AttentionSpec, ...]:
 def _opt_body(config: Config, layers: int) -> BodySpec:
     for name, usual in (("do_layer_norm_before", True), ("_remove_final_layer_norm", False)):
         if flag(config, name, usual) is not usual:
-            raise NotSaidError(name, not usual, "is not supported in a body")
+            raise MissingFieldError(name, not usual, "is not supported in a body")
     if optional_integer(config, "word_embed_proj_dim", absent=None) not in (None, integer(config, "hidden_size")):
-        raise NotSaidError("word_embed_proj_dim", config["word_embed_proj_dim"], "is not supported in a body")
+        raise MissingFieldError("word_embed_proj_dim", config["word_embed_proj_dim"], "is not supported in a body")
     networks = dense("ffn_dim", gated=False, bias="enable_bias", bias_absent=True)(config, layers)
     vectors = 2 if flag(config, "layer_norm_elementwise_affine", True) else 0
     # Two rows more than positions: the first token is at position 2.

@@ -13,7 +13,7 @@ from headwise.models.specs.readers import body
 from headwise.models.specs.readers.deepseek import latent_layer
 from headwise.models.specs.readers.fields import (
     Config,
-    NotSaidError,
+    MissingFieldError,
     Reader,
     count,
     flag,
@@ -59,7 +59,7 @@ def _lfm2_layers(config: Config) -> tuple[AttentionSpec, ...]:
     if types is None:
         indices = config.get("full_attn_idxs")
         if not isinstance(indices, list):
-            raise NotSaidError("full_attn_idxs", indices, "is required in config.json")
+            raise MissingFieldError("full_attn_idxs", indices, "is required in config.json")
         types = [FULL if i in indices else "conv" for i in range(layers)]
     head_dim = head_dim_of(config)
     kv_heads = integer(config, "num_key_value_heads")
@@ -119,7 +119,7 @@ def _kimi_layers(config: Config) -> tuple[AttentionSpec, ...]:
             raise SpecError("full_attn_layers", full, "must list layer numbers")
         types = [FULL if i + 1 in full else RECURRENT for i in range(layers)]
     if types is None:
-        raise NotSaidError("layer_types", None, "is required in config.json")
+        raise MissingFieldError("layer_types", None, "is required in config.json")
     num_heads = integer({**config, **sizes}, "num_heads", "linear_num_heads")
     head_dim = integer(sizes, "head_dim") if "head_dim" in sizes else integer(config, "linear_head_dim")
     recurrent = RecurrentSpec(

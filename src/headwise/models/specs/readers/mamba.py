@@ -12,7 +12,7 @@ from headwise.models.specs.model import BodySpec, FeedForwardSpec
 from headwise.models.specs.readers import body
 from headwise.models.specs.readers.fields import (
     Config,
-    NotSaidError,
+    MissingFieldError,
     Reader,
     count,
     divide,
@@ -99,7 +99,7 @@ def _granite_layers(config: Config) -> tuple[AttentionSpec, ...]:
     layers = num_layers(config)
     types = listed(config, "layer_types", layers, TYPES) or listed(config, "layers_block_type", layers, TYPES)
     if types is None:
-        raise NotSaidError("layer_types", None, "is required in config.json")
+        raise MissingFieldError("layer_types", None, "is required in config.json")
     refuse(config, "position_embedding_type", unless=("rope", "nope"), rule="must be rope, nope or null")
     head_dim = divide(integer(config, "hidden_size"), integer(config, "num_attention_heads"))
     rotated = config.get("position_embedding_type") == "rope"
@@ -137,7 +137,7 @@ def _nemotron_types(config: Config) -> list[str]:
     if pattern is None:
         types = config.get("layers_block_type", config.get("layer_types"))
         if not isinstance(types, list) or any(name not in _NEMOTRON_TYPES for name in map(str, types)):
-            raise NotSaidError("hybrid_override_pattern", types, "is required in config.json")
+            raise MissingFieldError("hybrid_override_pattern", types, "is required in config.json")
         return [_NEMOTRON_TYPES[name] for name in types]
     if not isinstance(pattern, str) or not pattern or not set(pattern) <= set(_NEMOTRON_LETTERS):
         raise SpecError("hybrid_override_pattern", pattern, f"must be of {' '.join(_NEMOTRON_LETTERS)}")
@@ -169,7 +169,7 @@ def _nemotron_layers(config: Config) -> tuple[AttentionSpec, ...]:
 
 def _nemotron_body(config: Config, layers: int) -> BodySpec:
     if config.get("moe_latent_size") is not None:
-        raise NotSaidError("moe_latent_size", config["moe_latent_size"], "is not supported in a body")
+        raise MissingFieldError("moe_latent_size", config["moe_latent_size"], "is not supported in a body")
     hidden_size, has_bias = integer(config, "hidden_size"), flag(config, "mlp_bias", False)
     types = _nemotron_types(config)
     networks: dict[str, FeedForwardSpec | None] = {"mamba": None, "attention": None}
@@ -182,7 +182,7 @@ def _nemotron_body(config: Config, layers: int) -> BodySpec:
         )
     if "moe" in types:
         if has_bias:
-            raise NotSaidError("mlp_bias", True, "is not supported beside experts")
+            raise MissingFieldError("mlp_bias", True, "is not supported beside experts")
         networks["moe"] = FeedForwardSpec(
             hidden_size=hidden_size,
             intermediate_size=integer(config, "moe_intermediate_size"),

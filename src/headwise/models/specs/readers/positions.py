@@ -19,7 +19,7 @@ from headwise.errors import SpecError
 from headwise.models.specs.base import RopeSpec
 from headwise.models.specs.readers.fields import (
     Config,
-    NotSaidError,
+    MissingFieldError,
     count,
     flag,
     integer,
@@ -100,7 +100,7 @@ def switched(default: Callable[[Config, int], list[str]], *, absent: int | None 
 def upper_layers(config: Config, num_layers: int, absent: int | None = None) -> list[str]:
     """Layer types with windows from layer ``max_window_layers`` on, which is ``absent`` where the file has none."""
     if config.get("max_window_layers", absent) is None:
-        raise NotSaidError("max_window_layers", None, "must be a whole number of at least 0")
+        raise MissingFieldError("max_window_layers", None, "must be a whole number of at least 0")
     first = count({"max_window_layers": absent, **config}, "max_window_layers", 0)
     return [SLIDING if i >= first else FULL for i in range(num_layers)]
 

@@ -12,7 +12,7 @@ from headwise.models.specs.model import BodySpec, FeedForwardSpec
 from headwise.models.specs.readers.body import read_body
 from headwise.models.specs.readers.fields import (
     Config,
-    NotSaidError,
+    MissingFieldError,
     Reader,
     count,
     divide,
@@ -107,7 +107,7 @@ def _openelm_body(config: Config, layers: int) -> BodySpec:
     E, divisor = integer(config, "model_dim"), integer(config, "ffn_dim_divisor")
     multipliers = config.get("ffn_multipliers")
     if not isinstance(multipliers, list) or len(multipliers) != layers:
-        raise NotSaidError("ffn_multipliers", multipliers, f"must list one number for each of {layers} layers")
+        raise MissingFieldError("ffn_multipliers", multipliers, f"must list one number for each of {layers} layers")
     widths = []
     for multiplier in multipliers:
         exact = number("ffn_multipliers", multiplier) * E
