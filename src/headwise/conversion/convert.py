@@ -18,16 +18,16 @@ from headwise.base.processes import entered_first, process_count, process_index
 from headwise.base.progress import Progress, TimedProgress, silent
 from headwise.base.type_checks import checked_types
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
-from headwise.conversion.closing_evaluation import (
+from headwise.conversion.estimate import estimate_stages
+from headwise.conversion.final_evaluation import (
     EVALUATING,
     NOT_EVALUATED,
-    Exam,
-    choose_exam,
+    EvaluationSet,
+    choose_evaluation_set,
+    evaluate_result,
     overlap_notes,
-    prove,
     window_notes,
 )
-from headwise.conversion.estimate import estimate_stages
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
 from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
@@ -106,7 +106,7 @@ def convert(
         inputs = ConversionInputs(
             texts=prepared.texts,
             statistics=prepared.statistics,
-            exam=prepared.exam,
+            evaluation_set=prepared.evaluation_set,
             run=prepared.run,
             progress=progress,
         )
@@ -137,8 +137,8 @@ class _Prepared:
         format: the format of the folder.
         texts: the calibration texts.
         statistics: the statistics to use in place of a text.
-        exam: the windows to evaluate on; may be empty.
-        no_exam: why there are no windows, if the user named no text.
+        evaluation_set: the windows to evaluate on; may be empty.
+        no_evaluation_set: why there are no windows, if the user named no text.
     """
 
     source: str
@@ -148,8 +148,8 @@ class _Prepared:
     format: OutputFormat
     texts: CalibrationTexts
     statistics: SavedCalibrator | None
-    exam: Exam
-    no_exam: str | None
+    evaluation_set: EvaluationSet
+    no_evaluation_set: str | None
 
     @property
     def run(self) -> str:
@@ -238,7 +238,7 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         raise ArgumentError("spread", True, rule)
     folder_format.check(OutputLayout(plan))
     statistics = None if options.statistics is None else open_statistics(options.statistics, checkpoint, progress)
-    exam, no_exam = _find_exam(checkpoint, options, texts, statistics)
+    evaluation_set, no_evaluation_set = _find_exam(checkpoint, options, texts, statistics)
     return _Prepared(
         source=str(source),
         output=output,
@@ -247,8 +247,8 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         format=folder_format,
         texts=texts,
         statistics=statistics,
-        exam=exam,
-        no_exam=no_exam,
+        evaluation_set=evaluation_set,
+        no_evaluation_set=no_evaluation_set,
     )
 
 
@@ -276,13 +276,13 @@ def _target(options: ConvertOptions) -> Target:
 
 def _find_exam(
     checkpoint: Checkpoint, options: ConvertOptions, texts: CalibrationTexts, statistics: SavedCalibrator | None
-) -> tuple[Exam, str | None]:
+) -> tuple[EvaluationSet, str | None]:
     """The windows to evaluate on and to compare two formats on, and why there are none if none are named or serve."""
     if options.evaluate is False and not output_format(options.format).is_exported:
         return [], None
     named = named_texts(options.evaluate)
     try:
-        exam = choose_exam(
+        evaluation_set = choose_evaluation_set(
             checkpoint,
             named,
             calibrate=texts,
@@ -293,7 +293,7 @@ def _find_exam(
         if named:
             raise
         return [], str(error)
-    return exam, None
+    return evaluation_set, None
 
 
 def _estimate(prepared: _Prepared, progress: Progress) -> Conversion:
@@ -337,8 +337,8 @@ def _weighed(prepared: _Prepared, report: Conversion, config: Mapping[str, Any])
 
 def _unevaluated(prepared: _Prepared) -> list[str]:
     """A note why there is no evaluation, where the user wants one."""
-    is_wanted = prepared.options.evaluate is not False and prepared.no_exam
-    return [f"{NOT_EVALUATED}: {prepared.no_exam}"] if is_wanted else []
+    is_wanted = prepared.options.evaluate is not False and prepared.no_evaluation_set
+    return [f"{NOT_EVALUATED}: {prepared.no_evaluation_set}"] if is_wanted else []
 
 
 def _expect(prepared: _Prepared, progress: TimedProgress) -> None:
@@ -357,7 +357,7 @@ def _seconds(prepared: _Prepared, progress: Progress) -> dict[str, float]:
         prepared.texts,
         prepared.statistics,
         shares_channels=prepared.format.is_exported,
-        exam=prepared.exam if prepared.options.evaluate is not False else None,
+        evaluation_set=prepared.evaluation_set if prepared.options.evaluate is not False else None,
         progress=progress,
     )
 
@@ -365,8 +365,12 @@ def _seconds(prepared: _Prepared, progress: Progress) -> dict[str, float]:
 def _notes(prepared: _Prepared, written: WrittenFolder) -> list[str]:
     """The notes for the user and for the model card."""
     plan, is_proved = prepared.plan, prepared.options.evaluate is not False
-    overlap = overlap_notes(plan.checkpoint, prepared.exam, prepared.texts) if is_proved and not plan.is_exact else []
-    windows = window_notes(plan.checkpoint, prepared.exam if is_proved else [])
+    overlap = (
+        overlap_notes(plan.checkpoint, prepared.evaluation_set, prepared.texts)
+        if is_proved and not plan.is_exact
+        else []
+    )
+    windows = window_notes(plan.checkpoint, prepared.evaluation_set if is_proved else [])
     return [*prepared.notes(written.tokens), *written.notes(), *overlap, *windows]
 
 
@@ -401,15 +405,19 @@ def _prove(prepared: _Prepared, report: Conversion, writer: FolderWriter, progre
     """The report with evaluations of the folder and of plain quantisation, or with notes why there are none."""
     if prepared.options.evaluate is False:
         return report
-    if prepared.no_exam:
+    if prepared.no_evaluation_set:
         return replace(report, notes=(*report.notes, *_unevaluated(prepared)))
     start = time.perf_counter()
-    evaluation = prove(writer.folder, report.source, prepared.exam, progress, device=prepared.options.device)
+    evaluation = evaluate_result(
+        writer.folder, report.source, prepared.evaluation_set, progress, device=prepared.options.device
+    )
     if isinstance(evaluation, str):
         return replace(report, notes=(*report.notes, evaluation))
     report = replace(report, evaluation=replace(evaluation, model=report.output))
-    source, exam = prepared.plan.checkpoint, prepared.exam
-    plain = compare_plain(source, writer.folder, exam, evaluation, engine=prepared.engine, progress=progress)
+    source, evaluation_set = prepared.plan.checkpoint, prepared.evaluation_set
+    plain = compare_plain(
+        source, writer.folder, evaluation_set, evaluation, engine=prepared.engine, progress=progress
+    )
     report = replace(report, seconds_evaluating=time.perf_counter() - start)
     if isinstance(plain, str):
         return replace(report, notes=(*report.notes, plain))

@@ -17,7 +17,7 @@ from headwise.conversion.calibration.saved import SavedCalibrator
 from headwise.conversion.calibration.sensitivity import MEASURING, PIECE
 from headwise.conversion.calibration.source_stream import sensitivity_windows
 from headwise.conversion.calibration.text import TextCalibrator, descent_steps, open_calibration
-from headwise.conversion.closing_evaluation import EVALUATING, Exam
+from headwise.conversion.final_evaluation import EVALUATING, EvaluationSet
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.plain_comparison import COMPARING
 from headwise.conversion.plan import ConversionPlan, Place
@@ -48,7 +48,7 @@ def estimate_stages(
     statistics: SavedCalibrator | None = None,
     *,
     shares_channels: bool = False,
-    exam: Exam | None = None,
+    evaluation_set: EvaluationSet | None = None,
     progress: Progress = silent,
 ) -> dict[str, float]:
     """Estimate the seconds of each stage of a conversion on this machine; no file stays.
@@ -59,7 +59,7 @@ def estimate_stages(
         statistics: the statistics to use in place of a text.
         shares_channels: whether all layers get one list of rotary channels, which is chosen first and compared with
             each layer's own.
-        exam: the windows of an evaluation on a text that ends the conversion; it is left out without them.
+        evaluation_set: the windows of an evaluation on a text that ends the conversion; it is left out without them.
         progress: told of each part.
 
     Returns:
@@ -68,16 +68,18 @@ def estimate_stages(
     Raises:
         ArgumentError: a text cannot be read or is too short.
     """
-    exam = exam or []
+    evaluation_set = evaluation_set or []
     progress("estimating", 0, _PARTS)
     if texts and not plan.is_exact:
-        stages = _time_on_text(plan, texts, shares_channels=shares_channels, exam=exam, progress=progress)
+        stages = _time_on_text(
+            plan, texts, shares_channels=shares_channels, evaluation_set=evaluation_set, progress=progress
+        )
     else:
         _time_layer(plan, NOTHING_KNOWN)  # the first solution also initialises the libraries
         progress("estimating", 1, _PARTS)
         calibrator = NOTHING_KNOWN if statistics is None or plan.is_exact else statistics
         stages = {CONVERTING: _time_layer(plan, calibrator) * plan.before.num_layers}
-        stages |= _time_evaluation(plan, exam)
+        stages |= _time_evaluation(plan, evaluation_set)
     progress("estimating", _PARTS, _PARTS)
     stages[CONVERTING] += _time_copy(plan)
     return stages
@@ -98,7 +100,12 @@ def _time_copy(plan: ConversionPlan) -> float:
 
 
 def _time_on_text(
-    plan: ConversionPlan, texts: CalibrationTexts, *, shares_channels: bool, exam: Exam, progress: Progress
+    plan: ConversionPlan,
+    texts: CalibrationTexts,
+    *,
+    shares_channels: bool,
+    evaluation_set: EvaluationSet,
+    progress: Progress,
 ) -> dict[str, float]:
     """Seconds of each stage: a layer takes a fixed time, and more for each window and each step of its descent.
 
@@ -112,7 +119,7 @@ def _time_on_text(
     sensitivity_count = len(sensitivity_windows(plan.before, windows))
     backward = _time_sensitivity(model, windows.ids[:1]) if "sensitivity" in plan.stages else 0.0
     processes = process_count()
-    evaluating = _time_evaluation(plan, exam, model)
+    evaluating = _time_evaluation(plan, evaluation_set, model)
     progress("estimating", 2, _PARTS)
     with temporary_folder() as folder:
         sample = windows[torch.arange(_WINDOWS * processes) % len(windows)]
@@ -170,17 +177,19 @@ def _time_sensitivity(model: LayerwiseModel, window: Tensor) -> float:
 
 
 @torch.no_grad()
-def _time_evaluation(plan: ConversionPlan, exam: Exam, model: LayerwiseModel | None = None) -> dict[str, float]:
+def _time_evaluation(
+    plan: ConversionPlan, evaluation_set: EvaluationSet, model: LayerwiseModel | None = None
+) -> dict[str, float]:
     """Seconds of the evaluations that end a conversion, of it and of two formats; each runs two models."""
-    if not exam:
+    if not evaluation_set:
         return {}
     model = model or LayerwiseModel(plan.checkpoint, torch.float32, device=plan.device)
-    window = exam[0][1][:1]
+    window = evaluation_set[0][1][:1]
     hidden = model.begin(window)
     module = model.module(0)
     model.run(0, module, hidden)  # libraries are initialised
     whole = _time_whole(model, hidden, lambda: model.run(0, module, hidden), model.finish)
-    windows = sum(ids.numel() for _, ids in exam) / window.numel()
+    windows = sum(ids.numel() for _, ids in evaluation_set) / window.numel()
     seconds = 2 * windows * whole
     return {EVALUATING: seconds, COMPARING: 2 * seconds}
 

@@ -17,7 +17,7 @@ from headwise.base.processes import process_count
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.conversion import convert
-from headwise.conversion.closing_evaluation import NOT_EVALUATED, refuse_unexamined
+from headwise.conversion.final_evaluation import NOT_EVALUATED, refuse_no_evaluation_set
 from headwise.conversion.frontiers.candidate import Candidate, read_target
 from headwise.conversion.healing import TRAINING, heal
 from headwise.conversion.healing.windows import open_windows as open_healing_windows
@@ -163,7 +163,7 @@ def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tupl
             raise ArgumentError("evaluate", str(text), "is calibrated on; name another text")
     checkpoint = open_checkpoint(source)
     refuse_input_within(out, checkpoint.path, "the source")
-    refuse_unexamined(checkpoint.spec)
+    refuse_no_evaluation_set(checkpoint.spec)
     sizes = _sizes(checkpoint, options)
     open_windows(checkpoint, texts)
     if options.heal_tokens is not None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from headwise.base.documents import as_document
 from headwise.base.progress import Progress, silent
-from headwise.conversion.closing_evaluation import EVALUATING, Exam, prove
+from headwise.conversion.final_evaluation import EVALUATING, EvaluationSet, evaluate_result
 from headwise.costs.prediction import check_engine
 from headwise.errors import HeadwiseError
 from headwise.measure.evaluation import Evaluation
@@ -69,7 +69,7 @@ class PlainComparison:
 def compare_plain(
     source: Checkpoint,
     folder: Path,
-    exam: Exam,
+    evaluation_set: EvaluationSet,
     evaluation: Evaluation,
     *,
     engine: str | None = None,
@@ -80,7 +80,7 @@ def compare_plain(
     Args:
         source: what was converted.
         folder: the converted model.
-        exam: the windows that the conversion was evaluated on.
+        evaluation_set: the windows that the conversion was evaluated on.
         evaluation: of the conversion beside the source on them.
         engine: that is to run the result, whose own caches it is compared with.
         progress: told of each window.
@@ -105,7 +105,9 @@ def compare_plain(
         progress(stage, done, total)
 
     for spelling, taken in nearest.items():
-        plain = prove(name, name, exam, comparing, cache=spelling, dtype=evaluation.dtype, device=evaluation.device)
+        plain = evaluate_result(
+            name, name, evaluation_set, comparing, cache=spelling, dtype=evaluation.dtype, device=evaluation.device
+        )
         if isinstance(plain, str):
             return plain
         loses = _loses(plain, evaluation)

@@ -23,7 +23,7 @@ from headwise.conversion.budget.spread import Spread, choose_shared_channels, co
 from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
 from headwise.conversion.calibration.saved import SavedCalibrator
 from headwise.conversion.calibration.text import TextCalibrator, start_on_text
-from headwise.conversion.closing_evaluation import Exam
+from headwise.conversion.final_evaluation import EvaluationSet
 from headwise.conversion.methods import Evidence
 from headwise.conversion.output.formats import OutputFormat, StockReport, logits_difference
 from headwise.conversion.output.layout import OutputLayout
@@ -185,14 +185,14 @@ class ConversionInputs:
     Attributes:
         texts: the calibration texts; none for a conversion by weights or statistics alone.
         statistics: the statistics of an earlier calibration, in place of a text.
-        exam: the windows that two formats are compared on; may be empty.
+        evaluation_set: the windows that two formats are compared on; may be empty.
         run: the identity of the conversion, by which a killed run is continued.
         progress: told of windows and layers.
     """
 
     texts: CalibrationTexts = NO_TEXTS
     statistics: SavedCalibrator | None = None
-    exam: Exam = field(default_factory=list)
+    evaluation_set: EvaluationSet = field(default_factory=list)
     run: str = ""
     progress: Progress = silent
 
@@ -332,7 +332,7 @@ def _write_exported(
         with computing_on(CPU):  # the folder is read once more
             config = output_format.export(writer, checkpoint, plan, inputs.progress)
         writer.note_left_out(plan.checkpoint)  # links of the source, which the working folder does not have
-        report = _compared(report, checkpoint, writer, inputs.exam, plan.device)
+        report = _compared(report, checkpoint, writer, inputs.evaluation_set, plan.device)
     return WrittenFolder(
         config=config,
         tensors=output_format.tensors(OutputLayout(plan)),
@@ -371,12 +371,16 @@ def _channel_losses(plan: ConversionPlan, store: LayerStore) -> dict[str, float]
 
 
 def _compared(
-    report: StockReport, own_format: Checkpoint, writer: FolderWriter, exam: Exam, device: torch.device
+    report: StockReport,
+    own_format: Checkpoint,
+    writer: FolderWriter,
+    evaluation_set: EvaluationSet,
+    device: torch.device,
 ) -> StockReport:
-    """The report with the difference between the two formats on the exam, where there is one."""
-    if not exam:
+    """The report with the difference between the two formats on the evaluation set, where there is one."""
+    if not evaluation_set:
         return report
-    (text, windows), *_ = exam
+    (text, windows), *_ = evaluation_set
     ids = windows[:1, :TOKENS]
     difference = logits_difference(own_format, open_checkpoint(writer.folder), ids, device)
     return replace(report, text=text, tokens=ids.numel(), logits_difference=difference)

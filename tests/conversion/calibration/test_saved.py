@@ -18,7 +18,7 @@ from headwise.conversion import write_folder as layer_loop
 from headwise.conversion.calibration import saved
 from headwise.conversion.calibration.saved import _full_matrix, _triangle, open_statistics, read_evidence
 from headwise.conversion.calibration.text import TextCalibrator
-from headwise.conversion.closing_evaluation import REFERENCE
+from headwise.conversion.final_evaluation import REFERENCE
 from headwise.conversion.storage import LayerFiles
 from headwise.measure.texts import calibration as calibration_windows
 from headwise.models.checkpoints import load_tokenizer, open_checkpoint

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 import headwise
 from headwise.base.options import HealOptions
 from headwise.conversion.calibration.windows import recall_windows, repeating_pieces
-from headwise.conversion.closing_evaluation import choose_exam
+from headwise.conversion.final_evaluation import choose_evaluation_set
 from headwise.conversion.healing.windows import open_windows as open_healing_windows
 from headwise.errors import CheckpointError
 from headwise.measure.texts.calibration import CalibrationTexts, open_windows
@@ -87,7 +87,7 @@ def test_calibration_windows_begin_with_bos_and_repeat_text_alone(source: Path, 
 def test_what_ends_a_conversion_begins_with_bos(source: Path, text: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(source)
     for options in ({"named": (text,)}, {"calibrate": CalibrationTexts((text,), 512)}, {}):
-        (_, windows), *_ = choose_exam(checkpoint, **options)  # type: ignore[arg-type]
+        (_, windows), *_ = choose_evaluation_set(checkpoint, **options)  # type: ignore[arg-type]
         assert windows.shape[1] == 64  # the model's positions
         assert bool((windows[:, 0] == BOS).all())
         assert not bool((windows[:, 1:] == BOS).any())

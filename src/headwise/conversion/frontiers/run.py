@@ -25,7 +25,13 @@ from headwise.base.processes import barrier, process_count, process_index
 from headwise.base.progress import Progress, silent, untimed
 from headwise.base.type_checks import checked_types
 from headwise.conversion import convert
-from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, refuse_unexamined, window_notes
+from headwise.conversion.final_evaluation import (
+    EvaluationSet,
+    choose_evaluation_set,
+    overlap_notes,
+    refuse_no_evaluation_set,
+    window_notes,
+)
 from headwise.conversion.frontiers.candidate import Candidate, list_candidates
 from headwise.conversion.frontiers.page import markdown, page
 from headwise.conversion.frontiers.points import Frontier, collect
@@ -62,7 +68,7 @@ class Setting:
         options: the user's options.
         models: the folder of converted models.
         calibrate: the calibration texts.
-        exam: the windows to evaluate on.
+        evaluation_set: the windows to evaluate on.
         dtype: the dtype of the conversions; the source's when None.
         progress: told of layers and windows.
     """
@@ -73,7 +79,7 @@ class Setting:
     options: FrontierOptions
     models: Path
     calibrate: CalibrationTexts
-    exam: Exam
+    evaluation_set: EvaluationSet
     dtype: torch.dtype | None
     progress: Progress
 
@@ -117,7 +123,9 @@ def _document(
         device=setting.options.device,
         progress=setting.progress,
     )
-    scored = evaluate_windows(pair, setting.exam, cache=candidate.cache, progress=setting.progress, shared=True)
+    scored = evaluate_windows(
+        pair, setting.evaluation_set, cache=candidate.cache, progress=setting.progress, shared=True
+    )
     document: dict[str, Any] = {
         "conversion": conversion,
         # The path of a model that is removed is no part of the result.
@@ -184,9 +192,11 @@ def _converted(model: Path, run: str) -> dict[str, Any] | None:
 def _identity(candidate: Candidate, setting: Setting) -> str:
     """A digest of everything that decides a result."""
     # The windows to evaluate on, in place of the texts, the width and the number that they come from.
-    exam = [[name, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), *ids.shape] for name, ids in setting.exam]
+    evaluation_set = [
+        [name, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), *ids.shape] for name, ids in setting.evaluation_set
+    ]
     decides = setting.options.identity() | {
-        "evaluate": exam,
+        "evaluate": evaluation_set,
         "window": None,
         "windows": None,
         "dtype": _name(setting.dtype),
@@ -286,10 +296,16 @@ def frontier(
     dtype = None if options.dtype is None else as_dtype(options.dtype)
     as_device(options.device)  # refused before any work
     checkpoint = open_checkpoint(source)
-    refuse_unexamined(checkpoint.spec)
+    refuse_no_evaluation_set(checkpoint.spec)
     candidates, notes = list_candidates(checkpoint, options.targets, methods=options.methods, dtype=dtype)
-    exam = choose_exam(checkpoint, named, calibrate=texts, window=options.window, windows=options.windows)
-    notes += [*checkpoint.notes, *overlap_notes(checkpoint, exam, texts), *window_notes(checkpoint, exam)]
+    evaluation_set = choose_evaluation_set(
+        checkpoint, named, calibrate=texts, window=options.window, windows=options.windows
+    )
+    notes += [
+        *checkpoint.notes,
+        *overlap_notes(checkpoint, evaluation_set, texts),
+        *window_notes(checkpoint, evaluation_set),
+    ]
     with _shared_work_folder(folder) as work:
         setting = Setting(
             checkpoint=checkpoint,
@@ -298,7 +314,7 @@ def frontier(
             options=options,
             models=folder / _MODELS if options.keep else work,
             calibrate=texts,
-            exam=exam,
+            evaluation_set=evaluation_set,
             dtype=dtype,
             progress=progress,
         )

@@ -20,7 +20,7 @@ from headwise.base.processes import barrier, entered_first, process_count, proce
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.conversion.calibration.windows import CalibrationWindows
-from headwise.conversion.closing_evaluation import Exam, choose_exam, prove
+from headwise.conversion.final_evaluation import EvaluationSet, choose_evaluation_set, evaluate_result
 from headwise.conversion.healing.curriculum import WINDOWS, FadingChannels, RankCurriculum, order_channels
 from headwise.conversion.healing.engine_format import check_file_cache, round_in_training, trained_format
 from headwise.conversion.healing.loop import Loop, learning_rate, run_model
@@ -156,7 +156,7 @@ class _Prepared:
         checkpoint: of the converted model.
         teacher: of the teacher.
         windows: to train on.
-        exam: the windows to evaluate on; may be empty.
+        evaluation_set: the windows to evaluate on; may be empty.
         device: of this process.
         dtype: of matrix products.
         curriculum: where channels fade out.
@@ -169,7 +169,7 @@ class _Prepared:
     checkpoint: Checkpoint
     teacher: Checkpoint
     windows: HealingWindows
-    exam: Exam
+    evaluation_set: EvaluationSet
     device: torch.device
     dtype: torch.dtype
     curriculum: RankCurriculum | None
@@ -239,10 +239,10 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
     curriculum = None if part is None else RankCurriculum(checkpoint, part)
     windows = open_windows(checkpoint, options, teacher.spec)
     refuse_other_tokens(checkpoint.path, teacher.path, name="teacher", source=str(teacher.path))
-    exam: Exam = []
+    evaluation_set: EvaluationSet = []
     if options.evaluate is not False:
         trained_on = CalibrationTexts(tuple(texts), tokens=windows.read_tokens, window=windows.width)
-        exam = choose_exam(
+        evaluation_set = choose_evaluation_set(
             teacher, named_texts(options.evaluate), calibrate=trained_on, windows=options.evaluation_windows
         )
     dtype = as_dtype(options.dtype or ("bfloat16" if is_quick(device) else "float32"))
@@ -253,7 +253,7 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
         checkpoint=checkpoint,
         teacher=teacher,
         windows=windows,
-        exam=exam,
+        evaluation_set=evaluation_set,
         device=device,
         dtype=dtype,
         curriculum=curriculum,
@@ -284,10 +284,12 @@ def _refuse_other_shape(checkpoint: Checkpoint, teacher: Checkpoint) -> None:
 
 def _evaluate(folder: Path, prepared: _Prepared, progress: Progress) -> Evaluation | str | None:
     """A model beside the teacher; a note where that cannot be done, and None in all processes but the first."""
-    if not prepared.exam or process_index() > 0:
+    if not prepared.evaluation_set or process_index() > 0:
         return None
     options, device = prepared.options, str(prepared.device)
-    return prove(folder, options.teacher, prepared.exam, progress, cache=options.cache, device=device)
+    return evaluate_result(
+        folder, options.teacher, prepared.evaluation_set, progress, cache=options.cache, device=device
+    )
 
 
 def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, Progressed, int]:

@@ -20,7 +20,7 @@ from headwise.base.options import PrepareOptions, takes_options
 from headwise.base.progress import Progress, silent
 from headwise.base.threads import map_in_threads
 from headwise.base.type_checks import checked_types
-from headwise.conversion.closing_evaluation import Exam, choose_exam, overlap_notes, window_notes
+from headwise.conversion.final_evaluation import EvaluationSet, choose_evaluation_set, overlap_notes, window_notes
 from headwise.conversion.preparation.change import Change
 from headwise.conversion.preparation.one_layer import best_change
 from headwise.conversion.preparation.proof import Proof, check_engines, check_written, prove
@@ -133,7 +133,7 @@ def prepare(
     named = named_texts(options.evaluate)
     check_engines(formats, options.engine_python, is_measured=bool(named))
     windows = options.evaluation_windows
-    exam = choose_exam(checkpoint, named, calibrate=texts, windows=windows) if named else []
+    evaluation_set = choose_evaluation_set(checkpoint, named, calibrate=texts, windows=windows) if named else []
     if checkpoint.family.gguf_interleaved:
         formats = [code.interleaved() for code in formats]
     with _as_written(checkpoint, path, progress) as model:
@@ -154,7 +154,7 @@ def prepare(
             stored.write(path, changes, check, overwrite=options.overwrite, progress=progress)
             written = path
     seconds = time.perf_counter() - start
-    proof = _proved(source, written, products[0], exam, formats, options, progress)
+    proof = _proved(source, written, products[0], evaluation_set, formats, options, progress)
     return Preparation(
         source=str(source),
         output=str(written),
@@ -165,8 +165,8 @@ def prepare(
         notes=(
             *checkpoint.notes,
             *_notes(layers, options.context),
-            *overlap_notes(checkpoint, exam, texts),
-            *(window_notes(checkpoint, exam) if exam else ()),
+            *overlap_notes(checkpoint, evaluation_set, texts),
+            *(window_notes(checkpoint, evaluation_set) if evaluation_set else ()),
             *proof.notes,
         ),
         seconds=seconds,
@@ -195,7 +195,7 @@ def _proved(
     source: str | Path,
     written: Path,
     products: float,
-    exam: Exam,
+    evaluation_set: EvaluationSet,
     formats: Sequence[EngineFormat],
     options: PrepareOptions,
     progress: Progress,
@@ -203,7 +203,9 @@ def _proved(
     """The proof of what was written, which is removed where it does not hold."""
     python, is_exact = options.engine_python, not options.refit
     try:
-        return prove(source, written, products, exam, formats, python=python, is_exact=is_exact, progress=progress)
+        return prove(
+            source, written, products, evaluation_set, formats, python=python, is_exact=is_exact, progress=progress
+        )
     except HeadwiseError:
         _remove(written)
         raise

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from headwise.base.progress import Progress
-from headwise.conversion.closing_evaluation import Exam, short_of_memory
+from headwise.conversion.final_evaluation import EvaluationSet, short_of_memory
 from headwise.conversion.preparation.change import Change, changed, channels, num_pairs
 from headwise.conversion.preparation.samples import projected
 from headwise.errors import ArgumentError, CheckpointError, StorageError
@@ -241,7 +241,7 @@ def prove(
     source: str | Path,
     output: Path,
     products: float,
-    exam: Exam,
+    evaluation_set: EvaluationSet,
     formats: Sequence[EngineFormat],
     *,
     python: str | Path | None,
@@ -254,7 +254,7 @@ def prove(
         source: the model, as the user named it.
         output: the prepared one.
         products: what `check_written` found.
-        exam: windows of text; nothing is measured without any.
+        evaluation_set: windows of text; nothing is measured without any.
         formats: that the model was prepared for.
         python: the interpreter that has an engine; this process's own when None.
         is_exact: whether it should compute what its source does.
@@ -263,15 +263,15 @@ def prove(
     Raises:
         CheckpointError: it should, and does not.
     """
-    if not exam:
+    if not evaluation_set:
         return Proof(products=products)
-    tokens = sum(len(batch) * (batch.shape[1] - 1) for _, batch in exam)
+    tokens = sum(len(batch) * (batch.shape[1] - 1) for _, batch in evaluation_set)
     differences: list[Difference] = []
     caches: list[CacheLoss] = []
     notes: list[str] = []
     if tokens < TOKENS:
         notes.append(f"measured on {tokens:,} tokens alone, too few to tell what is lost: name a longer text")
-    ids = exam[0][1][0][:TOKENS]
+    ids = evaluation_set[0][1][0][:TOKENS]
     pair: Pair | None = None
     with _noting(notes, output):
         pair = _opened(source, output, None, progress)
@@ -279,19 +279,19 @@ def prove(
             differences.append(_difference(_opened(source, output, "float32", progress), ids))
         differences.append(_difference(pair, ids))
     if is_exact and any(one.dtype == "float32" and one.kl > SAME for one in differences):
-        rule = f"computes something else than its source: KL {differences[0].kl:.2g} on {exam[0][0]}"
+        rule = f"computes something else than its source: KL {differences[0].kl:.2g} on {evaluation_set[0][0]}"
         raise CheckpointError("output", str(output), f"{rule}; nothing is left of it")
     if pair is not None and differences:
         with _noting(notes, output):
-            caches += _simulated(pair, exam, formats, progress)
+            caches += _simulated(pair, evaluation_set, formats, progress)
     pair = None  # engines load models of their own
     for code in formats:
         with _noting(notes, output, f" in {code.engine} itself"):
-            caches += _in_its_engine(source, output, exam, code, python, notes, progress)
+            caches += _in_its_engine(source, output, evaluation_set, code, python, notes, progress)
     return Proof(
         products=products,
-        text=", ".join(name for name, _ in exam),
-        window=exam[0][1].shape[1],
+        text=", ".join(name for name, _ in evaluation_set),
+        window=evaluation_set[0][1].shape[1],
         tokens=tokens,
         differences=tuple(differences),
         caches=tuple(caches),
@@ -337,13 +337,14 @@ def _difference(pair: Pair, ids: Tensor) -> Difference:
 
 
 def _simulated(
-    prepared: Pair, exam: Exam, formats: Sequence[EngineFormat], progress: Progress
+    prepared: Pair, evaluation_set: EvaluationSet, formats: Sequence[EngineFormat], progress: Progress
 ) -> Iterator[CacheLoss]:
     """What formats lose as headwise simulates them, both models in the wider of their dtypes."""
     as_it_is = prepared.of_the_reference()
     for code in formats:
         before, after = (
-            evaluate_windows(pair, exam, cache=str(code), progress=progress) for pair in (as_it_is, prepared)
+            evaluate_windows(pair, evaluation_set, cache=str(code), progress=progress)
+            for pair in (as_it_is, prepared)
         )
         yield CacheLoss(cache=str(code), engine=None, before=_loss(before), after=_loss(after))
 
@@ -351,7 +352,7 @@ def _simulated(
 def _in_its_engine(
     source: str | Path,
     output: Path,
-    exam: Exam,
+    evaluation_set: EvaluationSet,
     code: EngineFormat,
     python: str | Path | None,
     notes: list[str],
@@ -373,7 +374,7 @@ def _in_its_engine(
         before, after = (
             evaluate_windows_in_engine(
                 open_pair(model, against=original),
-                exam,
+                evaluation_set,
                 engine=code.engine,
                 cache=str(code).partition(":")[2],
                 python=python,

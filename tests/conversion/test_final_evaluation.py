@@ -10,8 +10,8 @@ import torch
 from huggingface_hub import metadata_load
 
 import headwise
-from headwise.conversion import STAGES, closing_evaluation
-from headwise.conversion.closing_evaluation import REFERENCE, choose_exam
+from headwise.conversion import STAGES, final_evaluation
+from headwise.conversion.final_evaluation import REFERENCE, choose_evaluation_set
 from headwise.measure.evaluation import evaluate_windows, model_pair, open_pair
 from headwise.measure.texts import calibration_windows, language_reference, text_identity
 from headwise.measure.texts.calibration import CalibrationTexts
@@ -61,7 +61,9 @@ def test_it_ends_on_what_the_calibration_left_of_its_text(source: Path, text: Pa
 def test_of_several_texts_what_is_left_of_each(source: Path, text: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("x" * 300)
-    exam = choose_exam(open_checkpoint(source), calibrate=CalibrationTexts((text, short, text), 900), windows=3)
+    exam = choose_evaluation_set(
+        open_checkpoint(source), calibrate=CalibrationTexts((text, short, text), 900), windows=3
+    )
     # Windows of 225 tokens, two of the first text and one of each of the others; one of them has too few left.
     assert [name for name, _ in exam] == [f"{text} after 2,100 tokens"] * 2
     study = calibration_windows(load_tokenizer(source), [text, short, text], tokens=900, window=256)
@@ -112,16 +114,16 @@ def test_the_reference_is_no_exam_of_what_was_calibrated_on_it(source: Path, tmp
     study = tmp_path / "study.txt"
     study.write_text(language_reference(topics), encoding="utf-8")
     with pytest.raises(headwise.ArgumentError, match="evaluate = None: must be named: all texts are calibrated on"):
-        choose_exam(open_checkpoint(source), calibrated_on=[text_identity(study)])
+        choose_evaluation_set(open_checkpoint(source), calibrated_on=[text_identity(study)])
     study.write_text(language_reference(topics)[:-1], encoding="utf-8")
-    ((name, _),) = choose_exam(open_checkpoint(source), calibrated_on=[text_identity(study)])
+    ((name, _),) = choose_evaluation_set(open_checkpoint(source), calibrated_on=[text_identity(study)])
     assert name == REFERENCE
 
 
 def test_a_conversion_that_nothing_is_left_to_measure_says_so(
     source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(closing_evaluation, "language_reference", lambda *_: TEXT)
+    monkeypatch.setattr(final_evaluation, "language_reference", lambda *_: TEXT)
     done = headwise.convert(source, tmp_path / "out", **{**STUDY, "calibration_tokens": 10**6}, calibrate=text)
     assert done.evaluation is None
     assert done.notes[-1].startswith("not evaluated: evaluate = None: must be named")
@@ -132,12 +134,12 @@ def test_windows_of_the_exam_are_as_wide_as_they_are_asked_for(source: Path, tex
     checkpoint = open_checkpoint(source)
     tokens = load_tokenizer(source)(TEXT)["input_ids"]
     for window in (40, 256):
-        ((name, left),) = choose_exam(checkpoint, calibrate=CalibrationTexts((text,), 512), window=window)
+        ((name, left),) = choose_evaluation_set(checkpoint, calibrate=CalibrationTexts((text,), 512), window=window)
         assert name == f"{text} after 1,976 tokens"
         assert left.tolist() == [tokens[1976 + at * window :][:window] for at in range(2)]
-        ((_, named),) = choose_exam(checkpoint, [text], window=window, windows=3)
+        ((_, named),) = choose_evaluation_set(checkpoint, [text], window=window, windows=3)
         assert named.tolist() == [tokens[at * window :][:window] for at in range(3)]
-        ((_, reference),) = choose_exam(checkpoint, window=window)
+        ((_, reference),) = choose_evaluation_set(checkpoint, window=window)
         assert reference.shape == (2, window)
 
 
@@ -210,7 +212,7 @@ def test_an_evaluation_that_fails_loses_nothing(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(closing_evaluation, "evaluate_windows", fail)
+    monkeypatch.setattr(final_evaluation, "evaluate_windows", fail)
     done = headwise.convert(source, tmp_path / "out", **HALF)
     assert done.evaluation is None
     assert done.notes[-1].startswith("not evaluated: ")
@@ -222,8 +224,8 @@ def test_an_evaluation_that_fails_loses_nothing(
 def test_models_that_do_not_fit_in_memory_are_not_loaded(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(closing_evaluation, "available_bytes", lambda: 500_000)
-    monkeypatch.setattr(closing_evaluation, "evaluate_windows", None)
+    monkeypatch.setattr(final_evaluation, "available_bytes", lambda: 500_000)
+    monkeypatch.setattr(final_evaluation, "evaluate_windows", None)
     done = headwise.convert(source, tmp_path / "out", **HALF)
     assert done.notes[-1] == "not evaluated: both models take 0.0 GB of memory and 0.0 GB are free"
 
@@ -325,10 +327,10 @@ def test_an_exam_that_repeats_the_calibration_is_noted(source: Path, text: Path,
 def test_how_much_an_exam_repeats_is_counted_on_the_windows_that_are_calibrated_on(source: Path, text: Path) -> None:
     checkpoint, texts = open_checkpoint(source), CalibrationTexts((text,), 512)
     tokens = torch.tensor(load_tokenizer(source)(TEXT)["input_ids"])
-    (line,) = closing_evaluation.overlap_notes(checkpoint, [("a", tokens[:256][None])], texts)
+    (line,) = final_evaluation.overlap_notes(checkpoint, [("a", tokens[:256][None])], texts)
     assert line.startswith(f"100.0% of the 256 {SHARED}")
-    assert closing_evaluation.overlap_notes(checkpoint, [], texts) == []
-    assert closing_evaluation.overlap_notes(checkpoint, [("a", tokens[:256][None])], CalibrationTexts()) == []
+    assert final_evaluation.overlap_notes(checkpoint, [], texts) == []
+    assert final_evaluation.overlap_notes(checkpoint, [("a", tokens[:256][None])], CalibrationTexts()) == []
 
 
 def test_a_model_beside_itself_is_loaded_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ REFERENCE = "Python's language reference"
 _PARTS = (slice(None), slice(0, None, 2), slice(1, None, 2))
 """The whole language reference, and the two halves that `headwise demo` writes as texts."""
 
-Exam = list[tuple[str, Tensor]]
+EvaluationSet = list[tuple[str, Tensor]]
 """The texts that a result is evaluated on: each one's name, and its windows ``[n, W]``."""
 
 NOT_EVALUATED = "not evaluated"
@@ -50,10 +50,10 @@ BEYOND = 256
 """Tokens that are read behind the length at which a model's rotary frequencies change."""
 
 EVALUATING = "perplexity"
-"""The name of the stage in which an exam is scored, for progress."""
+"""The name of the stage in which an evaluation set is scored, for progress."""
 
 
-def refuse_unexamined(spec: ModelSpec) -> None:
+def refuse_no_evaluation_set(spec: ModelSpec) -> None:
     """Refuse a model that the prediction of a text's next tokens does not measure.
 
     Raises:
@@ -66,7 +66,7 @@ def refuse_unexamined(spec: ModelSpec) -> None:
         raise SpecError("model_type", spec.model_type, "decodes what its encoder heard, which text does not measure")
 
 
-def choose_exam(
+def choose_evaluation_set(
     checkpoint: Checkpoint,
     named: Sequence[str | Path] = (),
     *,
@@ -74,7 +74,7 @@ def choose_exam(
     calibrated_on: Collection[str] = (),
     window: int | None = None,
     windows: int | None = EVALUATION_WINDOWS,
-) -> Exam:
+) -> EvaluationSet:
     """Choose the windows that a conversion is evaluated on.
 
     They come from the texts that the user names; without any, from the rest of the calibration texts if that is at
@@ -96,7 +96,7 @@ def choose_exam(
         SpecError: the prediction of next tokens does not measure the model.
         CheckpointError: there is no tokenizer.
     """
-    refuse_unexamined(checkpoint.spec)
+    refuse_no_evaluation_set(checkpoint.spec)
     positions = checkpoint.spec.max_position_embeddings
     if window is not None and not 2 <= window <= (positions or window):
         limit = "" if positions is None else f" and at most {positions}, by the model's positions"
@@ -108,7 +108,7 @@ def choose_exam(
         raise ArgumentError("window", widths[-1], f"must be at least {2 + len(begin)}")
     widths = [width - len(begin) for width in widths]  # of text alone
     calibration_texts = {*calibrated_on, *map(text_identity, calibrate.sources)}
-    exam: Exam = []
+    evaluation_set: EvaluationSet = []
     if named:
         most = None if windows is None else widths[0] * windows
         characters = None if most is None else most * 32  # more to a token than any tokenizer's average
@@ -122,7 +122,7 @@ def choose_exam(
         width = next((width for width in widths if width <= shortest), widths[-1])
         if window is None and len(ids) == 1:
             width = max(min(width, shortest), 2)
-        exam = [
+        evaluation_set = [
             (str(text), cut_windows(text_ids, window=width, windows=windows, name=f"evaluate {text}"))
             for text, text_ids in zip(named, ids, strict=True)
         ]
@@ -131,17 +131,17 @@ def choose_exam(
         tokens = calibrate.text_tokens(taken, len(begin))
         beyond = partial(windows_beyond, tokenizer, calibrate.sources, tokens=tokens, window=taken, windows=windows)
         # The widest windows for which no more texts are too short than for the usual ones.
-        exam = max((beyond(width=width) for width in widths), key=len)
-    if not exam:
+        evaluation_set = max((beyond(width=width) for width in widths), key=len)
+    if not evaluation_set:
         if calibration_texts & {hashlib.sha256(language_reference(part).encode()).hexdigest() for part in _PARTS}:
             rule = "must be named: all texts are calibrated on, and Python's language reference is one of them"
             raise ArgumentError("evaluate", None, rule)
         most = None if windows is None else widths[0] * windows
         reference = token_ids(tokenizer, language_reference(), at_most=most)
-        exam = [(REFERENCE, cut_windows(reference, window=widths[0], windows=windows))]
-    exam = [(name, begun(batch, begin)) for name, batch in exam]
-    refuse_unknown_tokens(checkpoint, *(batch for _, batch in exam))
-    return exam
+        evaluation_set = [(REFERENCE, cut_windows(reference, window=widths[0], windows=windows))]
+    evaluation_set = [(name, begun(batch, begin)) for name, batch in evaluation_set]
+    refuse_unknown_tokens(checkpoint, *(batch for _, batch in evaluation_set))
+    return evaluation_set
 
 
 def _usual_widths(spec: ModelSpec) -> list[int]:
@@ -155,30 +155,30 @@ def _usual_widths(spec: ModelSpec) -> list[int]:
     return [beyond if positions in (None, change) else min(beyond, positions or beyond), usual]
 
 
-def window_notes(checkpoint: Checkpoint, exam: Exam) -> list[str]:
+def window_notes(checkpoint: Checkpoint, evaluation_set: EvaluationSet) -> list[str]:
     """Notes for the user about how windows of text begin, and about lengths at which the model changes.
 
     Args:
         checkpoint: the source.
-        exam: the windows that results are evaluated on; empty where there are none.
+        evaluation_set: the windows that results are evaluated on; empty where there are none.
     """
     notes = []
-    if exam and (begin := first_ids(tokenizer := load_tokenizer(checkpoint.path))):
+    if evaluation_set and (begin := first_ids(tokenizer := load_tokenizer(checkpoint.path))):
         tokens = " ".join(tokenizer.convert_ids_to_tokens(begin))
         notes.append(f"windows begin with `{tokens}`, as the tokenizer begins every text")
     if (change := checkpoint.spec.changes_at) is not None:
         notes.append(change_note(change))
-        if exam and (width := exam[0][1].shape[1]) <= change:
+        if evaluation_set and (width := evaluation_set[0][1].shape[1]) <= change:
             notes.append(f"evaluated on {width:,} tokens at a time, and not beyond {change:,}")
     return notes
 
 
-def overlap_notes(checkpoint: Checkpoint, exam: Exam, calibrate: CalibrationTexts) -> list[str]:
+def overlap_notes(checkpoint: Checkpoint, evaluation_set: EvaluationSet, calibrate: CalibrationTexts) -> list[str]:
     """A note for the user if more than 1 % of the evaluation text repeats calibration text; see `overlap_note`."""
-    if not (exam and calibrate):
+    if not (evaluation_set and calibrate):
         return []
     windows = open_windows(checkpoint, calibrate).ids
-    note = overlap_note([batch for _, batch in exam], [windows])
+    note = overlap_note([batch for _, batch in evaluation_set], [windows])
     return [] if note is None else [note]
 
 
@@ -205,10 +205,10 @@ def short_of_memory(pair: Pair) -> str | None:
     return f"{taken} and {free / 1e9:.1f} GB are free"
 
 
-def prove(
+def evaluate_result(
     output: str | Path,
     source: str | Path,
-    exam: Exam,
+    evaluation_set: EvaluationSet,
     progress: Progress = silent,
     *,
     cache: str | None = None,
@@ -220,7 +220,7 @@ def prove(
     Args:
         output: the folder, or the source.
         source: the source that it was converted from.
-        exam: the windows, from `choose_exam`.
+        evaluation_set: the windows, from `choose_evaluation_set`.
         progress: told of each window.
         cache: the format that the cache is stored in; as it is when None.
         dtype: to run both models in; the wider of their stored ones when None.
@@ -234,7 +234,7 @@ def prove(
         pair = open_pair(output, against=source, dtype=dtype, device=device, progress=progress)
         if (short := short_of_memory(pair)) is not None:
             return f"{undone}: {short}"
-        return evaluate_windows(pair, exam, cache=cache, progress=progress)
+        return evaluate_windows(pair, evaluation_set, cache=cache, progress=progress)
     except KeyboardInterrupt as stopped:
         stopped.add_note("interrupted during the evaluation, which --no-evaluate leaves out")
         raise
