@@ -2,6 +2,9 @@
 
 The operations of a small layer are too short to be divided among many cores: whole windows of a text keep more of
 them busy.
+
+Results come in the order of the items, and sums are made in the caller's thread, so that they do not depend on which
+item is finished first. Solutions of layers, which take the most memory, are made one at a time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Options that several commands have, and the scores that they print.
 
-Parameters of a typer command from an options class: each field becomes an option or a flag.
-
-Print evaluations as tables, the model beside its reference.
+Each field of an options class becomes an option or a flag of a typer command. Evaluations are printed as tables, the
+model beside its reference.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Pictures of a command's result.
-
-The figures of commands' pictures, made with matplotlib.
-
-Pictures that commands write into a file beside what they print: PNG or SVG, by matplotlib.
-"""
+"""Pictures that commands write into a file beside what they print: PNG or SVG, by matplotlib."""
 
 from __future__ import annotations
 

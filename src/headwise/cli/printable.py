@@ -1,8 +1,7 @@
 """What commands and libraries print, without control characters.
 
-Escape the control characters of text from files before it reaches a terminal.
-
-Hold back the output of libraries while a command works, so that an error is one line on stderr.
+Text from files is escaped before it reaches a terminal. What libraries print while a command works is held back, so
+that an error is one line on stderr.
 """
 
 from __future__ import annotations

@@ -1,23 +1,12 @@
 """The code of a converted layer's cache: its basis, and the scales, bits and bytes of its channels.
 
-The basis that a layer's cache is coded in.
-
 The basis is free: an invertible map of the latent is absorbed by the projections around it, and so is a complex
 matrix for each rotary frequency. It is chosen such that channels are uncorrelated and an error of any of them costs
-the same (the Karhunen–Loève basis in the metric of the layer's own output); bits then go where the variance is.
+the same (the Karhunen–Loève basis in the metric of the layer's own output); bits then go where the variance is. A
+layer spends whole bytes, and what is left of its share goes to the next layer.
 
-Shapes: T tokens of a window, E hidden, W cached values: R + P of MLA, a latent and a
-rotary key, or K · (D + V) of MHA, GQA and MQA, keys and values.
-
-Scales and numbers of bits for the channels of a layer's cache, in the basis of its code.
-
-Shapes: n tokens, W cached values.
-
-Bytes of codes for each layer: whole numbers that the blocks of its channels can spend, and no bytes left over.
-
-Design the static code of a layer's cache: its basis, scales and bits for each channel.
-
-Shapes: T tokens of a window, R latent rank, P rotary dims, W = R + P cached values, E hidden.
+Shapes: n tokens, T tokens of a window, E hidden, W cached values: R + P of MLA, a latent and a rotary key, or K · (D
++ V) of MHA, GQA and MQA, keys and values.
 """
 
 from __future__ import annotations

@@ -216,6 +216,7 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         field, value = ("bias_free", True) if options.bias_free else ("format", options.format)
         rule = "needs a text to calibrate on, or statistics: without biases a constant is a function of the inputs"
         raise ArgumentError(field, value, rule)
+    # The plan decides sizes, so that it has to know what the format asks of them.
     target = replace(
         target, spreads=options.spread, has_constant=folder_format.has_constant, block=folder_format.block
     )
@@ -224,6 +225,7 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         target,
         method=options.method,
         dtype=dtype,
+        # A stock folder has one width of latent for all layers, over which nothing can be spread.
         without=[*options.without, *(["spread"] if folder_format.is_exported else [])],
         calibration="statistics" if options.statistics is not None else "text" if texts else None,
         device=device,
@@ -237,6 +239,7 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         rule = "goes with mla of a decoder to a part of its values, on a text, in headwise's own format"
         raise ArgumentError("spread", True, rule)
     folder_format.check(OutputLayout(plan))
+    # These read whole files, and so come after all that can be refused by the config.
     statistics = None if options.statistics is None else open_statistics(options.statistics, checkpoint, progress)
     evaluation_set, no_evaluation_set = _find_exam(checkpoint, options, texts, statistics)
     return _Prepared(
@@ -402,7 +405,11 @@ def _describe(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str],
 
 
 def _prove(prepared: _Prepared, report: Conversion, writer: FolderWriter, progress: Progress) -> Conversion:
-    """The report with evaluations of the folder and of plain quantisation, or with notes why there are none."""
+    """The report with evaluations of the folder and of plain quantisation, or with notes why there are none.
+
+    The folder is measured where it is written, before it is moved into place. What cannot be measured becomes a note,
+    and after an interruption the same command measures again and converts nothing twice.
+    """
     if prepared.options.evaluate is False:
         return report
     if prepared.no_evaluation_set:

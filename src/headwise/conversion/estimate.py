@@ -1,4 +1,7 @@
-"""Estimate the seconds of a conversion: convert one layer on a few windows, and scale the time of each part."""
+"""Estimate the seconds of a conversion: convert one layer on a few windows, and scale the time of each part.
+
+The conversion's own code does that work, so that an estimate changes as the solver does.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """The report of a conversion, what it gains at a context, and the file that keeps it.
 
-What a conversion gains and costs at a user's context: bytes of cache and of weights, and a decode step's work.
-
-The report of a conversion, which `convert` returns.
-
-What a conversion measured of itself, as a file of its folder that `headwise advise --measured` reads.
+Gains and costs at a user's context are bytes of cache and of weights, and the work of a decode step. What a
+conversion measured of itself is a file of its folder, which `headwise advise --measured` reads.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Files that a run keeps so that a killed one goes on: hidden states, solved layers, converted layers.
 
-The hidden states of all windows between two layers, on disk, so that memory does not grow with the windows.
+The hidden states of all windows between two layers are on disk, so that memory does not grow with the windows. A
+solved layer is kept so that a run that continues a killed one need not solve it again, and a converted layer until it
+is written to the folder.
 
 Shapes: N windows, W tokens in each, E hidden size.
-
-Solved layers on disk, so that a run that continues a killed one does not solve them again.
-
-Converted layers before they are written to the folder, and on disk for a run that continues a killed one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Carry out a plan: calibrate, size the layers, convert one after the other, and write the folder.
 
-The layer loop: evidence of a layer, its solution, the refined layer on disk, and on to the next layer.
-
-`convert_layer` is the whole way of one layer's tensors. `write_tensors` asks for each layer when it comes to the
-layer's first tensor in the folder.
-
-Carry out a plan: calibrate, size the layers, convert them, and write the folder in its format.
+`convert_layer` is the whole way of one layer's tensors: its evidence, its solution, the refined layer on disk, and on
+to the next layer. `write_tensors` asks for each layer when it comes to the layer's first tensor in the folder.
 """
 
 from __future__ import annotations

@@ -61,7 +61,11 @@ class Measured:
 
     @property
     def loss_at_most(self) -> float:
-        """What a limit is compared with: the loss, or one that is predicted with `PREDICTED_WITHIN` times the KL."""
+        """What a limit is compared with: the loss, or one that is predicted with `PREDICTED_WITHIN` times the KL.
+
+        A prediction is held to a limit at the end of its error, so that no option is recommended whose loss may well
+        be over the limit. A measurement of the same target takes its place.
+        """
         return (1 + self.loss) ** PREDICTED_WITHIN - 1 if self.is_predicted else self.loss
 
 

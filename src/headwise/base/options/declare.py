@@ -1,8 +1,7 @@
-"""Options declared once, and functions that take them as one object or as keywords.
+"""Options declared once: type, default, help and rule, for Python, the command line and a run's identity.
 
-Options declared once, with type, default, help and rule, for Python, the command line and a run's identity.
-
-A decorator for functions that take their options as one object or as keywords.
+A class of options has a field for each. `takes_options` lets a function take them as one object or as keywords, and
+writes their help into its docstring.
 """
 
 from __future__ import annotations

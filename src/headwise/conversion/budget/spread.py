@@ -1,19 +1,16 @@
 """Spread one total of cached values over layers, and choose rotary channels for all of them.
 
-Choose one list of rotary channels for all layers, as deepseek_v3 needs it, and measure the cost of sharing it.
+The losses of single layers at several sizes (`trials`) give the best allocation of the total to latents and rotary
+keys (`allocation`). The sum of single layers' losses leaves out what errors of several layers do together, so that
+the whole model with that allocation is held against the even one on held-out text; the even one stays unless it is
+beaten. An allocation that is not predicted to save `MARGIN` is not tried, and with codes the prediction decides.
 
-A layer's channels are mixtures of its key heads, at each frequency in falling order of energy
-(`rope_channels.concentrate`). The list says which channels keep their rotation; each layer mixes its own heads into
-them.
+deepseek_v3 needs one list of rotary channels for all layers. A layer's channels are mixtures of its key heads, at
+each frequency in falling order of energy (`rope_channels.concentrate`). The list says which channels keep their
+rotation; each layer mixes its own heads into them. Each layer is also solved with the channels that it would have
+chosen, to tell what sharing costs.
 
-Shapes: K key heads, F frequencies, E hidden.
-
-Spread one total of cached values over layers, latents and rotary keys, by the losses of layers at several sizes.
-
-The losses of single layers (`layer_trials`) give the best allocation of the total (`allocation`). The whole model
-with that allocation is compared with the even one, which is kept unless it is worse.
-
-Shapes: R latent rank, P rotary dims.
+Shapes: R latent rank, P rotary dims, K key heads, F frequencies, E hidden.
 """
 
 from __future__ import annotations

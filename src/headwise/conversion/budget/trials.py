@@ -1,21 +1,15 @@
 """The loss of each layer at several sizes and bits, and of the whole model with an allocation.
 
-Replace layers of a model by solutions, and measure the error of the layers' outputs and of the logits.
+Layers are solved once, without refits, and replaced in the model. Each layer's loss is estimated on held-out text by
+its sensitivity, which covers its own output alone; so each layer at its even size also replaces the source's in the
+model by itself, and the divergence of the logits scales its estimates. At each rotary width one latent is solved, and
+smaller ranks are cut from it: its channels come best first.
 
-Shapes: N pieces of T tokens, E hidden.
-
-The loss of each layer at several sizes and key weights, and of the whole model with an allocation.
-
-Layers are solved once, without refits. Each layer's loss is estimated on held-out text by its sensitivity, which
-covers its own output alone; so each layer at its even size also replaces the source's in the model by itself, and the
-divergence of the logits scales its estimates.
+With codes, the rounding at several numbers of bits is measured too. A smaller rank loses the same parts of every
+token, and rounding other ones each time; what either does to the model differs by a factor of its own, which is
+measured for each layer.
 
 Shapes: N pieces of T tokens, E hidden, R latent rank, P rotary dims.
-
-The loss of each layer with codes: of its sizes, and of the rounding at several numbers of bits.
-
-A smaller rank loses the same parts of every token, and rounding other ones each time; what either does to the model
-differs by a factor of its own, which is measured for each layer.
 """
 
 from __future__ import annotations
@@ -238,10 +232,13 @@ class LayerTrials:
             module = self.calibrator.model.module(index)
             sizes = self._sizes(index)
             layer_sizes.append(sizes)
+            # Zeros where another process tries the layer: the sum over processes is then each layer's losses.
             losses = torch.zeros(self._count(sizes), dtype=torch.float64, device=CPU)
+            # Streams of earlier layers pass this one before its own streams join them, which begin behind it.
             passes = map_in_threads(partial(trial.model.run, index, module), streams.values())
             streams = dict(zip(streams, passes, strict=True))
             is_mine = index % process_count() == process_index()
+            # Every process moves the source's stream, also past layers that are not its own to try.
             if saved_trial is not None:
                 source_stream.skip(index, module)
                 if is_mine:

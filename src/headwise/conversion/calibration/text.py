@@ -1,16 +1,11 @@
 """Calibrate on a text: each layer is solved for the inputs that the converted layers before it produce.
 
-A candidate for a converted layer, run on the windows of a text, and its descent on them.
-
-Shapes: W tokens of a window, S sampled tokens, H·V inputs of the output projection, E hidden size.
-
-Calibrate on a text: each layer is solved for the inputs that the converted layers before it produce.
-
 Two streams of hidden states go through the model side by side, the source's and the converted model's. A layer is
-solved from the statistics of the converted stream, and refitted so that its output also corrects the difference
-between the streams.
+solved from the statistics of the converted stream, and refined by a descent and a refit so that its output also
+corrects the difference between the streams. A `Candidate` is a layer that is run on the windows of the text, to
+measure its error or to refit it.
 
-Shapes: N windows, W tokens in each, E hidden size.
+Shapes: N windows, W tokens in each, S sampled tokens, H·V inputs of the output projection, E hidden size.
 """
 
 from __future__ import annotations

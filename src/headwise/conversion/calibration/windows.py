@@ -1,22 +1,17 @@
 """The windows that a conversion is calibrated on: text, repeated passages, and tokens that begin a text.
 
-The windows that a conversion is calibrated on: plain text, and windows that repeat passages from far behind.
-
 Text alone says little about what a model looks up thousands of tokens back: it seldom does, and a window is shorter.
 So in some windows the second half repeats passages of the first half, in another order, and stands at positions far
 behind it. RoPE sees nothing but positions, so such a window costs no more than any other, and asks the attention for
 the same as a long text does: to find a passage far back, and to go on as it went on.
 
-Shapes: N windows, W tokens in each.
+One more window has tokens that begin a text each. Many models rest their attention on the first token of a text,
+whatever it is: within a few layers its state grows to hundreds of times the size of any other, and later tokens
+attend to it where they look for nothing. At that token attention returns the token's own values. Where these are
+wrong, its state does not grow, and the whole text is predicted badly; and windows begin with so few different tokens
+that nothing else keeps a conversion from that.
 
-Tokens that begin a text, each a text of its own beside the windows of a calibration text.
-
-Many models rest their attention on the first token of a text, whatever it is: within a few layers its state grows to
-hundreds of times the size of any other, and later tokens attend to it where they look for nothing. At that token
-attention returns the token's own values. Where these are wrong, its state does not grow, and the whole text is
-predicted badly; and windows begin with so few different tokens that nothing else keeps a conversion from that.
-
-Shapes: W tokens of a window, E hidden size.
+Shapes: N windows, W tokens in each, E hidden size.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The candidates of a frontier: how a user spells one, and the ladder of those that are tried.
 
-A candidate of a frontier, and how a user spells its target.
-
 A target is a conversion (``mla:0.5``), a format that the source's own cache is stored in (``kivi4``), or a conversion
-with its cache in codes, of so many of the bytes of the source's cache in bfloat16 (``mla@0.25``).
-
-The candidates of a frontier: a ladder of targets, or several methods and ablations at each target.
+with its cache in codes, of so many of the bytes of the source's cache in bfloat16 (``mla@0.25``). Candidates are
+either a ladder of targets, or several methods and ablations at each target.
 """
 
 from __future__ import annotations

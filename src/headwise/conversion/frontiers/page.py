@@ -1,8 +1,7 @@
 """A frontier as documents: tables in Markdown, and one self-contained page with a plot.
 
-A frontier's plot as plotly's JSON, which needs no plotly until it is drawn.
-
-A frontier as documents: tables in Markdown, and one self-contained page with a plot.
+The plot is plotly's figure as plain JSON. plotly, which is an extra, is needed only to put its script and the figure
+into the page.
 """
 
 from __future__ import annotations
@@ -62,6 +61,8 @@ def plot_end(frontier: Frontier) -> float:
 def _ladder(frontier: Frontier) -> dict[str, Any]:
     points = [point for point in shown(frontier) if math.isfinite(point.perplexity_ratio)]
     source_bytes = frontier.cache_bytes_per_token
+    # The line of the best points ends at the source, whatever points there are of more bytes. It is drawn first, so
+    # that markers lie on it.
     best = sorted((p.cache_bytes_per_token, p.perplexity_ratio) for p in points if not p.dominated)
     best = [spot for spot in best if spot[0] < source_bytes] + [(source_bytes, 1.0)]
     traces: list[dict[str, Any]] = [
@@ -95,6 +96,7 @@ def _ladder(frontier: Frontier) -> dict[str, Any]:
             f"{source_bytes:,.0f} B a token<extra></extra>",
         }
     )
+    # One format that loses everything would squeeze all other points together: it is there when a reader zooms out.
     values, labels, span = _loss_axis(min(plot_end(frontier), max((p.perplexity_ratio for p in points), default=1.0)))
     return {
         "data": traces,

@@ -1,8 +1,7 @@
 """The result of a frontier: its points, which of them are dominated, and what to do at each size.
 
-The result of a frontier: a point for each candidate, the points that others dominate, and recommendations.
-
-What to do at each size of the cache: quantise, convert, or both, from measured points.
+There is a point for each candidate. From the measured points follows whether to quantise the cache, to convert the
+model, or both.
 """
 
 from __future__ import annotations

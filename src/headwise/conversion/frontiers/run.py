@@ -1,8 +1,7 @@
 """`frontier`: try many ways to make one model's cache smaller on the same texts, and keep each result.
 
-The result of one candidate: made and evaluated now, or saved by an earlier run of the same frontier.
-
-`frontier`: try many ways to make one model's cache smaller, each on the same texts: quality against cache.
+A candidate's result is made and evaluated now, or was saved by an earlier run. Its file is named after a digest of
+everything that decides it, so that a run goes on, or grows by a target, without an index.
 """
 
 from __future__ import annotations

@@ -241,6 +241,7 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
     refuse_other_tokens(checkpoint.path, teacher.path, name="teacher", source=str(teacher.path))
     evaluation_set: EvaluationSet = []
     if options.evaluate is not False:
+        # Where no text is named, the windows are chosen behind the part of the texts that training reads.
         trained_on = CalibrationTexts(tuple(texts), tokens=windows.read_tokens, window=windows.width)
         evaluation_set = choose_evaluation_set(
             teacher, named_texts(options.evaluate), calibrate=trained_on, windows=options.evaluation_windows

@@ -1,8 +1,8 @@
 """The training loop of healing, and the gradients of a step's windows.
 
-The gradients of a step's windows, on a CPU of two windows at a time.
-
-The training loop of healing.
+A step is a function of its number: windows are drawn from the seed and the step, and nothing in the model is random.
+So a run on a CPU that was killed anywhere goes on to the same bits. On a CPU two windows are differentiated at a
+time, each thread with gradients of its own.
 """
 
 from __future__ import annotations
@@ -319,6 +319,8 @@ def _text_cost(logits: Tensor, windows: CalibrationWindows) -> Tensor:
 
 def learning_rate(options: HealOptions, before: float) -> float:
     """The learning rate after warm-up: the user's, or so much that the steps reach about as far as the loss is away.
+
+    A rate that suits a conversion that has lost much undoes what one of little loss has.
 
     Args:
         options: of the run.

@@ -1,12 +1,8 @@
 """What healing minimises, on the logits of a model and of its teacher, which may be kept on disk.
 
-A teacher's likeliest tokens on disk, so that the teacher need not stay in memory.
+A teacher's likeliest tokens may lie on disk, so that the teacher need not stay in memory.
 
-Shapes: W tokens in a window, k kept of each.
-
-What healing minimises, on the logits of a model and of its teacher.
-
-Shapes: N positions, V tokens in the vocabulary.
+Shapes: N positions, W tokens in a window, V tokens in the vocabulary, k of them kept of each position.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""The report of a healing, which `heal` returns, and the card of the healed folder.
-
-The report of a healing, which `heal` returns.
-
-The model card of a healed folder.
-"""
+"""The report of a healing, which `heal` returns, and the model card of the healed folder."""
 
 from __future__ import annotations
 

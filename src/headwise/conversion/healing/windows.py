@@ -60,7 +60,10 @@ class HealingWindows:
         return self.steps * self.batch * self.width
 
     def step(self, index: int) -> CalibrationWindows:
-        """The windows of a step, a function of its number alone; every pass over the text has another order."""
+        """The windows of a step, a function of its number alone; every pass over the text has another order.
+
+        A killed run therefore goes on with the windows that it would have had, without a state of the draw.
+        """
         places = torch.arange(index * self.batch, (index + 1) * self.batch)
         rounds = places // len(self.train)
         rows = [self._order(int(one))[int(at)] for one, at in zip(rounds, places % len(self.train), strict=True)]

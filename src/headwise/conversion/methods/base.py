@@ -1,8 +1,7 @@
-"""`Method`: the declaration of a conversion method, and how the one that a user named is found.
+"""`Method`: the declaration of a conversion method, its call for one layer, and how a user's name finds it.
 
-`Method`: the declaration of a conversion method, and its call for one layer.
-
-Find the methods by their files, and choose the one that a user named.
+Methods are found by their files. Checks, stages, variants and labels are read off a method's declaration, so that no
+other file lists methods.
 """
 
 from __future__ import annotations

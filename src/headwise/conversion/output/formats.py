@@ -1,8 +1,6 @@
-"""The formats of the output folder: headwise's own, and those exported from it.
+"""The formats of the output folder: headwise's own, and those that are exported from it.
 
-Compare two folders of one model by their logits.
-
-The formats of the output folder: headwise's own, and formats that are exported from it.
+A format that is exported is written from a folder in headwise's own format, and the logits of both are compared.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """What is done to an MLA layer for engines: rotary pairs that bear rounding, and no biases.
 
-Factors of MLA's rotary pairs with which rounding by blocks of channels loses little.
-
 Engines round a cached key in blocks of channels, each with a step that its largest number sets. A complex factor of a
 rotary pair commutes with RoPE, and the queries undo it. Of a pair whose rotary key has a large constant part, which
 slow pairs have, both channels are made equal, so that the largest number is small.
 
-Shapes: E hidden, E' = E + 1 (a constant 1 stands last), P rotary dims, H heads, N content dims of a head.
+Some engines load no biases. A layer whose latent has a norm can be written without them: a function of the inputs
+that is near 1 on a text, fitted by ridge regression, stands in for the constant input.
 
-An MLA layer without biases, whose latent has a norm: what engines load that know of no biases.
-
-Shapes: E hidden, R the latent's rank, H heads, N key dim without RoPE, V value dim.
+Shapes: E hidden, E' = E + 1 (a constant 1 stands last), R the latent's rank, P rotary dims, H heads, N content dims
+of a head, V value dim.
 """
 
 from __future__ import annotations

@@ -1,25 +1,16 @@
 """The change of one layer: fitted on samples that matter, and the best of several.
 
-Queries and keys drawn as often as the errors of their products matter to what a layer's attention gives.
+Queries and keys are drawn as often as the errors of their products matter to what the attention gives. A query whose
+weights are spread over many keys hardly feels that one of them is off, and a key that nobody attends to may be
+rounded anyhow. The error of a score moves the output by the weight times how far the key's value is from the output,
+so that is how much a pair of a query and a key counts.
 
-A query whose weights are spread over many keys hardly feels that one of them is off, and a key that nobody attends to
-may be rounded anyhow. The error of a score moves the output by the weight times how far the key's value is from the
-output, so that is how much a pair of a query and a key counts.
+Of several changes the one is kept whose attention is least off through the rounding itself. What scores lose on
+average does not tell everything of keys with a large constant part: their rounding is the same for most tokens, and
+how much it hides of the rest is a matter of where the constant lies between two codes.
 
-Shapes: N drawn samples, B windows, W tokens of a window, S queries of a window, H query heads, K key–value heads, D
-head dim, V value dim.
-
-The best of several changes of a layer, by the error of the attention's output through the rounding itself.
-
-What scores lose on average does not tell everything of keys with a large constant part: their rounding is the same
-for most tokens, and how much it hides of the rest is a matter of where the constant lies between two codes.
-
-Shapes: C changes, B windows, W tokens of a window, S queries of a window, H query heads, K key–value heads, D head
-dim, V value dim, E hidden size.
-
-The change of one layer, and what it does there.
-
-Shapes: N samples, T keys, H query heads, K key–value heads, D head dim.
+Shapes: N drawn samples, C changes, B windows, W tokens of a window, S queries of a window, T keys, H query heads, K
+key–value heads, D head dim, V value dim, E hidden size.
 """
 
 from __future__ import annotations

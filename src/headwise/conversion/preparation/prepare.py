@@ -134,6 +134,8 @@ def prepare(
     check_engines(formats, options.engine_python, is_measured=bool(named))
     windows = options.evaluation_windows
     evaluation_set = choose_evaluation_set(checkpoint, named, calibrate=texts, windows=windows) if named else []
+    # Files of these families have the two channels of a pair side by side, not half a head apart, so that other
+    # channels share a block of the cache.
     if checkpoint.family.gguf_interleaved:
         formats = [code.interleaved() for code in formats]
     with _as_written(checkpoint, path, progress) as model:
@@ -141,6 +143,7 @@ def prepare(
         changes, layers = _fitted(checkpoint, stored, formats, texts, options, progress)
         products: list[float] = []
 
+        # Called on what is on the disk, before it is moved into its place: what is wrong never gets there.
         def check(written: Path) -> None:
             again = open_checkpoint(written, quantised=True)
             products.append(check_written(checkpoint, again, changes, path, progress))
@@ -153,6 +156,7 @@ def prepare(
         else:
             stored.write(path, changes, check, overwrite=options.overwrite, progress=progress)
             written = path
+    # The measurement on a text takes far longer. It comes last, when no error of it can cost what is written.
     seconds = time.perf_counter() - start
     proof = _proved(source, written, products[0], evaluation_set, formats, options, progress)
     return Preparation(

@@ -1,13 +1,9 @@
 """Queries, keys and values of each layer: of a text, or of random inputs where no text is given.
 
-Queries, keys and values of a layer: of inputs that a text has, or of random ones where no text is given.
+Random inputs need no run of the model.
 
 Shapes: N samples, B windows, W tokens of a window, E hidden size, H query heads, K key–value heads, D head dim, V
 value dim.
-
-The inputs of each layer's attention: those of a text, or random ones that need no run of the model.
-
-Shapes: B windows, W tokens of a window, E hidden size.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
 """Models as they are stored, changed in place: what weights have room for, folders, and GGUF files.
 
-What stored weights can be multiplied by before their type rounds or cuts them.
+The room of stored weights is what they can be multiplied by before their type rounds or cuts them. A model is copied,
+and the queries and keys of its layers are written over in the copy: dtypes that headwise does not know, metadata and
+the division into files then stay as they are.
 
-Shapes: K key–value heads, G groups of channels, D head dim.
-
-A model folder with the queries and keys of its layers changed as they are stored: all other bytes are copied.
-
-Shapes: H query heads, K key–value heads, D head dim, R rows of a stored matrix.
-
-A GGUF model with the queries and keys of its layers changed in place: all other bytes are copied.
-
-Shapes: H query heads, K key–value heads, D head dim.
+Shapes: H query heads, K key–value heads, G groups of channels, D head dim, R rows of a stored matrix.
 """
 
 from __future__ import annotations

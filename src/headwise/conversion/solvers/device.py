@@ -1,12 +1,9 @@
-"""The device that layers are solved on, and weights that cannot be solved.
-
-The device that a source is run on and its layers are solved on, and its products in bfloat16.
+"""The device that layers are solved on, its products in bfloat16, and weights that cannot be solved.
 
 Functions of tensors compute where their arguments are, and make new tensors on the device of the block that they are
-called in. What is read from files, and random numbers, which are drawn on the CPU so that every device draws the same
-ones, is moved there first; what is written is moved back.
-
-Refuse weights whose matrices cannot be decomposed.
+called in, so that no function of a solver has a device among its arguments. What is read from files, and random
+numbers, which are drawn on the CPU so that every device draws the same ones, is moved there first; what is written is
+moved back.
 """
 
 from __future__ import annotations
@@ -83,7 +80,12 @@ def is_quick(device: torch.device) -> bool:
 
 
 def quick_products() -> torch.autocast:
-    """A context in which float32 matrix products are computed in bfloat16: on a GPU, and on a CPU where `QUICK`."""
+    """A context in which float32 matrix products are computed in bfloat16: on a GPU, and on a CPU where `QUICK`.
+
+    For gradients, whose direction is what counts, and for a text's hidden states, whose rounding is far below what a
+    conversion loses. Statistics, refits and what decides between solutions are computed outside of it, in
+    float32 and float64.
+    """
     device = torch.get_default_device()
     return torch.autocast("cuda" if device.type == "cuda" else "cpu", torch.bfloat16, enabled=is_quick(device))
 

@@ -1,25 +1,18 @@
 """One layer of MHA, MQA or GQA converted to MLA: at one size, at several, and its tensors.
 
-Assemble the tensors of an MLA layer from a solution's parts: names, order of rows, biases and scale.
-
-Shapes: H query heads, K key heads, D head dim, V value dim, E hidden, E' = E or E + 1 (a column for the biases),
-P rotary dims, R latent rank. Everything is float64.
-
-One layer of MHA, MQA or GQA converted to MLA.
-
 The rotary energy of the key heads is concentrated in few channels. The channels that lose most without rotation keep
 it and become the shared rotary key; the content of the others, and all values, are decoded from one latent. With
 every rotary channel kept and the latent as wide as all the rest, the layer computes what the source computes. Key
-dims without rotation (partial rotary, or no RoPE at all) are plain content. Everything here is a function of tensors,
-in float64.
+dims without rotation (partial rotary, or no RoPE at all) are plain content. Without RoPE the layer has no rotary key,
+and a latent of E, and 1 for the biases, holds keys and values of all heads without loss: half of an MHA's cache.
+
+Of several sizes one latent is solved, and narrower ones are cut from it. Everything here is a function of tensors, in
+float64. At E = 4096 a matrix of E² takes 134 MB, so metrics stay blocks, one a key head, and of several sizes one is
+in memory at a time.
 
 Shapes: H query heads, K key heads, D head dim, D' its rotated dims, F = D'/2, V value dim, E hidden, E' = E or E + 1
 (a column for the biases), P rotary dims, R latent rank, m content rows, n plain dims of all heads, C channels without
 rotation.
-
-One layer's MLA solutions at several sizes: one latent is solved, and narrower ones are cut from it.
-
-Shapes: E hidden, R latent rank, P rotary dims.
 """
 
 from __future__ import annotations

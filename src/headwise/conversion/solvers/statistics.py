@@ -1,14 +1,11 @@
 """Statistics of a layer's attention on a text, and the metrics of errors that follow from them.
 
-Statistics of one layer's attention on a text: second moments of its inputs, weighted by the output's dependence.
+Statistics are second moments of a layer's inputs, weighted by how much the output depends on them. From these follows
+what an error of the layer's keys costs, through the scores, and of its values, through the output. They hold nothing
+of a target, so that one calibration serves conversions to any.
 
-Shapes: T tokens of a window, S sampled queries, H query heads, K key heads, V value dim, E hidden, E' = E + 1 (a
-constant 1 stands last). Sums are float64.
-
-The cost of an error of a layer's keys, through the scores, and of its values, through the output.
-
-Shapes: H query heads, K key heads, D key dims, V value dim, E hidden, E' = E or E + 1 (a column for the biases).
-Everything is float64.
+Shapes: T tokens of a window, S sampled queries, H query heads, K key heads, D key dims, V value dim, E hidden, E' =
+E, or E + 1 (a constant 1 stands last, for the biases). Everything but a window's own numbers is float64.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 A mechanism lists the tensors that autograd keeps of headwise's layer, each storage once and without the parameters.
 Symbols: B batch, S new tokens, T the tokens attended to.
+
+What is kept does not follow from the stages of a layer: it depends on what kernels save, and on which tensors share a
+storage. So this is a list of its own, which tests hold to what autograd saves.
 """
 
 from __future__ import annotations

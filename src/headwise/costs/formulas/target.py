@@ -1,8 +1,6 @@
 """The target of a conversion as a user writes it, the spec of every converted layer, and what is tried by default.
 
-The target of a conversion, as a user writes it, and the spec of every converted layer.
-
-What is tried on a model's cache where the user names nothing: formats of fewer bits, and sizes of conversions.
+Where the user names nothing, formats of fewer bits and several sizes of conversions are tried.
 """
 
 from __future__ import annotations

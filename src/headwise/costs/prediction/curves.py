@@ -1,4 +1,8 @@
-"""Times of a machine's operators that were measured over grids of sizes, and interpolated between them."""
+"""Times of a machine's operators that were measured over grids of sizes, and interpolated between them.
+
+What layers and models do besides their operators has no time of its own that could be taken: it is what is left of
+whole decoders' times. Whole decoders also correct the times of projections.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Memory of a model that runs: weights, workspace, and the cache as engines allocate it; and what fits.
 
-The cache as serving engines allocate it: whole blocks of tokens, windows with room for a batch, states in float32.
+How many sequences fit, or how long ones, is the largest number for which that same memory fits. It is searched for,
+so that capacity has no formula of its own that could differ.
 
-Read in llama.cpp (``src/llama-kv-cache.cpp``, ``llama-kv-cache-iswa.cpp``, ``llama-memory-recurrent.cpp``,
+Serving engines allocate a cache in whole blocks of tokens, windows with room for a batch, and states in float32. This
+was read in llama.cpp (``src/llama-kv-cache.cpp``, ``llama-kv-cache-iswa.cpp``, ``llama-memory-recurrent.cpp``,
 ``llama-context.cpp``; the copy in llama-cpp-python 0.3.36) and in vLLM 0.32 (``v1/kv_cache_interface.py``,
 ``v1/core/kv_cache_utils.py``). `benchmarks.allocations` compares this file with what they say.
-
-Memory of a model that runs: weights, cache and workspace; and how many sequences, or how long ones, fit.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """A forward pass operator by operator: what each does, and the time that it takes on a device.
 
-What a forward pass does, operator by operator: FLOPs, and bytes of weights, cache and activations that move.
-
-The time of operators on a device: the longer of computing and of moving bytes, and an overhead for each run.
-
-The crossover of MLA's two implementations: absorbed for few new tokens, expanded for many.
+An operator does FLOPs, and moves bytes of weights, cache and activations. It takes the longer of computing and of
+moving bytes, and an overhead for each run. From these times follows up to how many new tokens MLA is faster absorbed
+than expanded.
 """
 
 from __future__ import annotations

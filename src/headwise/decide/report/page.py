@@ -1,8 +1,9 @@
-"""A report as one web page, with the numbers that its controls compute with.
+"""A report as one web page that needs no other file, with the numbers that its controls compute with.
 
-What a report's page computes with: every option's operators, the devices and the question, as JSON.
-
-The page of a model: one HTML file that needs nothing else, with controls that compute it again.
+The page carries every option's operators, the devices and the question as JSON: the sums of
+`headwise.costs.prediction.work`. Its ``arithmetic.js`` repeats `operators`, `memory` and `advise`, because a page
+runs no Python; tests in a browser hold both to be equal, to the order of the options. Whoever changes one side
+changes the other.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Tables of a report's page, and the folder of a model or a frontier that they are read from.
 
-Decode steps of a model that evaluations timed, for a page to show beside predicted ones.
-
-Sections of a page below the model: tables and plots of results, from the JSON that headwise's commands print.
-
-The page of a folder: a model, a frontier, or any results that were saved there as JSON; or of a config alone.
+Sections stand below the model: tables and plots of results, from the JSON that headwise's commands print and that was
+saved in a folder. Decode steps that evaluations timed stand beside predicted ones.
 """
 
 from __future__ import annotations

@@ -185,11 +185,13 @@ def evaluate_planted(
         raise ArgumentError("context", context, f"must be at most {pair.positions}, by the models' positions")
     if context < 2:
         raise ArgumentError("context", context, "must be at least 2 tokens")
+    # Texts may be long: no more of one is tokenised than the contexts take.
     ids = token_ids(pair.tokenizer, content, at_most=context * trials)
     stretches = cut_windows(ids, window=context, windows=trials, name=f"text {options.text}")
     with pair.caching(options.cache):
         check_vocabulary(pair.models, int(stretches.max()))
         answers = _answers(pair, stretches, options, progress)
+    # Both models' answers are joined in the same order, so that they are compared question by question.
     at_all_depths = {name: [answer for row in rows for answer in row] for name, rows in answers.items()}
     generated = {name: [answer.found for answer in row] for name, row in at_all_depths.items()}
     first = {name: [answer.rank == 1 for answer in row] for name, row in at_all_depths.items()}

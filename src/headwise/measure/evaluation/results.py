@@ -1,10 +1,8 @@
 """Results of evaluations: perplexity by position, paired accuracies with intervals, bytes and times.
 
-The fraction of items that a model has right, with an interval, and its difference from the reference's.
-
-A base class for measurements of a model with those of its reference, which JSON holds side by side.
-
-What an evaluation says: costs of a text's tokens, of a model and its reference, as means and ratios.
+An evaluation says what the tokens of a text cost a model and its reference, as means and ratios; JSON holds the
+measurements of both side by side. Accuracies are compared item by item: how many only one of the two models has right
+decides a difference far more sharply than two separate rates would.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Scores of texts in batches: negative log-likelihoods, divergences and agreement.
+"""Scores of texts by a model and its reference: negative log-likelihoods, divergences and agreement.
 
-Texts of several lengths, put together in batches that change nothing for any of them.
-
-Score each token of a window of text by a model and its reference.
+Texts of several lengths are put together in batches that change nothing for any of them.
 
 Shapes: S tokens in the window, V tokens in the vocabulary.
 """

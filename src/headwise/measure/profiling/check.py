@@ -1,8 +1,6 @@
 """Predicted beside measured, time and memory: decoders that no curve was measured on.
 
-Predicted memory beside measured: every tensor that a decoder holds while it reads a prompt and decodes.
-
-Predicted beside measured: decoders that no curve was measured on.
+Measured memory is every tensor that a decoder holds while it reads a prompt and decodes.
 """
 
 from __future__ import annotations

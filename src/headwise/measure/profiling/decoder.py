@@ -63,7 +63,7 @@ class Decoder:
             "num_attention_heads": self.num_heads,
             "intermediate_size": self.intermediate_size,
             "vocab_size": self.vocab_size,
-            "max_position_embeddings": 1 << 20,
+            "max_position_embeddings": 1 << 20,  # more than any length that is timed
             "tie_word_embeddings": True,
             "bos_token_id": 0,
             "eos_token_id": 0,
@@ -72,6 +72,7 @@ class Decoder:
             kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
             return {"model_type": "llama", **common, "head_dim": self.head_dim, "num_key_value_heads": kv_heads}
         rank, rope = self.latent
+        # Only a converted model can have its cache in headwise's codes; a stock deepseek_v3 stands for all other MLA.
         if self.code_bits is not None:
             layer = LatentSpec(
                 hidden_size=self.hidden_size,
@@ -94,6 +95,7 @@ class Decoder:
             "qk_nope_head_dim": self.head_dim,
             "v_head_dim": self.head_dim,
             "q_lora_rank": None,
+            # All layers are dense. The class asks for sizes of experts all the same.
             "first_k_dense_replace": self.num_layers,
             "n_routed_experts": 2,
             "num_experts_per_tok": 1,

@@ -1,8 +1,6 @@
 """Calibration texts as windows of tokens, some of which are held out.
 
-A mixture of texts as windows of tokens: some to calibrate on, some held out, some left for an evaluation.
-
-Calibration texts as windows of tokens, some of which are held out.
+A mixture of texts gives windows to calibrate on, windows that are held out, and some that are left for an evaluation.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """The machine: its memory, its measured limits, and which of headwise's kernels run on it (`doctor`).
 
-Memory: of this process, of the machine, and of caches.
-
-A machine's measured limits: bytes read a second, and FLOPs a second of a matrix product.
-
-Describe a machine, and which of headwise's kernels run on it (`doctor`).
+Memory is that of this process, of the machine, and of caches. Limits are the bytes that are read a second, and the
+FLOPs a second of a matrix product.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Time several calls in turn and take medians; the latency of one attention layer.
+"""Time several calls in turn and take medians; the latency of one attention layer, for any mechanism.
 
-Time several calls in turn, so that a noisy machine disturbs them alike, and take medians.
-
-Measured latency of one attention layer, for any mechanism.
+Calls are timed in turn, so that a noisy machine disturbs them alike.
 """
 
 from __future__ import annotations

@@ -53,6 +53,9 @@ class TensorInfo:
 class Checkpoint(ABC):
     """The config and the weights of a model on disk.
 
+    Where files disagree with their config, what transformers computes is settled here, once: readers and writers of
+    ``config``, ``tensors`` and ``notes`` know nothing of it. What is needed and missing is refused.
+
     Attributes:
         path: the folder or file.
         config: the content of its ``config.json``; for a GGUF file, the ``config.json`` that its metadata amount to.

@@ -1,10 +1,9 @@
 """Model families: where an architecture keeps its attention's tensors, and in what layout.
 
-How families store the four projections of an attention, as conversions from and to headwise's names.
+A layout is a pair of functions, from and to headwise's names of the four projections, so that a family whose
+projections are fused or transposed differs from the others in one line.
 
 Shapes: H query heads, K key–value heads, D head dim, V value dim, E hidden.
-
-Model families: where an architecture keeps the tensors of its attention, and in what layout.
 """
 
 from __future__ import annotations

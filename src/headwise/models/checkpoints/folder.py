@@ -123,7 +123,8 @@ class FolderCheckpoint(Checkpoint):
         if file not in self._open:
             try:
                 # safetensors holds no code: a header of JSON, then numbers. The file is read, not mapped: pages of a
-                # mapped file count as this process's memory from their first use until the file is closed.
+                # mapped file count as this process's memory from their first use until the file is closed, and one
+                # that is cut short under its mapping ends the process.
                 self._open[file] = safe_open(file, framework="pt", backend="pread")
             except OSError as error:
                 raise StorageError("file", str(file), f"could not be read: {error.strerror or error}") from None

@@ -1,10 +1,8 @@
 """Write a model folder one tensor at a time, whole or not at all, and go on where a killed run stopped.
 
-Write safetensors files one tensor at a time, so that memory holds only one of them.
-
-The bytes are those of safetensors' own ``save_file``, which needs all tensors of the file in memory.
-
-Write a model folder one tensor at a time, whole or not at all, and resume where a killed run stopped.
+All tensors are announced in advance, so that the header of each safetensors file is known before its first tensor is
+there. Memory then holds one tensor and no file, and the bytes are those of safetensors' own ``save_file``, which
+needs all tensors of the file in memory.
 """
 
 from __future__ import annotations

@@ -76,6 +76,9 @@ def acts(window: int, longest: int | None) -> bool:
 
     For example ``acts(262144, 131072)`` is False, as in Phi-3.5.
 
+    A window as long as the positions hides nothing from any text that the model can read, so that `read_config`
+    leaves it out of the spec, and caches keep all tokens.
+
     Args:
         window: its tokens.
         longest: the number of positions, ``max_position_embeddings``; None where it is not known.
@@ -177,6 +180,9 @@ def mechanism_module(package: str, kind: str) -> types.ModuleType:
     For example ``mechanism_module("costs.formulas", "latent").__name__`` is ``"headwise.costs.formulas.latent"``.
 
     There is no other registry: a mechanism is added by adding these files.
+
+    Costs and layers are imported by name, and only when a caller asks for them: this is the one place where the specs
+    reach packages that are built on them.
 
     Args:
         package: ``models.specs``, ``costs.formulas`` or ``runtime.attention``.

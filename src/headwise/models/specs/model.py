@@ -1,9 +1,4 @@
-"""The spec of a whole model: the attention of each layer, its feed-forward networks, and the body around them.
-
-The spec of a layer's feed-forward network: dense, or a mixture of experts.
-
-The spec of a whole model: the attention of each layer, and the body around it.
-"""
+"""The spec of a whole model: the attention of each layer, its feed-forward networks, and the body around them."""
 
 from __future__ import annotations
 
@@ -66,6 +61,9 @@ class FeedForwardSpec:
 @dataclass(frozen=True, kw_only=True)
 class BodySpec:
     """A decoder without its attention: together with the layers, every weight that the model stores.
+
+    Where a reader cannot tell all of it, a model has no body at all: its attention and cache are known, and costs of
+    the whole model are refused.
 
     Attributes:
         vocab_size: rows of the embedding and of the head.

@@ -1,4 +1,8 @@
-"""The spec of layers without softmax attention, whose state has a constant size for any context."""
+"""The spec of layers without softmax attention, whose state has a constant size for any context.
+
+Stacks mix such layers with attention. Their weights, projections and states are exact, so that a hybrid model's cache
+and weights are right, though no layer here runs them.
+"""
 
 from __future__ import annotations
 

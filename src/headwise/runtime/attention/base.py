@@ -1,12 +1,10 @@
 """The base class of the attention layers, RMSNorm, and `build`, which makes the layer of a spec.
 
-RMSNorm, rounded as transformers' models round it.
-
-The base class of the attention layers: their call, its checks, and how it uses a cache.
+There is one call for all layers. It checks arguments, rotates positions, and fills or reads the cache, sliding
+windows among them; a mechanism only says what it caches of a token, and how queries attend to that. RMSNorm rounds as
+transformers' models round it.
 
 Shapes: B batch, S new tokens, T all tokens, H query heads, P rotated dims, E hidden.
-
-Build the layer that a spec describes, whatever its mechanism.
 """
 
 from __future__ import annotations

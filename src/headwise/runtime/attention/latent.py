@@ -123,6 +123,8 @@ class MultiHeadLatentAttention(AttentionLayer):
         )
         super().__init__(spec, rope=rotary, dropout=dropout, backend=backend)
         self.impl: Impl = impl
+        # Names and their order of rows are those of transformers' DeepSeek-V3, whose state dicts load as they are.
+        # Modules that a layer does not have are None, so that every name can be asked for.
         E, H, R, P, N, V = (
             hidden_size,
             num_heads,
@@ -139,7 +141,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         self.k_norm: RMSNorm | None = None
         self.k_proj: nn.Linear | None = None
         self.v_proj: nn.Linear | None = None
-        kv_inputs = E
+        kv_inputs = E  # with norms of keys the latent is a map of normed keys and of values, not of the inputs
         if spec.qk_norm is not None:
             kv_inputs = self._project_heads(norm_eps)
         elif q_lora_rank is None:
@@ -168,7 +170,11 @@ class MultiHeadLatentAttention(AttentionLayer):
         return K * (D + V)
 
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
-        """One tensor ``[B, 1, T, R + P]``: the latent, then the rotary key."""
+        """One tensor ``[B, 1, T, R + P]``: the latent, then the rotary key.
+
+        They lie side by side because absorbed attention reads the whole row as its key, and the first R columns as
+        its value, without a copy.
+        """
         return ((1, self.spec.kv_lora_rank + self.spec.qk_rope_head_dim),)
 
     def head_split(self) -> HeadSplit:

@@ -4,6 +4,10 @@ A token is stored as the code of its latent and rotary key, or of all heads' key
 (`headwise.runtime.quantization`). Slots of the cache stand for positions: keys are rotated by the slot they lie in,
 and so are queries. That differs from the model's own positions by one rotation of all, which scores do not depend on.
 
+Keys are coded before rotation because they vary least then. Where frequencies change with the length of a text, all
+keys in the cache are rotated with those of the latest call; but the states that keys and values were computed from
+are those of a shorter text, so that crossing such a change with a cache warns.
+
 Shapes: B batch, S new tokens, T all tokens, W cached values of a token, P rotary dims.
 """
 

@@ -1,12 +1,11 @@
 """Layers of a transformers cache that append tokens without copying, and caches that stand for others.
 
-Layers of a transformers cache that append tokens without copying those they have.
+Only growing is headwise's: what a layer shows is a view of its memory, which transformers' own methods may cut or
+replace. The next token finds out which, so that everything else of a cache stays transformers'.
 
-Shapes: B batch, K key–value heads, S new tokens, T cached tokens, D width.
+The caches that stand for others give attention, and show masks, what the caller says.
 
-Caches that stand for others: what attention is given, and what masks see, is said by the caller.
-
-Shapes: B batch, K key–value heads, S new tokens, T all tokens, D width of keys, V width of values.
+Shapes: B batch, K key–value heads, S new tokens, T cached tokens, D width of keys, V width of values.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ New tokens are coded first, and attention is given what their codes stand for, i
 headwise's attention is given the codes themselves, of the formats that its kernel reads
 (`headwise.runtime.quantization.reader`).
 
+A token's codes, scales and zero points lie in one row of bytes, in the place of its key or value in ``[B, K, T, D]``.
+So cropping, beams and batches move rows, and need not know the format; only KIVI's blocks of keys have tensors beside
+the rows.
+
 Shapes: B batch, K key–value heads, S new tokens, T cached tokens, D width of keys, V width of values.
 """
 

@@ -1,8 +1,6 @@
 """Continue a prompt with a model; on a GPU through a CUDA graph.
 
-Greedy decoding on a GPU through a CUDA graph: one launch a token instead of one for every kernel.
-
-Continue a prompt with a model.
+Greedy decoding through a graph takes one launch a token instead of one for every kernel.
 """
 
 from __future__ import annotations

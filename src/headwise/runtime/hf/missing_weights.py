@@ -61,6 +61,8 @@ def check_complete(checkpoint: Checkpoint) -> None:
 
     For example ``check_complete(open_checkpoint("./model"))``.
 
+    A shape that does not fit, or a tensor that is missing, is thus named before hours of work on the others.
+
     Args:
         checkpoint: of any model that transformers has.
 

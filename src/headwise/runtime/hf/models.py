@@ -1,8 +1,7 @@
 """Model classes and configs for parsed ``config.json``s, of converted folders among them.
 
-transformers' config object and model class for a parsed ``config.json``.
-
-Model classes for converted folders: the family's transformers model with headwise's attention in it.
+The class of a converted folder is the family's transformers model in everything but the attention modules. Its rotary
+embedding goes on computing cos and sin, whatever the scaling; a converted layer picks the frequencies that it kept.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""`optimize`: put headwise's attention, cache and linear layers into a loaded model.
+"""`optimize`: put headwise's attention, cache and linear layers into a loaded model, and keep its parameters.
 
-Linear layers that compute the same as torch's, faster.
-
-headwise's attention in DeepSeek's modules, whose stock forward decodes every cached latent before it attends.
-
-`optimize`: replace a loaded model's attention, cache and linear layers by headwise's, and keep its parameters.
+Linear layers compute the same as torch's, faster. DeepSeek's attention modules are replaced too, because their stock
+forward decodes every cached latent before it attends; other families' attention is set by name. A module's class is
+changed in place, so that parameters, names, hooks and devices stay, and saving gives a stock folder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """`attend`: softmax(QKᵀ)V with several backends, and the choice among them.
 
-Choose the backend for a call of `attend`, and refuse calls that a named backend cannot compute.
-
-`attend`: softmax(QKᵀ)V with several backends.
+Calls that a named backend cannot compute are refused.
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim.
 """

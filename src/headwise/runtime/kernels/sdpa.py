@@ -1,12 +1,8 @@
 """The backend of `attend` that calls torch's ``scaled_dot_product_attention``.
 
-Grouped attention without repeating keys and values: the query heads of a group become more queries of one head.
-
-The G query heads of a group read the same keys, so ``[B, K·G, S, D]`` queries become ``[B, K, G·S, D]`` queries of K
-heads, and the product reads each key once. This is for decoding (S = 1), where reading the cache takes most of the
-time.
-
-The backend of `attend` that calls torch's ``scaled_dot_product_attention``.
+Grouped attention repeats no keys and values. The G query heads of a group read the same keys, so ``[B, K·G, S, D]``
+queries become ``[B, K, G·S, D]`` queries of K heads, and the product reads each key once. This is for decoding (S =
+1), where reading the cache takes most of the time.
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim.
 """

@@ -1,14 +1,12 @@
 """Tensor parallelism: ranks share a layer's heads, or those of a transformers model.
 
-Sums over ranks with the derivatives that a layer shared out by heads needs.
+Every rank is given the same states and returns the same output: ranks add up what their heads put out. Each holds its
+own heads' rows of the projections, and the cache of these heads; where there are fewer key–value heads than ranks,
+neighbouring ranks hold the same one. What no head has to itself, such as MLA's latent, is the same on all ranks. Of a
+mechanism nothing is read here but its `HeadSplit`.
 
-Tensor parallelism: ranks share a layer's heads, and add up what their heads put out.
-
-Every rank is given the same states and returns the same output. It holds its own heads' rows of the projections, and
-the cache of these heads; where there are fewer key–value heads than ranks, neighbouring ranks hold the same one. What
-no head has to itself, such as MLA's latent, is the same on all ranks.
-
-Tensor parallelism of a transformers model: headwise's layers by heads, the rest by transformers' own plan.
+Sums over ranks have derivatives of their own, which a layer shared out by heads needs. Of a transformers model,
+headwise's layers are shared by heads, and the rest by transformers' own plan.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Codes of single tokens: integers with a scale and a zero point for each group of channels, or 8-bit floats.
 
-Codes of fewer than eight bits in bytes: code i of a row takes the bits from ``b·i`` on, the lowest bit first.
-
-Codes of single tokens: integers with a scale and a zero point for each group of channels, or 8-bit floats.
+Codes of fewer than eight bits lie in bytes: code i of a row takes the bits from ``b·i`` on, the lowest bit first.
 
 Shapes: B batch, K key–value heads, T tokens, D channels of a head, G groups of channels.
 """

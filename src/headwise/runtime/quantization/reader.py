@@ -1,18 +1,11 @@
 """Keys and values that attention reads as they are stored, in the layouts that the kernels read.
 
-Codes as the compiled attention kernels read them (`headwise.runtime.kernels.native.codes`).
-
-Shapes: R latent rank, P rotary dims, K key–value heads, D head dim, V value dim.
-
-Keys and values of a quantised cache that attention reads as they are stored.
+Where a kernel can read codes, attention is given the codes themselves: on a CPU those of quantised caches and of all
+converted layers, on a GPU those of quantised caches and of latents. Where none can, the layer decodes, and results
+differ by rounding alone.
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, N tokens in codes, D head dim, V value
-dim.
-
-Attention to a layer's codes as they are stored, where a kernel can read them: on a CPU, and latents on a GPU.
-
-Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim, R latent rank,
-P rotary dims, F frequencies of the model.
+dim, R latent rank, P rotary dims, F frequencies of the model.
 """
 
 from __future__ import annotations
@@ -160,6 +153,9 @@ Read = Callable[[Tensor, Tensor | None, bool, float], Tensor]
 
 class StoredKeys(Tensor):
     """Rows of codes ``[B, K, N, bytes]`` in the place of keys, with what attends to them and to their values.
+
+    No model looks into keys between its cache and its attention, so that headwise's attention can be given rows in
+    their place. It does not know their format, and has them attend.
 
     Attributes:
         read: attends.

@@ -1,13 +1,11 @@
 """headwise's own code of a converted layer's cache, and the file beside the weights that holds it.
 
-Static codes of a layer's cached values: an offset and a scale for each channel and a number of bits for each block
-of 16, all fixed at conversion, and for each token a gain or two.
+A code is static: an offset and a scale for each channel and a number of bits for each block of 16, all fixed at
+conversion, and for each token a gain or two. The basis that makes such a code good is folded into the weights. So
+programs that do not know the file read the weights alone, run the same model, and keep a cache of the model's own
+numbers.
 
 Shapes: W cached values of a token, in sections (for MLA the latent and the two halves of the rotary key).
-
-The file beside a model's weights that says how its cache is coded.
-
-Programs that do not know it read the weights alone, and keep a cache of the model's own numbers.
 """
 
 from __future__ import annotations

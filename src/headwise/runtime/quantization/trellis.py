@@ -41,6 +41,9 @@ def tables(device: torch.device | None = None) -> Tensor:
 
     They are trained for values of variance 1 of a normal distribution. ``tables()[4]`` has those of 4 bits.
 
+    They are multiples of `UNIT` by small integers, so that kernels may multiply them in int8 or bfloat16 without
+    rounding.
+
     Args:
         device: of the result; the CPU when None.
     """

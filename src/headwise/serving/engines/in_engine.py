@@ -1,8 +1,7 @@
 """`evaluate_in_engine`: what an engine's own cache costs, measured in the engine's own process.
 
-An engine's process: `worker.py`, started in the environment where the engine is installed.
-
-`evaluate_in_engine`: what an engine's own cache costs, measured in the engine itself.
+`worker.py` is started in the environment where the engine is installed. It is a process of its own, because engines
+need other packages than headwise, and abort the process where they fail.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Which engines load a model: what decides it, the conditions of each loader, and the verdict.
 
-What decides whether an engine loads a model: its config, and which tensors it has.
-
-What each engine asks of a model: the conditions that its loader has, and what it computes in silence.
-
-Every rule names where it was read; `docs/engines.md` has a table of what was run. Each function returns the reason
-for which an engine does not serve a model, and what to write instead; None where it does.
-
-`engines`: what every engine would do with a model.
+What decides is the model's config, and which tensors it has. Every rule names where it was read, conditions of a
+loader as well as what it computes in silence; `docs/engines.md` has a table of what was run. Each function returns
+the reason for which an engine does not serve a model, and what to write instead; None where it does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Measures models in an engine: a script that runs in the environment where the engine is installed.
 
 Engines ask for other versions of the same packages than headwise does, so that it imports the standard library, NumPy
-and the engine alone. ``process.py`` starts it. The first line of stdin is the request, in JSON: the ``engine``, its
+and the engine alone. ``in_engine.py`` starts it. It ends with its stdin, so that however the process that started it
+ends, no engine stays behind. The first line of stdin is the request, in JSON: the ``engine``, its
 ``threads``, ``models`` by name (each a ``file`` and a ``cache``, None for the engine's full one; ``against`` is what
 the others are compared with), ``windows`` of token ids, and a ``prompt`` behind which decoding is timed. Every line
 of stdout is JSON: how far it is, and in the last one the answer.

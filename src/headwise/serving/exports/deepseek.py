@@ -1,20 +1,15 @@
 """Converted MLA models as stock ``deepseek_v3``, filled up to the sizes that an engine has kernels for.
 
-Fill an MLA model in deepseek_v3's layout up with zeros, to the sizes that an engine has kernels for.
-
-Zeros change nothing that is computed: a norm over more channels is made up for by its weight, a softmax scale over
-more dims by the queries, and rotary pairs that are zero take frequencies of the same plain RoPE beyond those in use.
-
-Shapes: R latent rank, P rotary dims, N content dims, V value dim, H heads, E hidden.
-
-Export a converted MLA model as stock ``deepseek_v3``: a folder that loads without headwise.
-
 ``deepseek_v3`` passes every latent through an RMSNorm, which headwise's layers do not have, and its decoders have no
-bias: a constant channel solves both (`output.latent_norm`).
+bias: a constant channel solves both (`headwise.serving.exports.latent_norm`).
 
 It has one list of frequencies for all layers. Where that is a comb, every s-th frequency of the source's from the
 first on, it is plain RoPE of another base, θ' = θ^(s · P / D), which every engine computes. Other lists are a
 ``longrope`` of transformers, whose factors no engine reads.
+
+An engine's kernels are reached by zeros, which change nothing that is computed: a norm over more channels is made up
+for by its weight, a softmax scale over more dims by the queries, and rotary pairs that are zero take frequencies of
+the same plain RoPE beyond those in use.
 
 Shapes: E hidden, R a layer's latent rank, R' the folder's, P rotary dims, H heads, N content dims, V value dim.
 """
@@ -221,7 +216,8 @@ def deepseek_config(
         **own,
         "num_key_value_heads": first.num_heads,
         "kv_lora_rank": max(layer.kv_lora_rank for layer in latents) + (0 if first.latent_norm else 1),
-        # A plain query projection has no bias; a query latent as wide as the input makes room for one.
+        # A plain query projection has no bias; a query latent as wide as the input makes room for one, at E² weights
+        # a layer.
         "q_lora_rank": first.hidden_size + 1 if any("q_proj" in layer.bias for layer in latents) else None,
         "qk_nope_head_dim": first.qk_nope_head_dim,
         "qk_rope_head_dim": first.qk_rope_head_dim,

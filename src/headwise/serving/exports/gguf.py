@@ -1,4 +1,9 @@
-"""Write a model folder as one GGUF file, the format of llama.cpp."""
+"""Write a model folder as one GGUF file, the format of llama.cpp.
+
+A file is written from the config and the tensors of a stock model: MLA becomes deepseek_v3 first. So llama.cpp's
+names and forms are one table (`headwise.models.checkpoints.gguf.layout`), for every source, which the reader uses the
+other way round.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
 """`audit`: the guides' claims checked one by one, with how much work, and their page.
 
-How much work an audit does, and what it trained: settings that all its checks read.
-
-`audit`: test every claim of the guides that headwise began with, and say which hold.
-
-An audit as one self-contained HTML page.
+How much work an audit does, and what it trained, are settings that all its checks read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A claim of the guides, what finds out whether it is so, and its verdict.
+"""A claim of the guides, the checks that find out whether it is so, and its verdict.
 
-A claim: what a guide says, the checks that test it, and the verdict that follows from them.
-
-A check: what is printed somewhere, and how it is found out whether that is so.
+A check has what is printed somewhere, and how it is found out whether that is so. The verdict follows from a claim's
+checks.
 """
 
 from __future__ import annotations

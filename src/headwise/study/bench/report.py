@@ -1,8 +1,7 @@
-"""The report of a benchmark, in a terminal and as a page.
+"""The report of a benchmark: its cases, how each is timed, and its page.
 
-A benchmark's report: cases, each with its limit and the ways that were timed; and how a case is timed.
-
-A benchmark's report as one self-contained HTML page.
+A case has its limit and the ways that were timed. A report is printed in a terminal, or written as one self-contained
+HTML page.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""A layer counted beside other counters.
+"""One attention layer counted three ways: by its closed forms, by `headwise.count` and by other packages.
 
-FLOPs and parameters of a module as other packages count them: thop, fvcore, torchinfo, calflops, torch itself.
-
-One attention layer counted three ways: by its closed forms, by `headwise.count` and by other packages.
+The other packages are thop, fvcore, torchinfo, calflops and torch itself.
 """
 
 from __future__ import annotations

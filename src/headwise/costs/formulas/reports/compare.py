@@ -1,8 +1,6 @@
 """`compare`: the costs of several mechanisms in the place of a model's attention, and which ones are tried.
 
-Candidates to compare with a layer: other mechanisms, at several sizes or at the nearest one.
-
-`compare`: the costs of several mechanisms in the place of a model's attention.
+Candidates are other mechanisms, at several sizes or at the one nearest to the layer's.
 """
 
 from __future__ import annotations

@@ -38,6 +38,9 @@ class QuantisedFolder(FolderCheckpoint):
 
     Its config is that of the model without quantisation, and `read` returns matrices in float32.
 
+    Preparing changes scales of rows alone, which is exact. A converted matrix would have to be quantised anew, so
+    that `open_checkpoint` refuses such folders to whoever does not ask for them.
+
     Args:
         path: the folder.
 

@@ -1,10 +1,7 @@
 """Quantised matrices in safetensors: rows of codes with scales, and how each format stores them.
 
-A quantised matrix as rows of codes with scales, which can be multiplied by powers of two and exchanged exactly.
-
-Shapes: R rows (output channels), C columns (input channels), G groups of columns, b bits of a code.
-
-The formats of quantised weights in safetensors: how each stores the rows of a matrix.
+Every format's tensors become one kind of rows, which can be multiplied by powers of two and exchanged exactly,
+because only their scales change. Of the config only that is read which the tensors do not say.
 
 A format is told by its tensors' names, which stand behind the name of the module, and by ``quant_method``:
 

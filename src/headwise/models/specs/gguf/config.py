@@ -1,13 +1,8 @@
 """GGUF's metadata and the ``config.json`` that they stand for, in both directions.
 
-The fields of the ``config.json`` that a GGUF file's metadata are equivalent to.
-
 GGUF keeps what llama.cpp needs; what its code takes for granted about an architecture is said here.
-Source: the converters of llama.cpp (conversion/).
 
-The metadata of the GGUF file that a ``config.json`` is equivalent to: what llama.cpp needs to know of a model.
-
-The other direction is `gguf_config`. Sources: the GGUF specification (ggml) and what llama.cpp's loaders read
+Sources: the GGUF specification (ggml), the converters of llama.cpp (conversion/), and what its loaders read
 (src/models/llama.cpp, qwen2.cpp, qwen3.cpp, deepseek2.cpp).
 """
 

@@ -1,17 +1,14 @@
 """Headers of GGUF files: of one file, and of a model that lies in several.
 
-Read a GGUF file's header: metadata and the tensor table.
+A header is metadata and the table of tensors. The gguf package's reader makes a string of every vocabulary entry,
+which takes seconds. A model's attention is described by a few dozen numbers, so this reader steps over long arrays.
 
-The gguf package's reader makes a string of every vocabulary entry, which takes seconds. A model's attention is
-described by a few dozen numbers, so this reader steps over long arrays.
-Source: the GGUF specification, version 3 (ggml).
-
-The header of a whole GGUF model, which may lie in several files.
-
-llama.cpp's ``gguf-split`` gives every part the metadata ``split.count``, ``split.no`` (from 0) and
+llama.cpp's ``gguf-split`` gives every part of a model the metadata ``split.count``, ``split.no`` (from 0) and
 ``split.tensors.count`` (of all parts), and all other metadata to the first part alone. The parts lie in one folder,
 and their names end in ``-00001-of-00003.gguf`` and so on.
-Sources: llama.cpp's ``tools/gguf-split`` and ``src/llama-model-loader.cpp``.
+
+Sources: the GGUF specification, version 3 (ggml); llama.cpp's ``tools/gguf-split`` and
+``src/llama-model-loader.cpp``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """What a config says of positions: the rotary embedding, and the sliding window of each layer.
 
-Read the sliding window of each layer, which families write in different ways.
+Families write windows in different ways. A rule takes the config and the number of layers, and returns a window or
+None for each layer.
 
-A rule takes the config and the number of layers, and returns a window or None for each layer.
-
-Read the rotary embedding of a ``config.json``, however it is written, as transformers' classes do.
+The rotary embedding is the one that transformers' class would compute, however it is written: fields are read in the
+classes' order of precedence, a fraction of rotated dims only where the class reads one, and where the class would
+fail, the config is refused. Tests hold random combinations of fields to the class's own module.
 
 Sources: ``RotaryEmbeddingConfigMixin`` in transformers' modeling_rope_utils.py, and the families' config classes.
 """

@@ -1,11 +1,8 @@
 """Names of a layer's matrices, and which of them the lists of a ``quantization_config`` skip.
 
-The names that transformers and published files give the matrices of a layer, by which quantisers skip some.
-
 A matrix has several names: families have their own, and files of a mixture of experts were published before
-transformers joined its experts.
-
-Which matrices the lists and patterns of a ``quantization_config`` name: each quantiser matches in its own way.
+transformers joined its experts. Quantisers skip some matrices by name, and each matches its lists and patterns in its
+own way.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Call the Triton kernels that attend to codes: of keys and values, and of latents.
+"""Call the Triton kernels that attend to codes: to keys and values in integers, and to latents in trellis codes.
 
-Call the Triton kernel of attention to keys and values in integer codes; the sequence is split as in `split`.
+The sequence is split as in `split`.
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, N tokens in codes, D head dim, V value
-dim.
-
-Call the Triton kernel of attention to latents in trellis codes; the sequence is split as in `split`.
-
-Shapes: B batch, H query heads, S new tokens, T all tokens, R latent rank, P rotary dims, F frequencies of the model.
+dim, R latent rank, P rotary dims, F frequencies of the model.
 """
 
 from __future__ import annotations

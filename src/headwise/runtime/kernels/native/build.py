@@ -1,11 +1,10 @@
 """Compile the native kernels once on each machine, and keep the library in the user's cache folder.
 
-Sizes that Python and the compiled kernels of trellis codes share: they are compiled into the library from here.
-
-Compile the native kernels once on each machine, and keep the library in the user's cache folder.
-
 A wheel could only contain code for the oldest processor it supports. These kernels use the widest vectors and the
-bfloat16 products of the processor that they run on.
+bfloat16 products of the processor that they run on. Codes are unpacked with AVX-512's tables of bytes, with AVX2, or
+one by one, whichever the processor has.
+
+Sizes that Python and the kernels of trellis codes share are compiled into the library from here.
 """
 
 from __future__ import annotations

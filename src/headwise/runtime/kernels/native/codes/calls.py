@@ -1,20 +1,11 @@
 """Call the compiled kernels of caches of codes: encoding, and attention to latents, heads and integers.
 
-Trellis codes of rows of values, by Viterbi's algorithm, and the gains of their tokens.
-
-Call the compiled kernel of attention to coded latents, ``coded.cpp``.
-
-Shapes: B batch, H query heads, S new tokens, T all tokens, R latent rank, P rotary dims, F frequencies of the model.
-
-Call the compiled kernel of attention to keys and values in trellis codes, ``heads.cpp``.
-
-Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim, P rotary dims,
-F frequencies of the model.
-
-Call the compiled kernel of attention to keys and values in integer codes, ``affine.cpp``.
+Rows of values get trellis codes by Viterbi's algorithm, and each token its gains. Attention reads coded latents
+(``coded.cpp``), keys and values in trellis codes (``heads.cpp``), and keys and values in integer codes
+(``affine.cpp``).
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, N tokens in codes, D head dim, V value
-dim.
+dim, R latent rank, P rotary dims, F frequencies of the model.
 """
 
 from __future__ import annotations
@@ -419,11 +410,13 @@ def attend_affine(
     B, H, S, D = query.shape
     K, N = key.rows.shape[1:3]
     T = N if late is None else N + late[0].shape[2]
+    # The kernel is given addresses alone, so that copies have to keep a name until it returns.
     query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key.rows, value.rows))
     out = query.new_empty(B, S, H, value.width).transpose(1, 2)
     if out.numel() == 0:
         return out
     scales = None if blocks is None else blocks.scales.contiguous()
+    # Blocks of KIVI have scales of their own, and behind them come tokens that wait for a block to fill.
     late_pointers: tuple[int, int] = (0, 0)
     late_strides: tuple[int, ...] = (0,) * 6
     if late is not None:
