@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -18,15 +19,17 @@ from typing import Any
 
 import pytest
 import rich.progress
+import typer
 
 import headwise
 from headwise.base.progress import TimedProgress, TrainingProgress
-from headwise.cli.app import progress_bar
+from headwise.cli.app import ORDER, app, progress_bar
+from headwise.cli.main import register_commands
 from headwise.cli.printable import PrintableConsole
 from tests.cli.conftest import Result
 from tests.tiny_families import save_family
 
-COMMANDS = ("inspect", "compare", "complexity", "count", "convert", "evaluate", "generate", "demo")
+COMMANDS = tuple(name for name in ORDER if name != "bench")  # which has commands of its own
 MLA = ("--to", "mla", "--kv-budget", "0.5")
 SMALL = ("--window", "16", "--windows", "2", "--context", "8")
 
@@ -126,7 +129,30 @@ def test_help_imports_no_torch() -> None:
 def test_help_has_an_example(cli: Callable[..., Result], command: str) -> None:
     result = cli(command, "--help")
     assert result.status == 0
-    assert f"Example: headwise {command} " in result.out
+    assert f"Example: headwise {command}" in result.out
+
+
+PANELS = {
+    "Decide": ("inspect", "compare", "complexity", "predict", "advise", "design", "guide", "report"),
+    "Change": ("prepare", "convert", "heal", "frontier", "migrate", "calibrate", "sample"),
+    "Measure": ("evaluate", "generate", "profile", "doctor"),
+    "Serve": ("engines", "export"),
+    "Study": ("audit", "bench", "count", "demo"),
+}
+
+
+def test_help_lists_the_commands_in_panels(cli: Callable[..., Result]) -> None:
+    register_commands()
+    group: Any = typer.main.get_command(app)
+    assert sorted(group.commands) == sorted(ORDER), "headwise.cli.app.ORDER has each command once"
+    shown: dict[str, list[str]] = {}
+    for line in cli("--help").out.splitlines():
+        if title := re.match(r"╭─ (\w+) ─", line):
+            shown[title[1]] = []
+        elif command := re.match(r"│ ([a-z]+) ", line):
+            [*shown.values()][-1].append(command[1])
+    assert {name: tuple(found) for name, found in shown.items() if name != "Options"} == PANELS
+    assert [*shown] == ["Options", *PANELS]
 
 
 def test_version_and_catalog(cli: Callable[..., Result]) -> None:

@@ -79,7 +79,6 @@ def test_bad_files_are_refused_before_any_work(refused: Any, here: Path, monkeyp
     assert "plot = 'no/a.png': cannot be written" in refused(*ADVISE, "--plot", "no/a.png")
     assert "plot = 'a.pdf': must end in .png or .svg" in refused("compare", "llama-3-8b", "--plot", "a.pdf")
     assert "plot = 'a.pdf': must end" in refused("predict", "gpt2", "--hardware", "h100", "--plot", "a.pdf")
-    assert "plot = 'a.png': goes without --guide" in refused("advise", "llama-3-8b", "--guide", "--plot", "a.png")
     usual = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else usual(name, *rest)

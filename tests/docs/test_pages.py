@@ -37,7 +37,7 @@ random llama, except in commands of `CONFIG_ALONE`."""
 WRITES = {"convert", "calibrate", "heal", "migrate", "export", "prepare"}
 """Commands whose second argument is what they write."""
 
-CONFIG_ALONE = {"inspect", "compare", "complexity", "predict", "advise"}
+CONFIG_ALONE = {"inspect", "compare", "complexity", "predict", "advise", "design", "guide"}
 """Commands that read a config alone take no time: they run on the real model, and print what the page shows."""
 
 PUT_IN_PLACE = {

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 
 from headwise.errors import ArgumentError
 from headwise.study.guide import Needs, Thresholds, guide, kv_heads
+from tests.cli.conftest import cli, here, refused
+from tests.cli.without_torch import answered_without_torch
+
+__all__ = ["cli", "here", "refused"]
 
 FLOW = {
     # accuracy critical, above 1K, extreme speed, memory limited, ample parameters
@@ -134,3 +141,38 @@ def test_impossible_needs(wrong: dict[str, object], rule: str) -> None:
     with pytest.raises(ArgumentError) as error:
         Needs(**{"context": 10, "heads": 8, **wrong})  # type: ignore[arg-type]
     assert rule in str(error.value)
+
+
+def test_the_command(cli: Callable[..., Any]) -> None:
+    said = cli("guide", "llama-2-7b", "--context", "4096", "--threshold", "fast=8192")
+    assert said.status == 0
+    assert "flow: GQA-4 (4 KV heads)" in said.out
+    assert "a medium model" in said.out
+    for line in said.out.splitlines():
+        assert len(line) <= 80, line
+    document = json.loads(cli("guide", "--heads", "9", "--context", "4096", "--json").out)
+    assert document["rules"][0]["kv_heads"] == [3, 1]
+    given = ("--heads", "8", "--parameters", "3000000000", "--application", "mobile", "--goal", "speed")
+    needs = json.loads(cli("guide", *given, "--extreme-speed", "--json").out)["needs"]
+    named = [needs[name] for name in ("parameters", "application", "goal", "extreme_speed", "memory_limited")]
+    assert named == [3 * 10**9, "mobile", "speed", True, False]
+
+
+def test_the_command_answers_without_torch() -> None:
+    assert answered_without_torch("guide", "llama-2-7b")["needs"]["heads"] == 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ((), "heads = None: is required without SOURCE"),
+        (("llama-2-7b", "--heads", "8"), "heads = 8: goes without SOURCE"),
+        (("llama-2-7b", "--parameters", "8"), "parameters = 8: goes without SOURCE"),
+        (("--heads", "9" * 10), "heads = 9999999999: must be at most"),
+        (("--heads", "8", "--goal", "latency"), "goal = 'latency': must be one of accuracy, balanced, speed"),
+        (("--heads", "8", "--threshold", "x=3"), "threshold = 'x=3': must be NAME=NUMBER"),
+        (("--heads", "8", "--threshold", "long=4096_"), "must be NAME=NUMBER"),
+    ],
+)
+def test_what_the_command_refuses(refused: Callable[..., str], arguments: tuple[str, ...], rule: str) -> None:
+    assert rule in refused("guide", *arguments)

@@ -15,13 +15,35 @@ import typer
 from rich import box
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperGroup
 
 from headwise.base.documents import finite
 from headwise.base.progress import Progress, TimeLeft
 from headwise.cli.printable import PrintableConsole, held_back, printable_json
 
+DECIDE, CHANGE, MEASURE, SERVE, STUDY = "Decide", "Change", "Measure", "Serve", "Study"
+"""The panels of ``headwise --help``, one of which each command names where it is registered."""
+
+ORDER = (
+    *("inspect", "compare", "complexity", "predict", "advise", "design", "guide", "report"),
+    *("prepare", "convert", "heal", "frontier", "migrate", "calibrate", "sample"),
+    *("evaluate", "generate", "profile", "doctor"),
+    *("engines", "export"),
+    *("audit", "bench", "count", "demo"),
+)
+"""All commands as ``headwise --help`` and the reference list them, and so the panels, by their first commands."""
+
+
+class _Ordered(TyperGroup):
+    """Commands that are listed in `ORDER`, and not as they are registered; one that it leaves out is listed last."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(self.commands, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+
+
 app = typer.Typer(
     name="headwise",
+    cls=_Ordered,
     help="Choose, convert, run and prove attention.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -242,3 +264,10 @@ def count_text(count: float) -> str:
             return f"{count:.1f} {prefix}".rstrip()
         count /= 1000
     raise AssertionError
+
+
+def beyond(trained: int | None, context: int) -> list[str]:
+    """A note, where a context is longer than those that a model was made for."""
+    is_beyond = trained is not None and trained < context
+    note = f"note: the model was made for {trained:,} tokens, and {context:,} are asked for: engines may refuse them"
+    return [note] if is_beyond else []

@@ -1,7 +1,7 @@
 """Options that several commands have, and the scores that they print.
 
-Each field of an options class becomes an option or a flag of a typer command. Evaluations are printed as tables, the
-model beside its reference.
+Questions about a model on a device share theirs. Each field of an options class becomes an option or a flag of a typer
+command. Evaluations are printed as tables, the model beside its reference.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING
 from functools import wraps
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -24,6 +25,18 @@ if TYPE_CHECKING:
     from headwise.measure.evaluation import ChoiceEvaluation, Evaluation, PlantedEvaluation, Rate, RetrievalEvaluation
     from headwise.measure.evaluation.results import Paired
 
+
+Context = Annotated[int, typer.Option(help="Tokens of each sequence.")]
+Batch = Annotated[int, typer.Option(help="Sequences that are decoded together.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="Of weights and activations; quantised weights as they are stored, all else bfloat16, by default."
+    ),
+]
+HardwareFile = Annotated[Path | None, typer.Option(help="A TOML file with devices of your own.")]
+Ranks = Annotated[int, typer.Option(help="Tensor-parallel devices.")]
+Usable = Annotated[float, typer.Option(help="The share of a device's memory that may be used.")]
 
 _NO = "no_"
 """Prefix of a parameter whose flag sets a field to False."""

@@ -398,8 +398,7 @@ def test_one_command_predicts_and_advises(cli: Callable[..., Any], refused: Call
         ((*words, *read, "--engine", "tensorrt-llm"), "calibrate = 'text.txt': predicts nothing"),
         ((*words, *read, "--ranks", "7"), "ranks = 7"),
         (("advise", "llama-3-8b", "--hardware", "h100", *read), "llama-3-8b"),
-        (("advise", "--parameters", "1000000000", "--hardware", "h100", *read), "goes with SOURCE"),
-        (("advise", "--guide", "--heads", "8", *read), "goes without --guide"),
+        (("design", "--parameters", "1000000000", "--hardware", "h100", *read), "No such option: --calibrate"),
     ):
         assert rule in refused(*arguments)
 
@@ -608,12 +607,9 @@ def test_the_command(cli: Callable[..., Any], refused: Callable[..., str], tmp_p
         in cli("advise", "gpt2", "--hardware", "l4", "--context", "64", "--max-quality-loss", "0").out
     )
     for arguments, rule in (
-        (("llama-2-7b",), "hardware = None: is required, or --guide"),
-        (("--hardware", "h100"), "source = None: is required, or --guide"),
+        (("llama-2-7b",), "hardware = None: is required; headwise predict --list names devices"),
+        (("--hardware", "h100"), "Missing argument 'source'"),
         (("llama-2-7b", "--hardware", "h100", "--context", "0"), "context = 0: must be from 1"),
-        (("llama-2-7b", "--hardware", "h100", "--extreme-speed"), "--extreme-speed = True: goes with --guide"),
-        (("--guide", "--heads", "8", "--batch", "3"), "batch = 3: goes without --guide"),
-        (("--guide", "--heads", "9" * 10), "heads = 9999999999: must be at most"),
         (("llama-2-7b", "--hardware", "h100", "--goal", "fun"), "goal = 'fun': must be one of latency"),
         (
             ("llama-2-7b", "--hardware", "h100", "--max-quality-loss", "-1"),
@@ -625,32 +621,17 @@ def test_the_command(cli: Callable[..., Any], refused: Callable[..., str], tmp_p
         ),
         (("llama-2-7b", "--hardware", "h100", "--measured", "nowhere"), "measured = 'nowhere': cannot be read"),
         (("gpt2", "--hardware", "l4", "--context", "2048"), "must be at most 1024, the model's positions"),
-        (("--guide",), "heads = None: is required without SOURCE"),
-        (("--guide", "llama-2-7b", "--heads", "8"), "heads = 8: goes without SOURCE"),
         (("llama-2-7b", "--hardware", "h100", "--engine", "ollama"), "engine = 'ollama': must be one of llama.cpp"),
-        (("--guide", "--heads", "8", "--engine", "vllm"), "engine = 'vllm': goes without --guide"),
         (("llama-2-7b", "--hardware", "h100", "--usable", "90"), "must be above 0 and at most 1; write 90 % as 0.9"),
         (("llama-2-7b", "--hardware", "h100", "--max-quality-loss", "5%"), "as a number; write 5 % as 0.05"),
-        (("--guide", "--heads", "8", "--threshold", "x=3"), "threshold = 'x=3': must be NAME=NUMBER"),
-        (("--guide", "--heads", "8", "--threshold", "long=4096_"), "must be NAME=NUMBER"),
-        (("llama-2-7b", "--hardware", "h100", "--heads", "8"), "heads = 8: goes with --guide"),
     ):
         assert rule in refused("advise", *arguments)
 
 
-def test_the_command_of_the_guide(cli: Callable[..., Any]) -> None:
-    said = cli("advise", "--guide", "llama-2-7b", "--context", "4096", "--threshold", "fast=8192")
-    assert said.status == 0
-    assert "flow: GQA-4 (4 KV heads)" in said.out
-    assert "a medium model" in said.out
-    for line in said.out.splitlines():
-        assert len(line) <= 80, line
-    document = json.loads(cli("advise", "--guide", "--heads", "9", "--context", "4096", "--json").out)
-    assert document["rules"][0]["kv_heads"] == [3, 1]
-
-
 def test_it_answers_without_torch() -> None:
     assert answered_without_torch("advise", "llama-2-7b", "--hardware", "h100")["source"] == "llama-2-7b"
+    answer = answered_without_torch("design", "--hidden-size", "4096", "--hardware", "h100")
+    assert answer["source"] == "a design of 6.7 G parameters, 32 layers"
 
 
 def test_a_design_of_named_sizes_is_a_llama() -> None:
@@ -668,18 +649,37 @@ def test_a_design_has_about_the_parameters_asked_for(parameters: int) -> None:
 
 def test_designs_by_the_command(cli: Callable[..., Any], refused: Callable[..., str]) -> None:
     answer = json.loads(
-        cli("advise", "--hidden-size", "4096", "--num-heads", "32", "--hardware", "h100", "--json").out
+        cli("design", "--hidden-size", "4096", "--num-heads", "32", "--hardware", "h100", "--json").out
     )
     by_name = json.loads(cli("advise", "llama-2-7b", "--hardware", "h100", "--json").out)
     names = ("target", "cache_bytes_per_token", "decode_seconds", "largest_batch")
     assert [[each[name] for name in names] for each in answer["options"]] == [
         [each[name] for name in names] for each in by_name["options"]
     ]
-    said = cli("advise", "--parameters", "7000000000", "--hardware", "h100", "--batch", "8")
+    said = cli("design", "--parameters", "7000000000", "--hardware", "h100", "--batch", "8")
     assert "build it as it is, MHA" in said.out
     assert "measure next" not in said.out  # there is nothing to measure yet
-    assert "goes without SOURCE" in refused("advise", "gpt2", "--head-dim", "64", "--hardware", "h100")
-    assert "hidden_size = None: must be given" in refused("advise", "--num-heads", "8", "--hardware", "h100").replace(
-        "--hidden-size", "hidden_size"
-    )
-    assert "goes without --guide" in refused("advise", "--guide", "--heads", "8", "--hidden-size", "64")
+    for arguments, rule in (
+        (("--num-heads", "8", "--hardware", "h100"), "--hidden-size = None: must be given, or parameters"),
+        (("--hardware", "h100"), "--hidden-size = None: must be given, or parameters"),
+        (("--hidden-size", "4096"), "hardware = None: is required; headwise predict --list names devices"),
+        (("--hidden-size", "4096", "--hardware", "h100", "--context", "0"), "context = 0: must be from 1"),
+        (("--hidden-size", "4096", "--hardware", "h100", "--html", "no/a.html"), "html = 'no/a.html': cannot be"),
+        (("--hidden-size", "4096", "--hardware", "h100", "--plot", "a.pdf"), "must end in .png or .svg"),
+    ):
+        assert rule in refused("design", *arguments)
+
+
+def test_a_limit_keeps_the_cache_of_a_design_as_it_is(cli: Callable[..., Any]) -> None:
+    words = ("design", "--parameters", "7000000000", "--hardware", "rtx-4090", "--json")
+    limit = ("--max-quality-loss", "0.05")
+    assert json.loads(cli(*words, "--batch", "4", *limit).out)["best"] == "as it is"
+    assert json.loads(cli(*words, "--batch", "8").out)["best"] == "vllm:fp8"
+    assert json.loads(cli(*words, "--batch", "8", *limit).out)["best"] is None
+
+
+def test_a_design_has_a_page_and_a_picture(cli: Callable[..., Any], here: Path) -> None:
+    words = ("design", "--hidden-size", "4096", "--hardware", "h100", "--html", "a.html", "--plot", "a.svg")
+    assert "wrote a.html\nwrote a.svg\n" in cli(*words).out
+    assert "a design of 6.7 G parameters" in (here / "a.html").read_text()
+    assert "a design of 6.7 G parameters" in (here / "a.svg").read_text()

@@ -227,7 +227,5 @@ def test_the_commands(cli: Any, refused: Any, here: Path) -> None:
     no_page = "html = 'no/page.html': cannot be written"
     assert no_page in refused("report", folder, "--html", "no/page.html")
     assert no_page in refused("compare", "gpt2", "--html", "no/page.html")
-    guide = ("advise", "--guide", "--heads", "8", "--html", "x.html")
-    assert "html = 'x.html': goes without --guide" in refused(*guide)
     assert "context = 0: must be a whole number" in refused("report", folder, "--context", "0")
     assert "hardware = 'abacus'" in refused("report", folder, "--hardware", "abacus")

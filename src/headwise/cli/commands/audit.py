@@ -12,7 +12,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from headwise.cli.app import Json, app, emit, numbers_table, out, progress_bar
+from headwise.cli.app import STUDY, Json, app, emit, numbers_table, out, progress_bar
 from headwise.cli.pages import Html, refuse_no_page, write_page
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ TRAINED = Path("headwise-trained.json")
 """Where losses are kept unless the user names another file."""
 
 
-@app.command(epilog="Example: headwise audit --quick --html audit.html")
+@app.command(epilog="Example: headwise audit --quick --html audit.html", rich_help_panel=STUDY)
 def audit(
     claim: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Only this claim, such as C5; may be repeated.")

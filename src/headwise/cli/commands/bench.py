@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import SOURCES, Json, app, emit, numbers_table, out, progress_bar
+from headwise.cli.app import SOURCES, STUDY, Json, app, emit, numbers_table, out, progress_bar
 from headwise.cli.pages import Html, refuse_no_page, write_page
 from headwise.cli.plots import Plot, refuse_no_plot, write_plot
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 OURS = "headwise"
 
 commands = typer.Typer(help="Time implementations of attention side by side, beside the machine's limits.")
-app.add_typer(commands, name="bench")
+app.add_typer(commands, name="bench", rich_help_panel=STUDY)
 
 Shapes = Annotated[
     list[str] | None,

@@ -8,12 +8,15 @@ import typer
 from rich.markup import escape
 
 from headwise.base.options import CalibrateOptions
-from headwise.cli.app import SOURCES, Json, app, bytes_text, emit, out, progress_bar
+from headwise.cli.app import CHANGE, SOURCES, Json, app, bytes_text, emit, out, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.torchrun import as_one_process
 
 
-@app.command(epilog="Example: headwise calibrate smollm2-135m ./smollm2-statistics --calibrate text.txt")
+@app.command(
+    epilog="Example: headwise calibrate smollm2-135m ./smollm2-statistics --calibrate text.txt",
+    rich_help_panel=CHANGE,
+)
 @takes_options(CalibrateOptions)
 def calibrate(
     source: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],

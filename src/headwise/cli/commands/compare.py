@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 
 from headwise.cli.app import (
+    DECIDE,
     SOURCES_OR_NAME,
     Json,
     app,
@@ -23,7 +24,7 @@ from headwise.cli.pages import Html, first_question, model_page, refuse_no_page,
 from headwise.cli.plots import Plot, comparison_figure, refuse_no_plot, write_plot
 
 
-@app.command(epilog="Example: headwise compare llama-3-8b --context 32768 --batch 4")
+@app.command(epilog="Example: headwise compare llama-3-8b --context 32768 --batch 4", rich_help_panel=DECIDE)
 def compare(
     source: Annotated[str, typer.Argument(help=SOURCES_OR_NAME, show_default=False)],
     context: Annotated[int, typer.Option(help="Tokens in the cache, and in the prefill.")] = 4096,

@@ -8,10 +8,10 @@ import typer
 from rich.columns import Columns
 from rich.markup import escape
 
-from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
+from headwise.cli.app import DECIDE, SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
 
 
-@app.command(epilog="Example: headwise complexity deepseek-v3 --tokens 1 --context 32768")
+@app.command(epilog="Example: headwise complexity deepseek-v3 --tokens 1 --context 32768", rich_help_panel=DECIDE)
 def complexity(
     source: Annotated[str, typer.Argument(help=SOURCES_OR_NAME, show_default=False)],
     tokens: Annotated[int, typer.Option(help="S, new tokens: 1 for a decode step.")] = 2048,

@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from headwise.base.options import ConvertOptions
-from headwise.cli.app import SOURCES, Json, app, bytes_text, emit, out, progress_bar, say
+from headwise.cli.app import CHANGE, SOURCES, Json, app, bytes_text, emit, out, progress_bar, say
 from headwise.cli.options import show_text, takes_options
 from headwise.cli.torchrun import as_one_process
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    epilog="Example: headwise convert smollm2-135m ./smollm2-mla --to mla --kv-budget 0.5 --calibrate text.txt"
+    epilog="Example: headwise convert smollm2-135m ./smollm2-mla --to mla --kv-budget 0.5 --calibrate text.txt",
+    rich_help_panel=CHANGE,
 )
 @takes_options(ConvertOptions)
 def convert(

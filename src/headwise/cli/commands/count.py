@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import SOURCES_OR_NAME, Json, app, emit, numbers_table, out
+from headwise.cli.app import SOURCES_OR_NAME, STUDY, Json, app, emit, numbers_table, out
 
 
-@app.command(epilog="Example: headwise count qwen3-0.6b --tokens 1 --context 4096")
+@app.command(epilog="Example: headwise count qwen3-0.6b --tokens 1 --context 4096", rich_help_panel=STUDY)
 def count(
     source: Annotated[str, typer.Argument(help=SOURCES_OR_NAME, show_default=False)],
     tokens: Annotated[int, typer.Option(help="S, new tokens: 1 for a decode step.")] = 256,

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headwise.base.progress import Progress
-from headwise.cli.app import Json, app, bytes_text, count_text, emit, err, numbers_table, out, progress_bar
+from headwise.cli.app import STUDY, Json, app, bytes_text, count_text, emit, err, numbers_table, out, progress_bar
 from headwise.errors import ArgumentError, CheckpointError
 
 CONVERSIONS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -27,7 +27,7 @@ CALIBRATION_TOKENS = 8192  # Half the default, so that everything ends within fi
 PROMPT = "The capital of France is Paris, and the capital of Italy is"
 
 
-@app.command(epilog="Example: headwise demo --output demo")
+@app.command(epilog="Example: headwise demo --output demo", rich_help_panel=STUDY)
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for the models, the text and result.json.")] = Path("demo"),
     windows: Annotated[int, typer.Option(help="Windows of 2048 tokens to evaluate on.")] = 1,

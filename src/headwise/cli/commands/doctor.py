@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rich.markup import escape
 
-from headwise.cli.app import Json, app, emit, out, progress_bar
+from headwise.cli.app import MEASURE, Json, app, emit, out, progress_bar
 
 
-@app.command(epilog="Example: headwise doctor")
+@app.command(epilog="Example: headwise doctor", rich_help_panel=MEASURE)
 def doctor(as_json: Json = False) -> None:
     """Check whether headwise's kernels run on this machine, and measure its limits."""
     with progress_bar() as progress:

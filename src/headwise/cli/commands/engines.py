@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import SOURCES, Json, app, emit, out, say
+from headwise.cli.app import SERVE, SOURCES, Json, app, emit, out, say
 
 if TYPE_CHECKING:
     from headwise.serving.engines import Verdict
@@ -17,7 +17,7 @@ _SHOWN = 2
 """The most caches of an engine that are shown."""
 
 
-@app.command(epilog="Example: headwise engines ./half")
+@app.command(epilog="Example: headwise engines ./half", rich_help_panel=SERVE)
 def engines(
     source: Annotated[str, typer.Argument(help=SOURCES)],
     tensor_parallel: Annotated[int, typer.Option(help="Devices that are to share out the model's heads.")] = 1,

@@ -23,7 +23,7 @@ from headwise.base.options import (
     option,
 )
 from headwise.base.progress import Progress
-from headwise.cli.app import SOURCES, Json, app, emit, progress_bar
+from headwise.cli.app import MEASURE, SOURCES, Json, app, emit, progress_bar
 from headwise.cli.options import SHOW, takes_options
 from headwise.cli.pages import Html, first_question, model_page, refuse_no_page, write_page
 from headwise.cli.torchrun import as_one_process
@@ -62,7 +62,10 @@ class TaskOptions(TextOptions, ItemOptions, FactOptions, PythonOptions):
                 )
 
 
-@app.command(epilog="Example: headwise evaluate ./smollm2-mla --against smollm2-135m --text text.txt --windows 6")
+@app.command(
+    epilog="Example: headwise evaluate ./smollm2-mla --against smollm2-135m --text text.txt --windows 6",
+    rich_help_panel=MEASURE,
+)
 @takes_options(TaskOptions)
 def evaluate(
     model: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],

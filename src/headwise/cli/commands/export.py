@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import SOURCES, Json, app, bytes_text, emit, out, progress_bar
+from headwise.cli.app import SERVE, SOURCES, Json, app, bytes_text, emit, out, progress_bar
 
 
-@app.command(epilog="Example: headwise export ./half half.gguf --outtype q8_0")
+@app.command(epilog="Example: headwise export ./half half.gguf --outtype q8_0", rich_help_panel=SERVE)
 def export(
     source: Annotated[str, typer.Argument(help=SOURCES)],
     output: Annotated[Path, typer.Argument(help="The .gguf file to write.")],

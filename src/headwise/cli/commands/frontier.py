@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 
 from headwise.base.options import FrontierOptions, QuickFrontierOptions, declarations
-from headwise.cli.app import SOURCES, Json, app, duration, emit, numbers_table, out, progress_bar
+from headwise.cli.app import CHANGE, SOURCES, Json, app, duration, emit, numbers_table, out, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.pages import Html, first_question, model_page, refuse_no_page, write_page
 from headwise.cli.torchrun import as_one_process
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from headwise.conversion.frontiers.points import Frontier
 
 
-@app.command(epilog="Example: headwise frontier smollm2-135m --calibrate study.txt --evaluate exam.txt --output out")
+@app.command(
+    epilog="Example: headwise frontier smollm2-135m --calibrate study.txt --evaluate exam.txt --output out",
+    rich_help_panel=CHANGE,
+)
 @takes_options(FrontierOptions)
 def frontier(
     source: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],

@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.app import SOURCES, Json, app, emit, progress_bar
+from headwise.cli.app import MEASURE, SOURCES, Json, app, emit, progress_bar
 from headwise.cli.printable import printable
 
 
-@app.command(epilog='Example: headwise generate ./smollm2-mla --prompt "The capital of France is"')
+@app.command(
+    epilog='Example: headwise generate ./smollm2-mla --prompt "The capital of France is"', rich_help_panel=MEASURE
+)
 def generate(
     model: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],
     prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],

@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from headwise.base.options.heal import HealOptions
-from headwise.cli.app import Json, app, count_text, emit, out, progress_bar
+from headwise.cli.app import CHANGE, Json, app, count_text, emit, out, progress_bar
 from headwise.cli.options import show_text, takes_options
 from headwise.cli.torchrun import as_one_process
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from headwise.conversion.healing import Healing
 
 
-@app.command(epilog="Example: headwise heal ./half ./healed --teacher smollm2-135m --text text.txt --tokens 200000")
+@app.command(
+    epilog="Example: headwise heal ./half ./healed --teacher smollm2-135m --text text.txt --tokens 200000",
+    rich_help_panel=CHANGE,
+)
 @takes_options(HealOptions)
 def heal(
     model: Annotated[

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
+from headwise.cli.app import DECIDE, SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
 from headwise.errors import ArgumentError
 from headwise.models.specs.recurrent import NAMES as RECURRENT_NAMES
 
@@ -23,7 +23,7 @@ _LONGEST_LIST = 20
 """The most characters of a list of layers before it is abbreviated."""
 
 
-@app.command(epilog="Example: headwise inspect llama-3-8b --dtype float16")
+@app.command(epilog="Example: headwise inspect llama-3-8b --dtype float16", rich_help_panel=DECIDE)
 def inspect(
     source: Annotated[str | None, typer.Argument(help=SOURCES_OR_NAME, show_default=False)] = None,
     dtype: Annotated[str, typer.Option(help="The cache's dtype.")] = "bfloat16",

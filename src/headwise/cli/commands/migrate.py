@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from headwise.base.options.migrate import MigrateOptions
-from headwise.cli.app import SOURCES, Json, app, emit, numbers_table, out, progress_bar
+from headwise.cli.app import CHANGE, SOURCES, Json, app, emit, numbers_table, out, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.torchrun import as_one_process
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    epilog="Example: headwise migrate smollm2-135m ./small --max-quality-loss 0.05 --calibrate a.txt --evaluate b.txt"
+    epilog="Example: headwise migrate smollm2-135m ./out --max-quality-loss 0.05 --calibrate a.txt --evaluate b.txt",
+    rich_help_panel=CHANGE,
 )
 @takes_options(MigrateOptions)
 def migrate(

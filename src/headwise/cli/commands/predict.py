@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import textwrap
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from headwise.cli.app import SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out, say
+from headwise.cli.app import (
+    DECIDE,
+    SOURCES_OR_NAME,
+    Json,
+    app,
+    beyond,
+    bytes_text,
+    count_text,
+    emit,
+    numbers_table,
+    out,
+    say,
+)
+from headwise.cli.options import Batch, Context, Dtype, HardwareFile, Ranks, Usable
 from headwise.cli.plots import Plot, prediction_figure, refuse_no_plot, write_plot
 from headwise.errors import ArgumentError
 
@@ -19,21 +31,19 @@ if TYPE_CHECKING:
     from headwise.costs.prediction import Prediction
 
 
-DTYPE = "Of weights and activations; quantised weights as they are stored, all else bfloat16, by default."
-"""Help of the option."""
-
-
-@app.command(epilog="Example: headwise predict llama-3-8b --hardware h100 --context 8192 --batch 16")
+@app.command(
+    epilog="Example: headwise predict llama-3-8b --hardware h100 --context 8192 --batch 16", rich_help_panel=DECIDE
+)
 def predict(
     source: Annotated[str | None, typer.Argument(help=SOURCES_OR_NAME, show_default=False)] = None,
     hardware: Annotated[str | None, typer.Option(help="A device; see --list.", show_default=False)] = None,
-    hardware_file: Annotated[Path | None, typer.Option(help="A TOML file with devices of your own.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 4096,
-    batch: Annotated[int, typer.Option(help="Sequences that are decoded together.")] = 1,
-    dtype: Annotated[str | None, typer.Option(help=DTYPE)] = None,
+    hardware_file: HardwareFile = None,
+    context: Context = 4096,
+    batch: Batch = 1,
+    dtype: Dtype = None,
     cache_bits: Annotated[float | None, typer.Option(help="Of one cached value; the dtype's by default.")] = None,
-    ranks: Annotated[int, typer.Option(help="Tensor-parallel devices.")] = 1,
-    usable: Annotated[float, typer.Option(help="The share of a device's memory that may be used.")] = 0.9,
+    ranks: Ranks = 1,
+    usable: Usable = 0.9,
     names: Annotated[bool, typer.Option("--list", help="List the devices instead.")] = False,
     plot: Plot = None,
     as_json: Json = False,
@@ -120,13 +130,6 @@ def _print_prediction(result: Prediction) -> None:
     link = f", {shares.link:.0%} of the link" if step.ranks > 1 else ""
     out.print(f"assumed: {shares.compute:.0%} of the peak,", end=" ")
     out.print(f"{shares.memory:.0%} of the bandwidth{link}, {shares.seconds * 1e6:.0f} µs")
-
-
-def beyond(trained: int | None, context: int) -> list[str]:
-    """A note, where a context is longer than those that a model was made for."""
-    is_beyond = trained is not None and trained < context
-    note = f"note: the model was made for {trained:,} tokens, and {context:,} are asked for: engines may refuse them"
-    return [note] if is_beyond else []
 
 
 def _table(result: Prediction) -> Table:

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from headwise.base.options.prepare import PrepareOptions
-from headwise.cli.app import SOURCES, Json, app, emit, numbers_table, out, progress_bar, say
+from headwise.cli.app import CHANGE, SOURCES, Json, app, emit, numbers_table, out, progress_bar, say
 from headwise.cli.options import takes_options
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headwise.conversion.preparation.proof import Loss
 
 
-@app.command(epilog="Example: headwise prepare model.gguf prepared.gguf --for llama.cpp:q4_0")
+@app.command(epilog="Example: headwise prepare model.gguf prepared.gguf --for llama.cpp:q4_0", rich_help_panel=CHANGE)
 @takes_options(PrepareOptions)
 def prepare(
     source: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import Json, app, emit, numbers_table, out, progress_bar
+from headwise.cli.app import MEASURE, Json, app, emit, numbers_table, out, progress_bar
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:
     from headwise.measure.profiling import Check
 
 
-@app.command(epilog="Example: headwise profile --check")
+@app.command(epilog="Example: headwise profile --check", rich_help_panel=MEASURE)
 def profile(
     output: Annotated[
         Path | None,

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from headwise.cli.app import Json, app, emit, out
+from headwise.cli.app import DECIDE, Json, app, emit, out
 from headwise.cli.pages import Html, first_question, refuse_no_page, write_page
 
 
-@app.command(epilog="Example: headwise report ./out --html report.html")
+@app.command(epilog="Example: headwise report ./out --html report.html", rich_help_panel=DECIDE)
 def report(
     folder: Annotated[
         str,

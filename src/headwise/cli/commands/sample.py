@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 
 from headwise.base.options.sample import SampleOptions
-from headwise.cli.app import SOURCES, Json, app, emit, out, progress_bar
+from headwise.cli.app import CHANGE, SOURCES, Json, app, emit, out, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.torchrun import as_one_process
 
 
-@app.command(epilog="Example: headwise sample smollm2-135m own.txt --tokens 200000")
+@app.command(epilog="Example: headwise sample smollm2-135m own.txt --tokens 200000", rich_help_panel=CHANGE)
 @takes_options(SampleOptions)
 def sample(
     model: Annotated[str, typer.Argument(help=SOURCES, show_default=False)],
