@@ -1,7 +1,7 @@
 """Options that several commands have, and the scores that they print.
 
-Questions about a model on a device share theirs. Each field of an options class becomes an option or a flag of a typer
-command. Evaluations are printed as tables, the model beside its reference.
+Questions about a model on a device share theirs. Each field of an options class becomes an option or a flag of a
+typer command. Evaluations are printed as tables, the model beside its reference.
 """
 
 from __future__ import annotations
