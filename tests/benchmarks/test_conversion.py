@@ -18,7 +18,7 @@ import headwise
 from benchmarks import conversion, long, tables
 from headwise.conversion.calibration.saved import open_statistics, read_evidence
 from headwise.conversion.storage import LayerFiles
-from headwise.measure.texts import calibration as calibration_windows
+from headwise.measure.texts import calibration_windows
 from headwise.models.checkpoints import load_tokenizer
 from headwise.models.specs import GroupedSpec, RopeSpec, split_budget
 from tests.closeness import assert_close

@@ -20,7 +20,7 @@ from headwise.conversion.calibration.saved import _full_matrix, _triangle, open_
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.final_evaluation import REFERENCE
 from headwise.conversion.storage import LayerFiles
-from headwise.measure.texts import calibration as calibration_windows
+from headwise.measure.texts import calibration_windows
 from headwise.models.checkpoints import load_tokenizer, open_checkpoint
 from headwise.runtime.hf import LayerwiseModel
 from tests.conversion.test_resumed import StoppedError, stop_at

@@ -43,16 +43,6 @@ def test_results_within_results_are_flat_too() -> None:
     )
 
 
-def test_the_old_names_work_and_warn() -> None:
-    with pytest.warns(DeprecationWarning, match=r"^reference_first is now reference\.first$"):
-        assert BESIDE.reference_first == 1.0  # type: ignore[attr-defined]
-    with pytest.warns(DeprecationWarning, match=r"^reference_last is now reference\.last$"):
-        assert ALONE.reference_last is None  # type: ignore[attr-defined]
-    for name in ("reference_between", "reference_name", "firsts", "reference_"):
-        with pytest.raises(AttributeError, match=f"'Score' object has no attribute '{name}'"):
-            getattr(BESIDE, name)
-
-
 def test_pairs_are_copied_and_pickled() -> None:
     bucket = PositionScore(start=1, stop=3, nll=2.0, reference=PositionScore(start=1, stop=3, nll=1.0))
     assert copy.deepcopy(bucket) == pickle.loads(pickle.dumps(bucket)) == bucket
@@ -86,9 +76,6 @@ KEYS = {
 def test_the_keys_of_every_result_and_their_order(kind: type[Paired]) -> None:
     names = [key for key in KEYS[kind] if not key.startswith("reference_")]
     assert tuple(kind(**dict.fromkeys(names)).to_dict()) == KEYS[kind]
-    for old in set(KEYS[kind]) - set(names):
-        with pytest.warns(DeprecationWarning, match=f"^{old} is now "):
-            getattr(kind(**dict.fromkeys(names)), old)
 
 
 def test_the_keys_of_a_rate() -> None:

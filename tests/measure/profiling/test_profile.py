@@ -31,8 +31,7 @@ from headwise.measure.profiling import (
     profile,
     write_profile,
 )
-from headwise.measure.profiling import check as memory
-from headwise.measure.profiling.check import kinds
+from headwise.measure.profiling.check import kinds, memory_point
 from headwise.measure.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
 from headwise.measure.timing.timing import recorded
 from headwise.models.specs import read_config
@@ -94,7 +93,7 @@ def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "READING", 1 << 18)
     monkeypatch.setattr(pace, "_WEIGHTS", 1 << 12)
     monkeypatch.setattr(pace, "PRODUCTS", (64, 1 << 12))
-    monkeypatch.setattr(memory, "CONTEXT", 200)
+    monkeypatch.setattr("headwise.measure.profiling.check.CONTEXT", 200)
     usual = pace.Pace.measure
     monkeypatch.setattr(pace.Pace, "measure", lambda self, calls, **_: usual(self, calls, least=1, patience=0))
 
@@ -365,7 +364,7 @@ def test_predicted_memory_is_that_of_all_tensors(name: str, dtype: str, inner: i
     if dtype == "bfloat16" and not QUICK:
         pytest.skip("a processor that does not multiply bfloat16 copies weights to float32, which is not predicted")
     sizes = {"hidden_size": 512, "num_layers": 2, "num_heads": 8, "vocab_size": 512, "intermediate_size": inner}
-    found = memory.memory_point(name, Decoder(**{**sizes, **kinds(grids.CPU.places)[name]}), dtype)
+    found = memory_point(name, Decoder(**{**sizes, **kinds(grids.CPU.places)[name]}), dtype)
     assert abs(found.error) < 0.05
 
 

@@ -239,7 +239,9 @@ def test_spec_from_dict_refuses_what_to_dict_never_wrote(values: dict[str, Any],
 def test_a_mechanism_is_a_module_of_the_same_name_in_every_room() -> None:
     assert mechanism_module("models.specs", "latent").LatentSpec is LatentSpec
     assert mechanism_module("costs.formulas", "latent").__name__ == "headwise.costs.formulas.latent"
-    with pytest.raises(SpecError, match=r"^attention kind = 'linear': there is no module headwise.cost.linear$"):
+    with pytest.raises(
+        SpecError, match=r"^attention kind = 'linear': there is no module headwise.costs.formulas.linear$"
+    ):
         mechanism_module("costs.formulas", "linear")
 
 

@@ -126,7 +126,7 @@ def test_an_error_in_a_file_is_the_config_readers(folder: Path) -> None:
 def test_a_question_about_a_config_loads_neither_torch_nor_transformers(folder: Path) -> None:
     script = """
 import sys
-import headwise.models.specs, headwise.cost
+import headwise.models.specs
 for source in sys.argv[1:]:
     spec = headwise.models.specs.read_spec(source)
     headwise.cost.compare(spec)

@@ -36,7 +36,17 @@ def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def tensors_of(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, TensorInfo]:
-    """All tensors of a config's model, in its order, as they are stored in one dtype."""
+    """All tensors of a config's model, in its order, as they are stored in one dtype.
+
+    For example ``tensors_of(open_checkpoint("./model").config, torch.bfloat16)["model.norm.weight"]``.
+
+    Args:
+        config: a parsed ``config.json``.
+        dtype: of all tensors.
+
+    Raises:
+        CheckpointError: transformers cannot build the model.
+    """
     return {name: TensorInfo(shape, dtype) for name, shape in expected_tensors(dict(config)).items()}
 
 
