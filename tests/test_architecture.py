@@ -60,7 +60,6 @@ FORWARDED = {
     "cli/printable.py:write": "called as Python's showwarning",
     "cli/options.py:run": "a command's arguments, as typer names them by the signature",
     "cli/printable.py:render_str": "to a method of rich",
-    "conversion/solvers/latent.py:convert_to_latent": "an older spelling, which warns and is checked",
     "study/counting/module.py:_dot": "called by torch's counter",
     "study/counting/module.py:_grouped": "called by torch's counter",
     "study/counting/module.py:_mv": "called by torch's counter",

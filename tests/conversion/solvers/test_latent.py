@@ -10,7 +10,7 @@ import torch
 
 from headwise.conversion.plan import Place, read_layer
 from headwise.conversion.solvers.aligned import align
-from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent, solve_sizes
+from headwise.conversion.solvers.latent import convert_to_latent, solve_sizes
 from headwise.conversion.solvers.layer import Layer, rotation_tables
 from headwise.conversion.solvers.statistics import statistics_of
 from headwise.models.checkpoints import open_checkpoint
@@ -36,25 +36,6 @@ def test_without_a_text_biases_are_inputs_too(tmp_path: Path, to: str) -> None:
     rotation, nothing = rotation_tables(spec, torch.arange(5)), torch.zeros(5, spec.hidden_size)
     wanted = Layer(spec, state).float().output(nothing, rotation)
     assert (converted.float().output(nothing, rotation) - wanted).norm() < 0.1 * wanted.norm()
-
-
-def test_options_are_an_object_or_its_fields(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "source")
-    source = read_layer(open_checkpoint(tmp_path / "source"), Place(0))
-    spec = source.spec
-    assert isinstance(spec, GroupedSpec)
-    target = as_latent(spec, 20, 8)
-    expected, channels = convert_to_latent(
-        source.state, spec, target, statistics=None, options=LatentOptions(longest=3)
-    )
-    with pytest.warns(DeprecationWarning, match="takes options=LatentOptions"):
-        solved, same_channels = convert_to_latent(source.state, spec, target, statistics=None, longest=3)
-    assert channels == same_channels
-    assert all(torch.equal(solved[name], tensor) for name, tensor in expected.items())
-    with pytest.raises(TypeError, match="takes options or their fields, not both: longest, nonsense"):
-        convert_to_latent(source.state, spec, target, statistics=None, options=LatentOptions(), longest=3, nonsense=4)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'rotary'"):  # which was never a keyword
-        convert_to_latent(source.state, spec, target, statistics=None, rotary=None)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])

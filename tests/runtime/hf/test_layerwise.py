@@ -284,13 +284,6 @@ def test_a_layer_is_the_callers_alone(tmp_path: Path) -> None:
     assert weight() is None
 
 
-def test_the_old_spelling_of_module_works_and_warns(tmp_path: Path) -> None:
-    _, model = both(tmp_path, "llama", torch.float32)
-    with pytest.warns(DeprecationWarning, match=r"^LayerwiseModel\.layer is now LayerwiseModel\.module$"):
-        old = model.layer(0)
-    assert all(map(torch.equal, old.parameters(), model.module(0).parameters()))
-
-
 def test_windows_of_another_length_are_refused(tmp_path: Path) -> None:
     _, model = both(tmp_path, "mistral", torch.float32)
     hidden = model.begin(random_ids(window=16))

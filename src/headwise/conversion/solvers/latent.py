@@ -17,11 +17,10 @@ rotation.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -165,7 +164,6 @@ def convert_to_latent(
     statistics: Statistics | None,
     sensitivity: Tensor | None = None,
     options: LatentOptions | None = None,
-    **fields: Any,
 ) -> tuple[dict[str, Tensor], list[int]]:
     """Convert one layer's attention to MLA.
 
@@ -179,25 +177,18 @@ def convert_to_latent(
         statistics: means over a text; when None, all inputs count alike and near tokens are attended to more.
         sensitivity: ``[E, E]``, the cost of an error of the output; equal in every direction when None.
         options: other settings; their defaults when None.
-        fields: those of `LatentOptions` by themselves, an older spelling that warns.
 
     Returns:
         The MLA layer's tensors by its own names, float64, and the model frequency of each of its P/2 rotary pairs.
 
     Raises:
         SpecError: the layer has norms of queries and keys.
-        TypeError: ``options`` and fields are both given, or a field is unknown.
     """
-    if fields:
-        if options is not None:
-            raise TypeError(f"convert_to_latent() takes options or their fields, not both: {', '.join(fields)}")
-        _refuse_unknown(fields)
-        warnings.warn("convert_to_latent takes options=LatentOptions(…)", DeprecationWarning, stacklevel=2)
     if source.qk_norm is not None:
         raise SpecError(
             "qk_norm", source.qk_norm, "is solved by headwise.convert, which sees the layer behind its norms"
         )
-    options = options or LatentOptions(**fields)
+    options = options or LatentOptions()
     means = statistics or Statistics.nothing(source.hidden_size, source.num_heads, options.longest)
     keys, content = _divide_keys(state, source, target, means, options)
     w_v = with_bias(state, "v_proj", is_biased(target))  # [K·V, E']
@@ -228,13 +219,6 @@ def convert_to_latent(
     )
     out = assemble(state, source, target, solution)
     return out, torch.nonzero(keys.kept)[:, 0].tolist()
-
-
-def _refuse_unknown(keywords: Mapping[str, Any]) -> None:
-    """Refuse keywords that `convert_to_latent` never had, as Python does."""
-    for name in keywords:
-        if name not in LatentOptions.__dataclass_fields__ or name == "rotary":
-            raise TypeError(f"convert_to_latent() got an unexpected keyword argument {name!r}")
 
 
 class Rotary(NamedTuple):

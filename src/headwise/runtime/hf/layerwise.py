@@ -271,11 +271,6 @@ class LayerwiseModel:
             self._fill(part, name)
         return module
 
-    def layer(self, index: int) -> nn.Module:
-        """The old spelling of `module`."""
-        warnings.warn("LayerwiseModel.layer is now LayerwiseModel.module", DeprecationWarning, stacklevel=2)
-        return self.module(index)
-
     def run(self, index: int, module: nn.Module, hidden: Tensor, *, attention_output: Tensor | None = None) -> Tensor:
         """Run a layer with the arguments that the model passes to layer ``index``.
 
