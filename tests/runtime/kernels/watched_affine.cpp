@@ -1,6 +1,6 @@
 // Attends to keys and values in integer codes, of several shapes, on four threads, with a sanitizer watching, and compares
 // with plain loops.
-#include "codes/integers/affine.cpp"
+#include "codes/affine.cpp"
 
 #include <cstdio>
 #include <random>

@@ -19,7 +19,7 @@ class Attention {
   // Whether stored keys can be broadcast without conversion.
   static constexpr bool HAS_SIDES = HAS_LANES && std::is_same_v<typename A::Query, T>;
   const Arguments& a_;
-  const Sight sight_;
+  const Mask mask_;
   const int rows_;
   const int groups_, beside_;  // groups of eight rows that share vectors, and how many rows (the first) they hold
   const int64_t D_, V_;        // padded
@@ -28,7 +28,7 @@ class Attention {
  public:
   explicit Attention(const Arguments& a)
       : a_(a),
-        sight_(a),
+        mask_(a),
         rows_(int(a.G * a.S)),
         groups_(groups()),
         beside_(std::min(rows_, groups_ * 8)),
@@ -41,18 +41,18 @@ class Attention {
     static thread_local ScratchMemory memory;
     char* scratch = memory.at_least(up(Partial::floats(rows_, V_) * sizeof(float), 64) + scratch_bytes());
     const Partial partial((float*)scratch, rows_, V_);
-    attend(b, k, sight_.range(b), partial, scratch + up(Partial::floats(rows_, V_) * sizeof(float), 64));
+    attend(b, k, mask_.range(b), partial, scratch + up(Partial::floats(rows_, V_) * sizeof(float), 64));
     for (int row = 0; row < rows_; row++) finish(b, k, row, &partial, 1);
   }
 
   // All units, their tokens shared out among the threads.
   void run() const {
     int64_t tokens = 0;
-    for (int64_t b = 0; b < a_.B; b++) tokens += sight_.range(b).length() * a_.K;
+    for (int64_t b = 0; b < a_.B; b++) tokens += mask_.range(b).length() * a_.K;
     in_parts(*this, a_.B, a_.K, tokens, threads_for(tokens));
   }
 
-  Range range(int64_t b) const { return sight_.range(b); }
+  Range range(int64_t b) const { return mask_.range(b); }
   int rows() const { return rows_; }
   int64_t width() const { return V_; }
 
@@ -133,7 +133,7 @@ class Attention {
         for (int group = 0; group < groups_; group++) {
           ahead.step();
           float* of_group = scores + group * 8 * BLOCK;
-          sight_.hide_in_group(b, k, group, token, count, of_group);
+          mask_.hide_in_group(b, k, group, token, count, of_group);
           weigh_group(of_group, count, score_scale(), highs + group * 16, sums + group * 16, weights + group * 8 * A::TOKENS,
                       rows, keep + group * 8);
         }
@@ -177,7 +177,7 @@ class Attention {
       return count;
     }
     for (; count < most_ && next < to; next++)
-      if (sight_.is_seen(b, k, next)) token[count++] = int32_t(next);
+      if (mask_.is_seen(b, k, next)) token[count++] = int32_t(next);
     return count;
   }
 
@@ -221,7 +221,7 @@ class Attention {
       const float* scale = a_.key_scale + b * a_.key_scale_stride[0] + k * a_.key_scale_stride[1];
       for (int t = 0; t < count; t++) scores[t] *= scale[token[t] * a_.key_scale_stride[2]];
     }
-    sight_.hide_in_row(b, k, row, token, count, scores);
+    mask_.hide_in_row(b, k, row, token, count, scores);
     std::fill(scores + count, scores + most_, NOTHING);
 
     const float scale = score_scale();

@@ -13,7 +13,7 @@ from torch import Tensor
 from headwise.runtime.kernels.mask import mask_strides
 from headwise.runtime.kernels.native.build import TYPES, built
 
-# `Arguments` of sight.h: seven pointers, seven sizes, strides, the causal rule, threads, the scale.
+# `Arguments` of mask.h: seven pointers, seven sizes, strides, the causal rule, threads, the scale.
 _ARGUMENTS = struct.Struct("@7P7q 6q6q6q 4q 3q d")
 
 

@@ -50,13 +50,13 @@ def definitions() -> tuple[str, ...]:
 
 _SOURCES = (
     *("attention.cpp", "linear.cpp"),
-    *("codes/coded.cpp", "codes/heads.cpp", "codes/integers/affine.cpp"),
-    *("codes/encoding/gains.cpp", "codes/encoding/trellis.cpp"),
+    *("codes/coded.cpp", "codes/heads.cpp", "codes/affine.cpp"),
+    *("codes/gains.cpp", "codes/trellis.cpp"),
 )
 _HEADERS = (
-    *("lanes.h", "parts.h", "sight.h", "threads.h", "tiles.h", "vectors.h"),
+    *("lanes.h", "parts.h", "mask.h", "threads.h", "tiles.h", "vectors.h"),
     *("codes/calls.h", "codes/levels.h", "codes/matrix_tiles.h", "codes/stored_tokens.h", "codes/unpack.h"),
-    *("codes/words.h", "codes/encoding/unfused.h"),
+    *("codes/int16_scores.h", "codes/unfused.h"),
 )
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (

@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <new>
 
-#include "sight.h"
+#include "mask.h"
 #include "threads.h"
 
 namespace {

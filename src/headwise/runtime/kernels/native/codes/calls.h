@@ -31,12 +31,12 @@ INLINE void weigh_block(const float* scores, float* weights, float& keep, int ro
 }
 
 // One row's scores of neighbouring tokens from `from` on become weights; see weigh_block.
-INLINE void weigh_row(const Sight& sight, int64_t b, int row, int64_t from, int count, float* scores, float* weights,
+INLINE void weigh_row(const Mask& mask, int64_t b, int row, int64_t from, int count, float* scores, float* weights,
                       float& keep, const Partial& partial, const float* gain) {
   int32_t token[BLOCK];
   for (int t = 0; t < count; t++) token[t] = int32_t(from + t);
-  sight.hide_in_row(b, 0, row, token, count, scores);
-  sight.hide_shared(b, from, count, scores);
+  mask.hide_in_row(b, 0, row, token, count, scores);
+  mask.hide_shared(b, from, count, scores);
   std::fill(scores + count, scores + BLOCK, NOTHING);
   weigh_block(scores, weights, keep, row, partial, gain);
 }

@@ -121,7 +121,7 @@ def _widths(parts: tuple[int, ...]) -> Tensor:
     return torch.tensor(parts, dtype=torch.int64, device="cpu")
 
 
-# `CodedArguments` of coded.cpp and `HeadsArguments` of heads.cpp: `Arguments` of sight.h, then
+# `CodedArguments` of coded.cpp and `HeadsArguments` of heads.cpp: `Arguments` of mask.h, then
 # eleven pointers, five numbers.
 _LATENT_ARGUMENTS = struct.Struct("@7P7q 6q6q6q 4q 3q d 11P 5q")
 
@@ -334,7 +334,7 @@ def attend_heads(
     return call_on_codes("headwise_heads", query, stored, layout, rotation, frequency, mask, is_causal, scale, sizes)
 
 
-# `AffineArguments` of affine.cpp: `Arguments` of sight.h, two times four sizes, two sizes, the scales of blocks, two
+# `AffineArguments` of affine.cpp: `Arguments` of mask.h, two times four sizes, two sizes, the scales of blocks, two
 # pointers, two times three strides.
 _INTEGER_ARGUMENTS = struct.Struct("@7P7q 6q6q6q 4q 3q d 4q4q 2q P3q 2P6q")
 

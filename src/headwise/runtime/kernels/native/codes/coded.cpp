@@ -23,7 +23,7 @@ class CodedAttention {
   using A = Single;
   const CodedArguments& c_;
   const Arguments& a_;
-  const Sight sight_;
+  const Mask mask_;
   const int rows_;
   const bool tiles_;                        // whether matrix tiles are used
   // Whether scores are computed by tiles too, of numbers rounded to bfloat16 as the queries are.
@@ -41,7 +41,7 @@ class CodedAttention {
   explicit CodedAttention(const CodedArguments& c)
       : c_(c),
         a_(c.call),
-        sight_(a_),
+        mask_(a_),
         rows_(int(a_.G * a_.S)),
 #if HAS_MATRIX_TILES
         tiles_(rows_ >= 4 && may_use_tiles()),
@@ -61,12 +61,12 @@ class CodedAttention {
 
   void run() const {
     int64_t tokens = 0;
-    for (int64_t b = 0; b < a_.B; b++) tokens += sight_.range(b).length();
+    for (int64_t b = 0; b < a_.B; b++) tokens += mask_.range(b).length();
     const double work = double(tokens) * (columns_ + 2.0 * rows_ * (a_.D + content_));
     in_parts(*this, a_.B, 1, tokens, useful_threads(work / 50e3, a_.threads));
   }
 
-  Range range(int64_t b) const { return sight_.range(b); }
+  Range range(int64_t b) const { return mask_.range(b); }
   int rows() const { return rows_; }
   int64_t width() const { return content_; }
   int64_t scratch_bytes() const {
@@ -460,7 +460,7 @@ class CodedAttention {
   // Scores become weights, times the tokens' gains; see weigh_row.
   void weigh(Place& at, int64_t from, int count, const Partial& partial, const float* gain) const {
     for (int row = 0; row < rows_; row++)
-      weigh_row(sight_, at.b, row, from, count, at.scores + row * BLOCK, at.weights + row * BLOCK, at.keep[row], partial, gain);
+      weigh_row(mask_, at.b, row, from, count, at.scores + row * BLOCK, at.weights + row * BLOCK, at.keep[row], partial, gain);
   }
 };
 

@@ -9,7 +9,7 @@
 #include <optional>
 
 #include "stored_tokens.h"
-#include "words.h"
+#include "int16_scores.h"
 
 namespace {
 
@@ -24,7 +24,7 @@ class HeadsAttention {
   static constexpr int PIECES = std::is_same_v<Q, float> ? 3 : 2;  // of a whole weight
   const HeadsArguments& c_;
   const Arguments& a_;
-  const Sight sight_;
+  const Mask mask_;
   const int rows_, group_;  // of all heads, and of one
   const bool tiles_;        // whether matrix tiles are used
   const int fours_;         // groups of four rows of a head whose scores are computed side by side
@@ -43,7 +43,7 @@ class HeadsAttention {
   explicit HeadsAttention(const HeadsArguments& c)
       : c_(c),
         a_(c.call),
-        sight_(a_),
+        mask_(a_),
         rows_(int(a_.G * a_.S)),
         group_(int(rows_ / c.heads)),
 #if HAS_MATRIX_TILES
@@ -70,12 +70,12 @@ class HeadsAttention {
 
   void run() const {
     int64_t tokens = 0;
-    for (int64_t b = 0; b < a_.B; b++) tokens += sight_.range(b).length();
+    for (int64_t b = 0; b < a_.B; b++) tokens += mask_.range(b).length();
     const double work = double(tokens) * (c_.heads * (D_ + V_) + 2.0 * rows_ * (D_ + V_));
     in_parts(*this, a_.B, 1, tokens, useful_threads(work / 50e3, a_.threads));
   }
 
-  Range range(int64_t b) const { return sight_.range(b); }
+  Range range(int64_t b) const { return mask_.range(b); }
   int rows() const { return rows_; }
   int64_t width() const { return V_; }
   int64_t scratch_bytes() const {
@@ -468,7 +468,7 @@ class HeadsAttention {
   // Scores become weights, times the tokens' gains; see weigh_row.
   void weigh(Place& at, int64_t from, int count, const Partial& partial, const float* gain) const {
     for (int row = 0; row < rows_; row++)
-      weigh_row(sight_, at.b, row, from, count, at.scores + row * BLOCK, at.weights + row * BLOCK, at.keep[row], partial, gain);
+      weigh_row(mask_, at.b, row, from, count, at.scores + row * BLOCK, at.weights + row * BLOCK, at.keep[row], partial, gain);
   }
 };
 

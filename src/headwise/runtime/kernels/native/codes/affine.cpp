@@ -8,8 +8,8 @@
 #include <new>
 #include <optional>
 
-#include "../calls.h"
-#include "../unpack.h"
+#include "calls.h"
+#include "unpack.h"
 
 namespace {
 
@@ -62,7 +62,7 @@ class AffineAttention {
   static constexpr int PIECES = std::is_same_v<Q, float> ? 3 : 2;  // of a whole weight, and of a whole query
   const AffineArguments& c_;
   const Arguments& a_;
-  const Sight sight_;
+  const Mask mask_;
   const int rows_;
   const bool tiles_;             // whether matrix tiles are used
   const int64_t key_groups_;     // groups of keys that are scored: one where scales belong to blocks
@@ -76,7 +76,7 @@ class AffineAttention {
   explicit AffineAttention(const AffineArguments& c)
       : c_(c),
         a_(c.call),
-        sight_(a_),
+        mask_(a_),
         rows_(int(a_.G * a_.S)),
 #if HAS_MATRIX_TILES
         tiles_(may_use_tiles()),
@@ -95,12 +95,12 @@ class AffineAttention {
 
   void run() const {
     int64_t tokens = 0;
-    for (int64_t b = 0; b < a_.B; b++) tokens += sight_.range(b).length() * a_.K;
+    for (int64_t b = 0; b < a_.B; b++) tokens += mask_.range(b).length() * a_.K;
     const double work = double(tokens) * (a_.D + a_.V) * (2 + rows_);
     in_parts(*this, a_.B, a_.K, tokens, useful_threads(work / 100e3, a_.threads));
   }
 
-  Range range(int64_t b) const { return sight_.range(b); }
+  Range range(int64_t b) const { return mask_.range(b); }
   int rows() const { return rows_; }
   // Of each group a mixture of whole numbers, and one of zero points.
   int64_t width() const { return c_.value.groups * (value_padded_ + 1); }
@@ -355,7 +355,7 @@ class AffineAttention {
   void weigh_codes(Place& at, int64_t from, int count, const Partial& partial) const {
     int32_t token[BLOCK];
     for (int t = 0; t < count; t++) token[t] = int32_t(from + t);
-    for (int row = 0; row < rows_; row++) sight_.hide_shared(at.b, from, count, at.scores + row * BLOCK);
+    for (int row = 0; row < rows_; row++) mask_.hide_shared(at.b, from, count, at.scores + row * BLOCK);
     weigh(at, token, count, partial);
   }
 
@@ -561,7 +561,7 @@ class AffineAttention {
   void weigh_row(Place& at, int row, const int32_t* token, int count, const Partial& partial) const {
     float *scores = at.scores + row * BLOCK, *weights = at.weights + row * BLOCK;
     if (at.ahead) at.ahead->step();
-    sight_.hide_in_row(at.b, at.k, row, token, count, scores);
+    mask_.hide_in_row(at.b, at.k, row, token, count, scores);
     std::fill(scores + count, scores + BLOCK, NOTHING);
     weigh_block(scores, weights, at.keep[row], row, partial, nullptr);
   }
@@ -617,7 +617,7 @@ class AffineAttention {
       int32_t token[BLOCK];
       const Q *key[BLOCK], *value[BLOCK];
       for (; count < BLOCK && next < tokens.to; next++) {
-        if (a_.mask && !sight_.is_seen(at.b, at.k, next)) continue;  // it may hold no numbers
+        if (a_.mask && !mask_.is_seen(at.b, at.k, next)) continue;  // it may hold no numbers
         key[count] = keys + (next - c_.coded) * c_.late_key_stride[2];
         value[count] = values + (next - c_.coded) * c_.late_value_stride[2];
         token[count++] = int32_t(next);

@@ -27,11 +27,11 @@ struct Range {
 };
 
 // Which tokens the rows of one call see.
-class Sight {
+class Mask {
   const Arguments& a_;
 
  public:
-  explicit Sight(const Arguments& a) : a_(a) {}
+  explicit Mask(const Arguments& a) : a_(a) {}
 
   // Tokens that any row of a sequence may see.
   Range range(int64_t b) const {

@@ -9,8 +9,8 @@
 #include <new>
 #include <vector>
 
-#include "../../threads.h"
-#include "../../vectors.h"
+#include "../threads.h"
+#include "../vectors.h"
 
 namespace {
 

@@ -3,8 +3,8 @@
 
 #include <cmath>
 
-#include "../../threads.h"
-#include "../../vectors.h"
+#include "../threads.h"
+#include "../vectors.h"
 
 namespace {
 

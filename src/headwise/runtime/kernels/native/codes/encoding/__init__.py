@@ -1,1 +1,0 @@
-"""Coding new tokens: their gains, and the trellis codes of their values."""

@@ -1,1 +1,0 @@
-"""Attention to keys and values in codes of whole numbers."""
