@@ -183,7 +183,7 @@ def test_what_cannot_be_is_refused_before_any_work(
     ("name", "rule"),
     [
         ("bert", "model_type = 'bert': is an encoder, which predicts no next token; headwise evaluate --retrieval"),
-        ("whisper", "model_type = 'whisper': decodes what its encoder heard"),
+        ("whisper", "model_type = 'whisper': attends to an encoder"),
     ],
 )
 def test_models_that_text_cannot_evaluate_are_noted(name: str, rule: str, text: Path, tmp_path: Path) -> None:

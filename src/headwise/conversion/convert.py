@@ -236,7 +236,7 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         raise ArgumentError("format", options.format, rule)
     refuse_inputs(plan, texts.sources, options.statistics, options.without)
     if options.spread and "spread" not in plan.stages:
-        rule = "goes with mla of a decoder to a part of its values, on a text, in headwise's own format"
+        rule = "needs a decoder, mla of fewer values than the source has, calibrate, and headwise's own format"
         raise ArgumentError("spread", True, rule)
     folder_format.check(OutputLayout(plan))
     # These read whole files, and so come after all that can be refused by the config.

@@ -63,7 +63,9 @@ def refuse_no_evaluation_set(spec: ModelSpec) -> None:
         rule = "is an encoder, which predicts no next token; headwise evaluate --retrieval measures one"
         raise SpecError("model_type", spec.model_type, rule)
     if spec.cross_layers:
-        raise SpecError("model_type", spec.model_type, "decodes what its encoder heard, which text does not measure")
+        raise SpecError(
+            "model_type", spec.model_type, "attends to an encoder, so that text alone does not evaluate it"
+        )
 
 
 def choose_evaluation_set(

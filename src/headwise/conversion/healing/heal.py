@@ -297,7 +297,8 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
     """Train the model; its parameters, what was done and how many parameters were trained."""
     options = prepared.options
     needs_teacher = options.objective == "distill" or options.hidden > 0
-    teacher = _teacher(prepared, folder, progress) if needs_teacher else None  # first: one that is stored leaves
+    # The teacher comes before the model: where its tokens are kept on disk, it leaves memory again.
+    teacher = _teacher(prepared, folder, progress) if needs_teacher else None
     model = load(prepared.checkpoint.path, dtype=torch.float32, device=str(prepared.device))
     if prepared.code is not None:
         round_in_training(model, prepared.checkpoint, prepared.code)

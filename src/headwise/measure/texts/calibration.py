@@ -336,5 +336,5 @@ def refuse_cross_layers(checkpoint: Checkpoint, texts: CalibrationTexts) -> None
         ArgumentError: there is a text and the model has cross-attention.
     """
     if texts and checkpoint.spec.cross_layers:
-        rule = f"is text, and a {checkpoint.spec.model_type} model decodes what its encoder heard"
+        rule = f"is text, and a {checkpoint.spec.model_type} model attends to an encoder, which text gives no input"
         raise ArgumentError("calibrate", ", ".join(map(str, texts.sources)), rule)

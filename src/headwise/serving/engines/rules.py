@@ -299,7 +299,7 @@ def _stock_vllm(facts: ModelFacts) -> Refusal | None:
         return f"has no model of type {facts.model_type}", _instead_of_own(facts)
     if facts.is_deepseek:  # model_executor/models/deepseek_v2.py
         if facts.rope_type not in ("default", "yarn"):
-            rule = f"takes rope_type {facts.rope_type} for yarn, and ends for want of its numbers"
+            rule = f"takes rope_type {facts.rope_type} for yarn, and fails because yarn's numbers are missing"
             return rule, _convert(facts, BIAS_FREE)
         if biases := facts.attention_biases:
             return f"skips the biases of {', '.join(biases)} in silence", _convert(facts, BIAS_FREE)
