@@ -93,7 +93,7 @@ def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "READING", 1 << 18)
     monkeypatch.setattr(pace, "_WEIGHTS", 1 << 12)
     monkeypatch.setattr(pace, "PRODUCTS", (64, 1 << 12))
-    monkeypatch.setattr("headwise.measure.profiling.check.CONTEXT", 200)
+    monkeypatch.setattr(sys.modules["headwise.measure.profiling.check"], "CONTEXT", 200)
     usual = pace.Pace.measure
     monkeypatch.setattr(pace.Pace, "measure", lambda self, calls, **_: usual(self, calls, least=1, patience=0))
 
