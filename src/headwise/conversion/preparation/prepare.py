@@ -26,7 +26,7 @@ from headwise.conversion.preparation.one_layer import best_change
 from headwise.conversion.preparation.proof import Proof, check_engines, check_written, prove
 from headwise.conversion.preparation.samples import POSITIONS, Inputs, layer_inputs, projected
 from headwise.conversion.preparation.shift import why_no_shift
-from headwise.conversion.preparation.stored import FolderLayers, GgufLayers, check_file, copied_files
+from headwise.conversion.preparation.stored import FolderLayers, GgufLayers, Room, check_file, copied_files
 from headwise.errors import ArgumentError, HeadwiseError, SpecError, StorageError
 from headwise.measure.texts import named_texts
 from headwise.measure.texts.calibration import CalibrationTexts, check_texts
@@ -236,18 +236,20 @@ def _fitted(
     spec = checkpoint.spec
     longest = options.context or spec.max_position_embeddings or POSITIONS
 
-    def read() -> Iterator[tuple[int, GroupedSpec, Mapping[str, Tensor], Inputs]]:
+    # Files are read in this thread alone; the others compute.
+    def read() -> Iterator[tuple[int, GroupedSpec, Mapping[str, Tensor], Inputs, Room]]:
         for index, (layer, inputs) in enumerate(zip(spec.layers, layer_inputs(checkpoint, texts), strict=True)):
             assert isinstance(layer, GroupedSpec)
-            yield index, layer, checkpoint.family.read_attention(checkpoint.read, index, layer), inputs
+            state = checkpoint.family.read_attention(checkpoint.read, index, layer)
+            yield index, layer, state, inputs, stored.room(index, layer)
 
-    def fitted(item: tuple[int, GroupedSpec, Mapping[str, Tensor], Inputs]) -> tuple[Change, PreparedLayer]:
-        index, layer, state, inputs = item
+    def fitted(item: tuple[int, GroupedSpec, Mapping[str, Tensor], Inputs, Room]) -> tuple[Change, PreparedLayer]:
+        index, layer, state, inputs, room = item
         change, loss, off = best_change(
             projected(state, layer, *inputs),
             state,
             [code for code in formats if not code.is_wide(index, spec.num_layers)],
-            stored.room(index, layer),
+            room,
             shifts=options.refit,
             longest=longest,
             on_text=bool(texts),

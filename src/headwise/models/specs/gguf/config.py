@@ -381,9 +381,6 @@ GGUF_ARCHITECTURES = {
 _SMALLEST, _LARGEST = 1.1754944e-38, 3.4028234e38
 """The normal numbers of float32."""
 
-_V3_GATING = 2
-"""The number of the function by which DeepSeek-V3 scores experts; it tells V3 from V2."""
-
 
 @dataclass(frozen=True)
 class GgufModel:
@@ -510,7 +507,7 @@ def _latent(config: Mapping[str, Any], layer: LatentSpec) -> dict[str, Any]:
         # There are no experts, but the loader asks for these.
         "expert_feed_forward_length": config["intermediate_size"],
         "expert_shared_count": 0,
-        "expert_gating_func": _V3_GATING,
+        "expert_gating_func": _SIGMOID,
     }
 
 
