@@ -41,7 +41,7 @@ _GEMMA3_27B = 62
 """The layers of the one Gemma 3 whose softmax scale is not of the head dim."""
 
 _SOFTMAX, _SIGMOID = 1, 2
-"""Numbers of the functions that score experts."""
+"""Numbers of the functions that score experts; the second tells DeepSeek-V3 from V2."""
 
 
 def gguf_config(header: GgufHeader) -> dict[str, Any]:
