@@ -6,4 +6,4 @@ For example ``import headwise.hf``, and ``AutoModelForCausalLM.from_pretrained("
 from headwise.runtime import hf
 from headwise.runtime.hf import *  # noqa: F403
 
-__all__ = hf.__all__  # noqa: PLE0605
+__all__ = hf.__all__
