@@ -27,7 +27,7 @@ Width = Literal["own", "wide", "byte", "index"]
 
 @dataclass(frozen=True)
 class Kept:
-    """A kept tensor, which has ``values`` numbers for each thing it is ``over``."""
+    """A kept tensor, which has ``values`` numbers for each token, pair or sequence, as ``over`` says."""
 
     name: str
     values: int
@@ -40,8 +40,8 @@ class Training:
     """How a training step runs a layer.
 
     Attributes:
-        kernel: attention by a fused kernel (``padded``: SDPA on the CPU), or by the reference's plain products.
-        half: whether the layer's dtype is narrower than float32.
+        kernel: the kernel of attention: fused (``padded`` is SDPA on the CPU), or the reference's plain products.
+        half: whether the layer's dtype has fewer bits than float32.
         causal: whether the scores are masked by the causal flag.
         window: whether there is a sliding window's mask too, which a fused kernel takes as a tensor.
         cross: whether keys and values are another sequence's.
@@ -125,7 +125,7 @@ def kept_core(
 
     Args:
         training: how the layer is run.
-        heads: the sizes.
+        heads: the numbers of heads and their widths.
         storages: the tensors that query, key and value are views of.
         contiguous: whether the query is a tensor of its own, laid out head by head; else the fused kernel's output is
             laid out token by token as the projection is, and merging its heads needs no copy.
@@ -174,9 +174,9 @@ def total_bytes(kept: Iterable[Kept], *, batch: Size, new: Size, total: Size, va
 
     Args:
         kept: the tensors.
-        batch: B.
-        new: S.
-        total: T.
+        batch: B, the number of sequences.
+        new: S, the number of new tokens.
+        total: T, the number of tokens attended to.
         value_bytes: bytes of a value of the layer's dtype.
     """
     result = Size(0)

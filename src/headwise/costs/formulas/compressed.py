@@ -51,7 +51,7 @@ def _indexer(spec: CompressedSpec) -> tuple[Stage, ...]:
 
 
 def _entries(spec: CompressedSpec, prefix: str, width: Size) -> tuple[Stage, ...]:
-    """What makes entries: each token's part and its weight, twice where entries overlap."""
+    """The stages that make entries: each token's part and its weight, twice where entries overlap."""
     if spec.rate is None:
         return ()
     E, parts = Size(spec.hidden_size, "E"), _overlap(spec) * width
@@ -77,8 +77,8 @@ def cache_values(spec: CompressedSpec) -> Size:
 def state_values(spec: CompressedSpec) -> int:
     """Values kept for a sequence of any length: the window, and the tokens that are not in an entry yet, at most.
 
-    These have parts and weights for each entry that they are to be in; where entries overlap, so have the last
-    ``rate`` tokens before them, for the next entry alone.
+    A token that is not in an entry yet keeps a part and a weight for each entry that it will be in; where entries
+    overlap, so do the last ``rate`` tokens before it, for the next entry alone.
     """
     window = spec.window * spec.head_dim
     if spec.rate is None:

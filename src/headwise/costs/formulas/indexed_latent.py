@@ -14,7 +14,7 @@ from headwise.costs.formulas.stages import Core, IndexScores, Linear, Stage, Vec
 from headwise.models.specs.indexed_latent import IndexedLatentSpec
 
 IMPLS = ("expanded", "absorbed")
-"""As for MLA; nothing here caches decoded keys and values."""
+"""The implementations of MLA but ``cached_kv``: no layer of this kind caches decoded keys and values."""
 
 
 def stages(spec: IndexedLatentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
@@ -41,7 +41,7 @@ def _indexer(spec: IndexedLatentSpec) -> tuple[Stage, ...]:
 
 
 def best_impl(spec: IndexedLatentSpec, new_tokens: int, total_tokens: int, pairs: int) -> str:
-    """As for MLA, of the pairs that are selected."""
+    """The implementation with fewer FLOPs, as for MLA, over the pairs that are selected."""
     selected = attended_pairs(new_tokens, total_tokens, causal=True, window=spec.index_topk)
     return latent.best_impl(spec, new_tokens, total_tokens, min(pairs, selected))
 

@@ -39,10 +39,10 @@ DTYPE_BYTES = {
 
 
 class Formulas(Protocol):
-    """The interface of a mechanism's module ``headwise.cost.<kind>``.
+    """The interface of a mechanism's module ``headwise.costs.formulas.<kind>``.
 
-    Some functions are there only where they apply: ``best_impl`` (several implementations), ``shard`` (heads can be
-    split over ranks), ``activations`` (headwise has the layer) and ``state_values`` (a state of constant size).
+    A module has some functions only where they apply: ``best_impl`` (several implementations), ``shard`` (heads can
+    be split over ranks), ``activations`` (headwise has the layer) and ``state_values`` (a state of constant size).
     """
 
     IMPLS: tuple[str, ...]
@@ -120,8 +120,8 @@ def held_weights(spec: AttentionSpec, formats: Formats = (), vector_bytes: float
 
     Args:
         spec: the layer.
-        formats: of its matrices, by the names of their stages.
-        vector_bytes: of a value of norms and biases; None for the dtype's.
+        formats: the formats of its quantised matrices, by the names of their stages.
+        vector_bytes: bytes of one value of norms and biases; None where these are in the dtype.
     """
     own = dict(formats)
     return sum((held_stage(stage, own.get(stage.name), vector_bytes) for stage in stages(spec)), Held())
@@ -149,9 +149,9 @@ def forward_flops(
         impl: one of the mechanism's implementations, or ``auto`` for the one with the fewest FLOPs.
         kernel: one of `headwise.cost.KERNELS`; in the forward pass only ``padded`` makes a difference.
         softmax: add ``SOFTMAX_FLOPS`` for each score.
-        batch: B, sequences.
+        batch: B, the number of sequences.
         causal: True counts only the pairs that the causal mask (and the window) leaves; False counts all S·T, as
-            kernels that do not skip would; None is as the spec says.
+            kernels do that skip nothing; None follows the spec.
         cross: the T tokens are another sequence's, whose keys and values are computed too.
         cached: with ``cross``, those keys and values are in the cache already.
 
@@ -180,10 +180,10 @@ def prefill_flops(
 
     Args:
         spec: the layer.
-        tokens: of the prompt.
-        chunk: tokens of a chunk; the whole prompt when None.
-        batch: B.
-        causal: as in `forward_flops`.
+        tokens: tokens of the prompt.
+        chunk: tokens of a chunk; None reads the whole prompt at once.
+        batch: B, the number of prompts.
+        causal: which pairs are counted, see `forward_flops`.
     """
     check_whole_number("tokens", tokens, 1)
     size = tokens if chunk is None else chunk
@@ -220,7 +220,7 @@ def call_of(
     cross: bool = False,
     cached: bool = False,
 ) -> Call:
-    """One forward pass in numbers that know their formula; arguments as `forward_flops`."""
+    """The sizes of one forward pass, each with its formula; the arguments are those of `forward_flops`."""
     S, T = new_tokens, new_tokens if total_tokens is None else total_tokens
     check_whole_number("new_tokens", S)
     check_whole_number("total_tokens", T)

@@ -27,8 +27,8 @@ class _Sum:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights(_Sum):
-    """Weights by part. ``mixers`` are those of layers without softmax attention; ``streams`` are of several residual
-    streams; ``head`` is 0 where it is tied."""
+    """The number of weights in each part of a model. ``mixers`` counts layers without softmax attention, ``streams``
+    several residual streams; ``head`` is 0 where it is tied to the embedding."""
 
     embedding: int = 0
     positions: int = 0
@@ -45,7 +45,7 @@ class Weights(_Sum):
 
 @dataclass(frozen=True, kw_only=True)
 class Flops(_Sum):
-    """FLOPs by part: matrix products only, 2 for each multiply-add."""
+    """FLOPs of each part of a model: matrix products only, 2 for each multiply-add."""
 
     attention_projections: int = 0
     attention_pairs: int = 0
@@ -77,9 +77,9 @@ def weight_bytes(model: ModelSpec, dtype: str = "bfloat16", *, active: bool = Fa
     For example ``weight_bytes(read_spec("gpt-oss-20b")).total`` is 13,761,264,768.
 
     Args:
-        model: with its body.
-        dtype: of weights without a format of their own.
-        active: as in `weights`.
+        model: a model whose body is known.
+        dtype: the dtype of weights without a format of their own.
+        active: count only the weights that one token uses, see `weights`.
 
     Raises:
         ArgumentError: the dtype is not known.
@@ -151,9 +151,9 @@ def forward_flops(
     Args:
         new_tokens: S, tokens passed in; 1 for a decode step.
         total_tokens: T, tokens attended to, S of them new; S when None (prefill).
-        batch: B.
-        causal: as in `headwise.cost.forward_flops`.
-        impl: implementation of the layers whose mechanism has it; ``auto`` for the others.
+        batch: B, the number of sequences.
+        causal: which pairs are counted, see `headwise.cost.forward_flops`.
+        impl: the implementation of layers whose mechanism has it; all others take ``auto``.
 
     Raises:
         ArgumentError: not 1 <= S <= T.

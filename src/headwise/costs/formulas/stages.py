@@ -31,12 +31,12 @@ class Call:
     """One forward pass: how many tokens of each kind, and how many (query, key) pairs.
 
     Attributes:
-        batch: B, sequences.
-        new: S, tokens passed in.
-        source: tokens whose keys and values are computed: the new ones, in cross-attention all of the other sequence,
-            or none when a cache holds them.
-        total: T, tokens attended to.
-        pairs: pairs of one head of one sequence that are computed.
+        batch: B, the number of sequences.
+        new: S, the number of tokens passed in.
+        source: the number of tokens whose keys and values are computed: the new ones, in cross-attention all of the
+            other sequence, or none when a cache holds them.
+        total: T, the number of tokens attended to.
+        pairs: the number of (query, key) pairs that are computed for one head of one sequence.
     """
 
     batch: Size
@@ -46,14 +46,14 @@ class Call:
     pairs: Size
 
     def pairs_within(self, most: int | None) -> Size:
-        """The pairs where a query attends to no more than ``most`` of the tokens that it may see."""
+        """The number of pairs where a query attends to no more than ``most`` of the tokens that it may see."""
         if most is None or int(self.total) <= most:
             return self.pairs
         selected = attended_pairs(int(self.new), int(self.total), causal=True, window=most)
         return self.pairs if int(self.pairs) <= selected else Size(selected, "selected")
 
     def entry_pairs(self, rate: int, most: int | None = None) -> Size:
-        """Pairs of queries and entries of ``rate`` tokens each, where a query attends to no more than ``most``."""
+        """The number of (query, entry) pairs, with ``rate`` tokens an entry and at most ``most`` entries a query."""
         if int(self.pairs) == int(self.new) * int(self.total):  # without a mask, or of one query, which sees all
             entries = int(self.total) // rate
             pairs = int(self.new) * (entries if most is None else min(entries, most))
@@ -70,7 +70,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Linear:
-    """A projection ``y = x Wᵀ (+ b)``; ``reads`` tells whether x is the layer's input, which may need no gradient.
+    """A projection ``y = x Wᵀ (+ b)``; ``reads`` says whether x is the layer's input, which may need no gradient.
 
     ``has_gradient`` is False where nothing flows back through it.
     """
@@ -143,7 +143,7 @@ class Vector:
 
 @dataclass(frozen=True)
 class Core:
-    """``softmax(QKᵀ)V`` of all heads, the only stage whose work depends on pairs of tokens.
+    """``softmax(QKᵀ)V`` of all heads, whose work depends on the number of pairs of tokens.
 
     ``can_fuse`` is False where the scores are a sum that no fused kernel computes; ``most`` is the number of tokens
     that a query attends to at most, where something selects them. With a ``rate``, it attends to entries of so many
@@ -190,8 +190,8 @@ class Core:
 class IndexScores:
     """The scores of an indexer, which selects the tokens that a query attends to: heads' products and their sum.
 
-    ``width`` is a head's; all heads share one key. With a ``rate``, entries of so many tokens are selected, and the
-    sum is no matrix product.
+    ``width`` is the width of a head; all heads share one key. With a ``rate``, entries of so many tokens are
+    selected, and the sum over heads is not counted, because it is no matrix product.
     """
 
     heads: int
@@ -219,24 +219,24 @@ class Held:
     """Weights in memory.
 
     Attributes:
-        values: how many.
-        wide: those in the dtype that the model runs in.
-        packed: bytes of the others.
+        values: the number of weights.
+        unquantised: the number of weights in the dtype that the model runs in.
+        packed: bytes of all other weights, which are quantised.
     """
 
     values: float = 0
-    wide: float = 0
+    unquantised: float = 0
     packed: float = 0
 
     def __add__(self, other: Held) -> Held:
-        return Held(self.values + other.values, self.wide + other.wide, self.packed + other.packed)
+        return Held(self.values + other.values, self.unquantised + other.unquantised, self.packed + other.packed)
 
     def __mul__(self, times: int) -> Held:
-        return Held(self.values * times, self.wide * times, self.packed * times)
+        return Held(self.values * times, self.unquantised * times, self.packed * times)
 
     def nbytes(self, width: int) -> float:
-        """Their bytes, where a value of the dtype has ``width``."""
-        return self.wide * width + self.packed
+        """Bytes of all these weights, where one value of the model's dtype takes ``width`` bytes."""
+        return self.unquantised * width + self.packed
 
 
 def held_matrix(
@@ -248,10 +248,10 @@ def held_matrix(
 
     Args:
         outputs: rows of the matrix.
-        inputs: its columns.
-        bias: values beside it.
-        form: of the matrix; None for the dtype.
-        vector_bytes: of a value of the bias; None for the dtype's.
+        inputs: columns of the matrix.
+        bias: the number of values in its bias.
+        form: the format of the matrix; None where it is in the model's dtype.
+        vector_bytes: bytes of one value of the bias; None where it is in the model's dtype.
     """
     values = outputs * inputs
     matrix = Held(values, values) if form is None else Held(values, 0, form.nbytes(outputs, inputs))
@@ -259,7 +259,7 @@ def held_matrix(
 
 
 def held_stage(stage: Stage, form: MatrixFormat | None = None, vector_bytes: float | None = None) -> Held:
-    """The weights of a stage in memory; arguments as of `held_matrix`.
+    """The weights of a stage in memory; the arguments are those of `held_matrix`.
 
     For example ``held_stage(Linear("q_proj", 64, 64)).values`` is 4,096.
     """
@@ -285,8 +285,9 @@ def attended_pairs(
 
     For example ``attended_pairs(2, 4, causal=True)`` is 7.
 
-    Causal is bottom-right: the last of S queries sees all T keys. A query at position i (counted from 1) sees
-    ``min(i, window)`` keys when causal, else T; in chunks of ``window`` tokens ``(i - 1) % window + 1``.
+    The causal mask is bottom-right: the last of S queries sees all T keys. A query at position i (counted from 1)
+    sees ``min(i, window)`` keys with it, and T without; in chunks of ``window`` tokens it sees ``(i - 1) % window +
+    1``.
     """
     if not causal:
         return new_tokens * total_tokens
@@ -309,8 +310,8 @@ def attended_entries(new_tokens: int, total_tokens: int, rate: int, most: int | 
 
     Args:
         new_tokens: S, the queries, which are the last tokens.
-        total_tokens: T.
-        rate: tokens of an entry.
+        total_tokens: T, all tokens attended to.
+        rate: the number of tokens that one entry stands for.
         most: the most entries that a query attends to.
     """
 
@@ -323,6 +324,6 @@ def attended_entries(new_tokens: int, total_tokens: int, rate: int, most: int | 
 
 
 def _within_chunks(tokens: int, chunk: int) -> int:
-    """The pairs of a text's first tokens, each within its chunk."""
+    """The number of pairs of a text's first ``tokens`` tokens, each with the tokens of its own chunk up to itself."""
     whole, rest = divmod(tokens, chunk)
     return (whole * chunk * (chunk + 1) + rest * (rest + 1)) // 2

@@ -1,7 +1,8 @@
-"""Cost of several residual streams: what joins n of them before a block, and adds its output to each behind it.
+"""Cost of several residual streams, which are joined before each block and each get its output behind it.
 
-Each attention and each network has n weights to join streams by, n to give its output to them by, and an n by n
-matrix to mix them by, all projected from the streams themselves; behind the last layer streams are joined once more.
+With n streams, each attention and each network has n weights that join them, n that spread its output over them, and
+an n by n matrix that mixes them, all projected from the streams themselves. Behind the last layer the streams are
+joined once more.
 
 Source: DeepSeek-V4's report, section 2.2 (manifold-constrained hyper-connections).
 """
@@ -10,12 +11,12 @@ from __future__ import annotations
 
 
 def coefficients(streams: int) -> int:
-    """The numbers that a block's streams are joined, given and mixed by, for each token."""
+    """The number of weights that join, feed and mix a block's streams, for each token."""
     return (streams + 2) * streams
 
 
 def parameters(streams: int, hidden_size: int, layers: int) -> int:
-    """Weights of a whole model: projections of all streams, biases, and three scales; one at the end."""
+    """The number of weights in a whole model: projections, biases and three scales a block, and the last join."""
     if streams == 1:
         return 0
     block = coefficients(streams) * (streams * hidden_size + 1) + 3

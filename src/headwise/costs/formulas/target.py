@@ -34,13 +34,13 @@ class Target:
         kv_budget: for ``mla``, the fraction of the source's cache to keep.
         kv_lora_rank: for ``mla``, the width of the latent, in place of a budget.
         qk_rope_head_dim: for ``mla``, the width of the rotary key, with ``kv_lora_rank``.
-        kv_bytes: the fraction of the bytes of the source's cache in bfloat16 to keep, in codes.
+        kv_bytes: the fraction of the bytes of the source's cache in bfloat16 to keep, as quantised codes.
         bits: the bits of a cached value on average; None for a cache without codes.
-        spreads: for ``mla``, whether the cache is spread over layers at any size; where few values are kept, and for
-            ``kv_bytes``, it always is.
+        spreads: for ``mla``, whether layers get caches of different sizes at any budget; where few values are kept,
+            and for ``kv_bytes``, they always do.
         has_constant: for ``mla``, whether one channel of the latent is a constant.
-        block: for ``mla`` with a budget, the number of channels that the latent and the rotary key are multiples of
-            where it has room for that.
+        block: for ``mla`` with a budget, the number of channels that the widths of the latent and of the rotary key
+            are multiples of, where the budget allows that.
     """
 
     mechanism: str
@@ -61,7 +61,7 @@ class Target:
 
     @property
     def spelling(self) -> str | None:
-        """As frontiers spell it, such as ``mla:0.5``; None with ``bits``, which have no spelling.
+        """The target as frontiers spell it, such as ``mla:0.5``; None with ``bits``, which have no spelling.
 
         For example ``parse_target("mla", kv_budget=0.5).spelling``.
         """
@@ -88,11 +88,11 @@ def parse_target(
 
     Args:
         to: ``mha``, ``gqa:K``, ``mqa``, ``mla`` or ``same``.
-        kv_budget: see `Target`.
-        kv_lora_rank: see `Target`.
-        qk_rope_head_dim: see `Target`.
-        kv_bytes: see `Target`.
-        bits: see `Target`.
+        kv_budget: the fraction of the source's cache to keep, see `Target`.
+        kv_lora_rank: the width of the latent, see `Target`.
+        qk_rope_head_dim: the width of the rotary key, see `Target`.
+        kv_bytes: the fraction of the bytes of the source's cache to keep, see `Target`.
+        bits: the mean bits of a cached value, see `Target`.
 
     Raises:
         ArgumentError: ``to`` is no target, or the sizes do not go with it.
@@ -169,7 +169,7 @@ def refuse_latent(source: ModelSpec) -> None:
 def convert_spec(source: ModelSpec, target: Target) -> ModelSpec:
     """The spec of the converted model, such as ``convert_spec(source, parse_target("mqa"))``.
 
-    Its weights are in one dtype: a conversion reads a quantised GGUF's as numbers, and writes no quantised ones.
+    The spec's weights are in one dtype: a conversion dequantises those of a GGUF file, and writes none quantised.
 
     Raises:
         ArgumentError: a layer cannot have the size.
@@ -194,7 +194,7 @@ def _convert_layer_spec(source: AttentionSpec, target: Target) -> AttentionSpec:
     refuse_as_latent(source)
     total = formulas(source).cache_values(source)
     if target.kv_bytes is not None:
-        # A size to begin with: how many values there are at each byte is found on the text.
+        # A size to begin with: how the bytes divide into values and bits is decided later, on the calibration text.
         values = min(total, int(8 * code_bytes(source, target.kv_bytes) / _BITS_AT_FIRST))
         least = 3 if rotary_width(source) else 1
         if values < least:
@@ -213,7 +213,7 @@ def _convert_layer_spec(source: AttentionSpec, target: Target) -> AttentionSpec:
 
 
 def code_bytes(source: AttentionSpec, fraction: float) -> float:
-    """The bytes a token of one layer with a fraction of its cache in bfloat16.
+    """Bytes a token that a fraction of one layer's cache in bfloat16 has.
 
     For example ``code_bytes(layer_spec("smollm2-135m"), 0.25)`` is 192.0.
     """
@@ -246,14 +246,14 @@ def refuse_codes(converted: ModelSpec) -> None:
 
 
 _BITS_AT_FIRST = 3.3
-"""The bits of a value that a search for sizes and bits begins with; 3 to 4 are best at most budgets."""
+"""The bits of a cached value with which a search for sizes and bits begins; 3 to 4 are best at most budgets."""
 
 
 GROUPS = (16, 32, 64, 128, 256)
-"""The numbers of channels that may share a scale and a zero point; one that is larger than a head holds all of it."""
+"""The numbers of channels that may share a scale and a zero point; a group larger than a head is the whole head."""
 
 GROUP = 64
-"""The channels of a group where a format's spelling names no other number."""
+"""The number of channels in a group where a format's spelling names no other number."""
 
 _SCALES = 32
 """The bits of a group's scale and zero point, which are float16."""
@@ -264,12 +264,12 @@ class PlainFormat:
     """A format of a cache of keys and values.
 
     Attributes:
-        keys: the bits of a key's channel, without scales.
-        values: the bits of a value's channel.
-        group: the channels that share a scale; with blocks also the tokens of a key's channel that do. One of
-            `GROUPS`.
-        has_blocks: whether keys share scales over a block of tokens (KIVI).
-        is_rotated: whether keys are rotated by a Hadamard matrix, which their width must suit.
+        keys: the bits of one number of a key, without its share of the scales.
+        values: the bits of one number of a value, without its share of the scales.
+        group: the number of channels that share a scale, one of `GROUPS`; with blocks also the number of tokens of
+            which a key's channel shares one.
+        has_blocks: whether a key's channel shares its scale over a block of tokens (KIVI).
+        is_rotated: whether keys are rotated by a Hadamard matrix; their width must then be a power of 2.
     """
 
     keys: int
@@ -286,11 +286,11 @@ class PlainFormat:
         return keys if keys == values else f"{keys}/{values}"
 
     def suits(self, model: ModelSpec) -> bool:
-        """Whether a model's cache can be stored in it.
+        """Whether a model's cache can be stored in the format.
 
-        Groups divide the width of a head, or hold all of it. Latents are not stored in formats. Windows that slide
-        are not stored in blocks of tokens, and stay as they are beside other layers, as states of recurrent layers
-        do.
+        Groups must divide the width of a head, or be as wide as it. Latents are not stored in plain formats. Sliding
+        windows are not stored in blocks of tokens; where other layers are, they stay as they are, like the states of
+        recurrent layers.
 
         For example ``PlainFormat(8, 8).suits(read_spec("llama-3-8b"))`` is True.
 
@@ -303,7 +303,7 @@ class PlainFormat:
         return len(heads) == len(layers) and bool(stored) and all(map(self._fits, stored))
 
     def fitted(self, model: ModelSpec) -> PlainFormat:
-        """The format with groups that suit a model, of about as many bytes; itself where it suits, or none does.
+        """The format with groups that suit a model, of about as many bytes; itself if it suits, or if none does.
 
         For example ``str(PlainFormat(8, 8).fitted(read_spec("phi-2")))``, whose heads have 80 channels, is
         ``"int8:128"``, a group for a whole head.
@@ -334,11 +334,11 @@ class PlainFormat:
         return taken / values
 
     def _stores(self, layer: GroupedSpec) -> bool:
-        """Whether it is what a layer's keys and values are stored in."""
+        """Whether a layer's keys and values are stored in the format."""
         return not (self.has_blocks and layer.sliding_window is not None)
 
     def _fits(self, layer: GroupedSpec) -> bool:
-        """Whether its groups divide a layer's heads, or hold all of one."""
+        """Whether the format's groups divide a layer's heads, or are as wide as one."""
         D, V = layer.head_dim, layer.value_dim
         grouped = (V,) if self.has_blocks else (D, V)
         is_turned = not self.is_rotated or D & (D - 1) == 0
@@ -352,7 +352,7 @@ class PlainFormat:
 
 
 def _packed(width: int, bits: int) -> int:
-    """Bits of the bytes that hold a row of codes."""
+    """Bits that a row of codes takes in whole bytes."""
     return -(-width * bits // 8) * 8
 
 
@@ -368,7 +368,7 @@ PLAIN_FORMATS = (
 )
 """The formats that conversions are compared with, from the most bytes to the least; of equal bytes the best first.
 
-A model whose heads their groups do not divide has them with other groups (`plain_formats`).
+Where their groups do not divide a model's heads, other groups are taken (`plain_formats`).
 """
 
 

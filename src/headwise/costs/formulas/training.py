@@ -28,11 +28,11 @@ def backward_flops(
 
     Args:
         spec: the layer.
-        tokens: S.
-        source_tokens: T of cross-attention; None for self-attention.
-        batch: B.
-        causal: as in `forward_flops`.
-        impl: as in `forward_flops`.
+        tokens: S, the number of tokens passed in.
+        source_tokens: T, tokens of the other sequence in cross-attention; None for self-attention.
+        batch: B, the number of sequences.
+        causal: which pairs are counted, see `forward_flops`.
+        impl: the implementation, see `forward_flops`.
         kernel: one of `headwise.cost.KERNELS`.
         input_gradient: False where the layer's inputs need no gradient, as in a model's first layer: the gradient of
             the projections' inputs is then not computed.
@@ -59,17 +59,17 @@ def activation_bytes(
 
     For example ``activation_bytes(layer_spec("llama-3-8b"), 2048)`` is 76,283,904.
 
-    They are those of every tensor that autograd saves, with the layer's input and without its parameters. They hold
-    for two tokens or more: tensors of a single token are contiguous in any order, and need fewer copies.
+    Every tensor that autograd saves is counted, the layer's input among them, but not its parameters. The number is
+    exact for two tokens or more: tensors of a single token are contiguous in any order, and need fewer copies.
 
     Args:
         spec: the layer.
-        tokens: S.
-        source_tokens: T of cross-attention; None for self-attention.
-        batch: B.
-        dtype: of weights and activations.
-        causal: as in `forward_flops`.
-        impl: as in `forward_flops`.
+        tokens: S, the number of tokens passed in.
+        source_tokens: T, tokens of the other sequence in cross-attention; None for self-attention.
+        batch: B, the number of sequences.
+        dtype: the dtype of weights and activations.
+        causal: which pairs are counted, see `forward_flops`.
+        impl: the implementation, see `forward_flops`.
         kernel: one of `headwise.cost.KERNELS`; ``unfused`` holds the scores at least in float32.
     """
     kept, call = kept_activations(
@@ -89,7 +89,7 @@ def kept_activations(
     impl: str = "auto",
     kernel: Kernel = "fused",
 ) -> tuple[tuple[Kept, ...], Call]:
-    """The tensors that `activation_bytes` adds up, and the call they belong to; arguments as there.
+    """The tensors that `activation_bytes` adds up, and the call they belong to; the arguments are the same.
 
     Raises:
         SpecError: headwise has no such layer, and so no list of its activations.

@@ -271,7 +271,7 @@ def _head(model: ModelSpec, body: BodySpec) -> Held:
 def _reading(work: Work, matrix: Held, values: float) -> Work:
     """An operator that reads so many values of a matrix, or of one like it."""
     share = values / matrix.values if matrix.packed else 0
-    packed = (matrix.values - matrix.wide) * share
+    packed = (matrix.values - matrix.unquantised) * share
     return replace(work, weights=values, packed=packed, packed_bytes=matrix.packed * share)
 
 

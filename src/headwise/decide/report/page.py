@@ -156,7 +156,7 @@ def _option(candidate: Candidate, measured: Measured | None, step: Pass) -> dict
         "cache_bits": candidate.cache_bits,
         "parameters": weights(model).total,
         "weights": {
-            "wide": held.wide,
+            "wide": held.unquantised,
             "packed": held.packed,
             "is_bound": model.stored is not None and model.stored.is_bound,
         },

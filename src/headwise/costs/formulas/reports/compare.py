@@ -51,7 +51,7 @@ def ladder(source: AttentionSpec) -> list[AttentionSpec]:
 
 
 def matched(source: AttentionSpec, match: Match) -> list[AttentionSpec]:
-    """Every mechanism at the one size whose cache (or parameters) is nearest the layer's; the layer comes first.
+    """The layer itself, then every mechanism at the one size whose cache (or parameters) is nearest the layer's.
 
     For example ``matched(layer_spec("llama-3-8b"), "cache")[1].label`` is ``"MHA 32/32 × 32"``.
 
@@ -68,7 +68,7 @@ def matched(source: AttentionSpec, match: Match) -> list[AttentionSpec]:
 
 
 def _families(source: GroupedSpec | LatentSpec) -> list[Callable[[int], AttentionSpec | None]]:
-    """A function for each mechanism that makes a layer of a given size, or None where the size is impossible."""
+    """For each mechanism, a function that makes a layer of a given size, or None where the size is impossible."""
     dense = source if isinstance(source, GroupedSpec) else _dense(source)
     E, H, D = dense.hidden_size, dense.num_heads, dense.head_dim
     rotary = dense.rope is not None or isinstance(source, LatentSpec)
@@ -268,9 +268,9 @@ def compare(
 
     Args:
         source: a model folder, ``.gguf``, ``config.json``, catalog name, ``smollm2-135m``, ``hf://…`` or a spec.
-        context: tokens in the cache, and in the prefill.
-        batch: sequences.
-        dtype: of the cache.
+        context: the number of tokens in the cache, and in the prompt of the prefill.
+        batch: the number of sequences.
+        dtype: the dtype of the cache.
         match: None for several sizes (`headwise.cost.ladder`); ``cache`` or ``parameters`` for each mechanism at the
             one size whose cache or parameters are nearest the model's.
 

@@ -75,21 +75,21 @@ class Complexity:
     """A layer's time and space by stage, for one call.
 
     Attributes:
-        label: the layer.
+        label: the layer's mechanism and sizes.
         impl: the implementation whose stages these are.
         kernel: one of `headwise.cost.KERNELS`.
-        dtype: of weights, activations and cache.
+        dtype: the dtype of weights, activations and cache.
         symbols: the letters of the formulas and their values.
-        stages: in order.
-        softmax_flops: elementwise, not among the stages' products.
-        forward_flops: of all stages.
-        backward_flops: of all stages.
-        parameters: of all stages.
+        stages: the stages, in the order in which they run.
+        softmax_flops: elementwise FLOPs of the softmax, which the FLOPs of the stages leave out.
+        forward_flops: FLOPs of the forward pass, the sum over the stages.
+        backward_flops: FLOPs of the backward pass, the sum over the stages.
+        parameters: learned parameters, the sum over the stages.
         cache_bytes_per_token: bytes that one token adds to the cache.
-        cache_bytes: bytes of all tokens, or of those that a window holds.
-        activations: bytes that a training step keeps for its backward pass, by tensor; none where T is not S, or
+        cache_bytes: bytes of the cache of all tokens, or of those that a window holds.
+        activations: bytes that a training step keeps for its backward pass, by tensor; empty where T is not S, or
             where headwise has no such layer.
-        activation_bytes: the sum of those, or None.
+        activation_bytes: the sum of ``activations``; None where that is empty.
     """
 
     label: str
@@ -128,12 +128,12 @@ def complexity(
 
     Args:
         source: a layer's spec, or a model as `headwise.inspect` takes it.
-        new_tokens: S.
-        total_tokens: T; S when None.
-        index: which layer of a model.
-        batch: B.
-        causal: as in `headwise.cost.forward_flops`.
-        impl: as in `headwise.cost.forward_flops`.
+        new_tokens: S, tokens passed in; 1 for a decode step.
+        total_tokens: T, tokens attended to; S when None.
+        index: the layer's number in a model, from 0.
+        batch: B, the number of sequences.
+        causal: which pairs are counted, see `headwise.cost.forward_flops`.
+        impl: the implementation, see `headwise.cost.forward_flops`.
         kernel: one of `headwise.cost.KERNELS`.
         dtype: the dtype of weights, activations and cache.
 

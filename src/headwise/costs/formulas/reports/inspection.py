@@ -49,9 +49,9 @@ class Inspection:
     are those of one token, without context and at the longest one. ``kv_bytes_…_of_rank`` is the part of the cache on
     each of ``ranks`` tensor-parallel ranks.
 
-    ``weight_bytes`` are what weights take by part: in the formats that they are stored in, and the config's dtype,
-    as ``weight_format`` tells. ``weight_notes`` say what is not known of them, and ``weight_bytes_are_bound`` whether
-    they are an upper bound therefore.
+    ``weight_bytes`` has the bytes of each part's weights in the formats that they are stored in; ``weight_format``
+    names these formats, and the dtype of all other weights. ``weight_notes`` say what is not known of the formats,
+    and ``weight_bytes_are_bound`` whether the bytes are therefore an upper bound.
     """
 
     source: str
@@ -97,7 +97,7 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16", ranks: i
 
     Args:
         source: a model folder, ``.gguf``, ``config.json``, catalog name, ``smollm2-135m``, ``hf://…`` or a spec.
-        dtype: of the cache.
+        dtype: the dtype of the cache.
         ranks: tensor-parallel ranks that the heads are split over.
 
     Raises:
@@ -112,11 +112,11 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16", ranks: i
     spec = source if isinstance(source, ModelSpec) else read_spec(source)
     longest, rank = spec.max_position_embeddings, model.shard(spec, ranks)
     weights = active = held = first = last = None
-    wide = str(spec.dtype).removeprefix("torch.")
-    wide = wide if wide in layer.DTYPE_BYTES else "bfloat16"
+    weight_dtype = str(spec.dtype).removeprefix("torch.")
+    weight_dtype = weight_dtype if weight_dtype in layer.DTYPE_BYTES else "bfloat16"
     if spec.body is not None:
         weights, active = _parts(model.weights(spec)), _parts(model.weights(spec, active=True))
-        held = _parts(model.weight_bytes(spec, wide))
+        held = _parts(model.weight_bytes(spec, weight_dtype))
         first = _parts(model.forward_flops(spec, 1))
         last = None if longest is None else _parts(model.forward_flops(spec, 1, longest))
     return Inspection(
@@ -138,7 +138,7 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16", ranks: i
         weights=weights,
         active_weights=active,
         weight_bytes=held,
-        weight_format=wide if spec.stored is None else spec.stored.counted(wide),
+        weight_format=weight_dtype if spec.stored is None else spec.stored.counted(weight_dtype),
         weight_notes=() if spec.stored is None else spec.stored.warnings(),
         weight_bytes_are_bound=spec.stored is not None and spec.stored.is_bound,
         flops_of_first_token=first,
