@@ -119,7 +119,7 @@ def held_weights(spec: AttentionSpec, formats: Formats = (), vector_bytes: float
     For example ``held_weights(layer_spec("llama-3-8b")).values`` is 41,943,040.
 
     Args:
-        spec: the layer.
+        spec: the spec of the layer.
         formats: the formats of its quantised matrices, by the names of their stages.
         vector_bytes: bytes of one value of norms and biases; None where these are in the dtype.
     """
@@ -143,17 +143,17 @@ def forward_flops(
     """FLOPs of one forward pass of one layer: its matrix products, and the softmax when asked for.
 
     Args:
-        spec: the layer.
+        spec: the spec of the layer.
         new_tokens: S, tokens passed in; 1 for a decode step.
         total_tokens: T, tokens attended to; S when None (prefill). S of them are new, unless ``cross``.
         impl: one of the mechanism's implementations, or ``auto`` for the one with the fewest FLOPs.
         kernel: one of `headwise.cost.KERNELS`; in the forward pass only ``padded`` makes a difference.
-        softmax: add ``SOFTMAX_FLOPS`` for each score.
+        softmax: whether ``SOFTMAX_FLOPS`` are added for each score.
         batch: B, the number of sequences.
         causal: True counts only the pairs that the causal mask (and the window) leaves; False counts all S·T, as
             kernels do that skip nothing; None follows the spec.
-        cross: the T tokens are another sequence's, whose keys and values are computed too.
-        cached: with ``cross``, those keys and values are in the cache already.
+        cross: whether the T tokens are another sequence's, whose keys and values are computed too.
+        cached: whether the cache holds those keys and values already; only with ``cross``.
 
     Raises:
         ArgumentError: a count is impossible, or the implementation or kernel is not known.
@@ -179,7 +179,7 @@ def prefill_flops(
     Chunks cost as much as one pass, except where every chunk decodes the cached latents again.
 
     Args:
-        spec: the layer.
+        spec: the spec of the layer.
         tokens: tokens of the prompt.
         chunk: tokens of a chunk; None reads the whole prompt at once.
         batch: B, the number of prompts.

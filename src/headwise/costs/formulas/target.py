@@ -30,17 +30,17 @@ class Target:
 
     Attributes:
         mechanism: ``mha``, ``gqa``, ``mqa``, ``mla``, or ``same`` for the source's own.
-        num_kv_heads: for ``gqa``, the number of key–value heads.
-        kv_budget: for ``mla``, the fraction of the source's cache to keep.
-        kv_lora_rank: for ``mla``, the width of the latent, in place of a budget.
-        qk_rope_head_dim: for ``mla``, the width of the rotary key, with ``kv_lora_rank``.
+        num_kv_heads: the number of key–value heads of ``gqa``; None for other mechanisms.
+        kv_budget: the fraction of the source's cache that ``mla`` keeps.
+        kv_lora_rank: the width of the latent of ``mla``, in place of a budget.
+        qk_rope_head_dim: the width of the rotary key of ``mla``, together with ``kv_lora_rank``.
         kv_bytes: the fraction of the bytes of the source's cache in bfloat16 to keep, as quantised codes.
         bits: the bits of a cached value on average; None for a cache without codes.
-        spreads: for ``mla``, whether layers get caches of different sizes at any budget; where few values are kept,
-            and for ``kv_bytes``, they always do.
-        has_constant: for ``mla``, whether one channel of the latent is a constant.
-        block: for ``mla`` with a budget, the number of channels that the widths of the latent and of the rotary key
-            are multiples of, where the budget allows that.
+        spreads: whether layers of ``mla`` get caches of different sizes at any budget; where few values are kept, and
+            for ``kv_bytes``, they always do.
+        has_constant: whether one channel of the latent of ``mla`` is a constant.
+        block: the number of channels that the widths of the latent and of the rotary key of ``mla`` are multiples of,
+            where a budget allows that.
     """
 
     mechanism: str
@@ -295,7 +295,7 @@ class PlainFormat:
         For example ``PlainFormat(8, 8).suits(read_spec("llama-3-8b"))`` is True.
 
         Args:
-            model: the model.
+            model: the spec of the model.
         """
         layers = [layer for layer in model.layers if not isinstance(layer, RecurrentSpec)]
         heads = [layer for layer in layers if isinstance(layer, GroupedSpec) and not layer.shares_kv]
@@ -309,7 +309,7 @@ class PlainFormat:
         ``"int8:128"``, a group for a whole head.
 
         Args:
-            model: the model.
+            model: the spec of the model.
         """
         if self.suits(model):
             return self
@@ -323,7 +323,7 @@ class PlainFormat:
         For example ``PlainFormat(8, 8).bits(read_spec("llama-3-8b"))`` is 8.5.
 
         Args:
-            model: the model.
+            model: the spec of the model.
         """
         taken = values = 0.0
         for layer in model.layers:

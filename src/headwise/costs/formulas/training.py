@@ -27,7 +27,7 @@ def backward_flops(
     A fused kernel computes the scores again: five products where the forward pass has two.
 
     Args:
-        spec: the layer.
+        spec: the spec of the layer.
         tokens: S, the number of tokens passed in.
         source_tokens: T, tokens of the other sequence in cross-attention; None for self-attention.
         batch: B, the number of sequences.
@@ -63,7 +63,7 @@ def activation_bytes(
     exact for two tokens or more: tensors of a single token are contiguous in any order, and need fewer copies.
 
     Args:
-        spec: the layer.
+        spec: the spec of the layer.
         tokens: S, the number of tokens passed in.
         source_tokens: T, tokens of the other sequence in cross-attention; None for self-attention.
         batch: B, the number of sequences.

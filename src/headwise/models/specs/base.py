@@ -21,7 +21,7 @@ class RopeSpec:
     Source: Su et al. 2021 (arXiv:2104.09864); scaling as transformers' ``modeling_rope_utils`` defines it.
 
     Attributes:
-        dim: how many dims of a head are rotated, an even number.
+        dim: the number of dims of a head that are rotated; it is even.
         theta: the base of the frequencies, ``theta ** (-2 i / dim)``.
         rope_type: ``default`` or one of transformers' scaled kinds (``linear``, ``llama3``, ``yarn``, …).
         parameters: the numbers of the kind of scaling, as (name, value) pairs in transformers' names.
@@ -61,7 +61,7 @@ class RopeSpec:
 
     @property
     def changes_at(self) -> int | None:
-        """The most tokens of a text with these frequencies; None where they are the same for all lengths."""
+        """The longest text, in tokens, that has these frequencies; None where texts of all lengths have the same."""
         if self.rope_type == "dynamic":
             return self.max_position_embeddings
         numbers = dict(self.parameters)
@@ -80,7 +80,7 @@ def acts(window: int, longest: int | None) -> bool:
     leaves it out of the spec, and caches keep all tokens.
 
     Args:
-        window: its tokens.
+        window: the number of tokens in the window or chunk.
         longest: the number of positions, ``max_position_embeddings``; None where it is not known.
     """
     return longest is None or window < longest
@@ -96,11 +96,11 @@ class AttentionSpec:
     Attributes:
         hidden_size: E, width of the residual stream.
         is_causal: True in a decoder; an encoder's layer is not causal and keeps no cache.
-        sliding_window: how many of the latest tokens are attended to, or None for all.
+        sliding_window: the number of latest tokens that are attended to, or None for all.
         chunked: whether the window does not slide: a text is cut into chunks of so many tokens, and a token attends
             to those before it in its chunk (Llama 4).
         rope: the rotary embedding, or None.
-        softmax_scale: multiplies the scores; None means 1/sqrt(query–key width of a head).
+        softmax_scale: the factor of the scores; None means 1/sqrt(query–key width of a head).
         bias: names of the projections that have a bias.
     """
 

@@ -23,13 +23,13 @@ class CompressedSpec(AttentionSpec):
         num_heads: H, query heads.
         head_dim: D, width of a head, and of the shared key.
         q_lora_rank: Q, the width of the query's latent.
-        output_groups: the groups of heads whose outputs are projected one by one.
-        o_lora_rank: the width of each group's projection.
-        window: how many of the latest tokens are attended to one by one.
-        rate: how many tokens make an entry; None for a layer without entries.
+        output_groups: the number of groups of heads; each group's outputs are projected on their own.
+        o_lora_rank: the width that each group's outputs are projected to.
+        window: the number of latest tokens that are attended to one by one.
+        rate: the number of tokens that make an entry; None for a layer without entries.
         index_topk: the most entries that a query attends to; None for all, without an indexer.
-        index_n_heads: the indexer's heads; 0 without an indexer.
-        index_head_dim: the width of its heads and of its entries; 0 without an indexer.
+        index_n_heads: the number of the indexer's heads; 0 without an indexer.
+        index_head_dim: the width of the indexer's heads and of its entries; 0 without an indexer.
     """
 
     num_heads: int
@@ -61,7 +61,7 @@ class CompressedSpec(AttentionSpec):
         else:
             positive("rate", self.rate)
             if (self.head_dim + self.index_head_dim) % self.rate:
-                # Bytes of a token's share of an entry would be no whole number.
+                # Otherwise a token's share of an entry would not be a whole number of bytes.
                 rule = f"must divide head_dim + index_head_dim = {self.head_dim + self.index_head_dim}"
                 raise SpecError("rate", self.rate, rule)
 

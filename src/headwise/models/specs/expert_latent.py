@@ -19,14 +19,14 @@ class ExpertLatentSpec(AttentionSpec):
     For example ``ExpertLatentSpec(hidden_size=512, num_heads=8, head_dim=64, latent_kv_heads=2, kv_dim=16)``.
 
     Attributes:
-        num_heads: H.
+        num_heads: H, query heads.
         head_dim: D, width of a query head and of a decoded key or value head.
         latent_kv_heads: K, cached latents for keys (and as many for values); divides H.
         kv_dim: C, width of a cached latent.
         num_experts: X, decoders ``C × D`` of each head, for keys and for values.
-        top_k: how many of them a gate keeps, without renormalising.
-        conditioning: ``"token"``: each query token has its own gates; ``"sequence"``: all share the gates of the mean
-            query, which looks ahead and so is neither causal nor cached.
+        top_k: the number of experts that a gate keeps, without renormalising.
+        conditioning: ``"token"`` where each query token has its own gates, or ``"sequence"`` where all share the
+            gates of the mean query, which looks ahead and so is neither causal nor cached.
     """
 
     num_heads: int

@@ -22,8 +22,8 @@ class IndexedLatentSpec(LatentSpec):
 
     Attributes:
         index_topk: the most tokens that a query attends to.
-        index_n_heads: the indexer's heads; 0 without an indexer.
-        index_head_dim: the width of its heads and of its cached key, 0 without an indexer.
+        index_n_heads: the number of the indexer's heads; 0 without an indexer.
+        index_head_dim: the width of the indexer's heads and of its cached key; 0 without an indexer.
     """
 
     index_topk: int

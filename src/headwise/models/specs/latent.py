@@ -19,17 +19,18 @@ class LatentSpec(AttentionSpec):
     Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 
     Attributes:
-        num_heads: H.
+        num_heads: H, query heads.
         kv_lora_rank: R, width of the cached latent that keys and values are decoded from.
-        qk_nope_head_dim: a head's query–key dims without rotation; 0 when all of them rotate.
+        qk_nope_head_dim: N, a head's query–key dims without rotation; 0 when all of them rotate.
         qk_rope_head_dim: P, width of the rotary key that all heads share; 0 in a model without RoPE.
-        v_head_dim: width of a value head.
+        v_head_dim: V, width of a value head.
         q_lora_rank: width of the query latent, or None for a plain query projection.
-        latent_norm: RMSNorm on the latents before they are used (and cached).
-        qk_norm: where MLA stands behind norms of queries and keys, the kind of norm, as in `GroupedSpec`; None
-            elsewhere. Its latent is a map of normed keys and values, and each head's query of that head's own.
-        num_kv_heads: K, the key–value heads of that layer; None elsewhere.
-        head_dim: D, the width of its query and key heads; None elsewhere.
+        latent_norm: whether latents pass through an RMSNorm before they are used (and cached).
+        qk_norm: the kind of norm of queries and keys, as in `GroupedSpec`, where MLA stands behind one; else None.
+            The latent is then a linear map of normed keys and of values, and each head's query one of that head's
+            normed query.
+        num_kv_heads: K, the key–value heads whose keys are normed; None without ``qk_norm``.
+        head_dim: D, the width of the query and key heads that are normed; None without ``qk_norm``.
     """
 
     num_heads: int

@@ -22,7 +22,7 @@ class LatentSpaceSpec(AttentionSpec):
     are projected up to the queries' width before the output projection.
 
     Attributes:
-        num_heads: H; divides ``latent_dim``.
+        num_heads: H, query heads; divides ``latent_dim``.
         latent_dim: R, width of all key (and of all value) heads together.
         head_dim: D, width of a query head as projected, of which the first R/H are used.
     """

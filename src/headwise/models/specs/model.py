@@ -20,17 +20,17 @@ class FeedForwardSpec:
     Source: Shazeer 2020 (gated), Shazeer et al. 2017 (experts), DeepSeekMoE (shared experts).
 
     Attributes:
-        hidden_size: E.
+        hidden_size: E, width of the residual stream.
         intermediate_size: width of the dense network, or of each expert.
         gated: whether there are three matrices (gate, up, down) rather than two.
         bias: whether every matrix of the network, or of each expert, has a bias.
         num_experts: experts that the router chooses from; None for a dense network.
-        experts_per_token: how many of them a token uses.
-        shared_intermediate_size: width of the shared experts, which every token uses, together.
-        shared_gate: whether they have a learned gate (Qwen2-MoE).
+        experts_per_token: the number of experts that a token uses.
+        shared_intermediate_size: total width of the shared experts, which every token uses; None without them.
+        shared_gate: whether the shared experts have a learned gate (Qwen2-MoE).
         router_bias: whether the router's logits have a bias (gpt-oss).
-        score_correction: whether each expert has a number that balances how often it is chosen, and does not weigh
-            its output (DeepSeek-V3).
+        score_correction: whether each expert has a number that balances how often it is chosen but does not weigh its
+            output (DeepSeek-V3).
     """
 
     hidden_size: int
@@ -68,12 +68,13 @@ class BodySpec:
     Attributes:
         vocab_size: rows of the embedding and of the head.
         feed_forward: the network of each layer, in order; None where a layer has none.
-        norms: norms over E in each layer; one more of the same kind stands before the head.
-        norm_vectors: vectors of E that a norm learns: 1 for a weight, 2 for a weight and a bias, 0 for neither.
-        positions: rows of a learned position embedding.
+        norms: the number of norms over E in each layer; one more of the same kind stands before the head.
+        norm_vectors: the number of learned vectors of E in a norm: 1 for a weight, 2 for a weight and a bias, 0 for
+            neither.
+        positions: rows of a learned position embedding; 0 without one.
         tied: whether the head shares the embedding's weights.
         head_bias: whether the head has a bias.
-        streams: residual streams side by side, which each block joins, and adds its output to (DeepSeek-V4).
+        streams: the number of residual streams; each block joins several and adds its output to each (DeepSeek-V4).
     """
 
     vocab_size: int
@@ -99,11 +100,11 @@ class ModelSpec:
 
     Attributes:
         model_type: transformers' name of the architecture.
-        hidden_size: E.
+        hidden_size: E, width of the residual stream.
         layers: the spec of each layer, in order.
         vocab_size: rows of the embedding, where the config has it.
         max_position_embeddings: the longest sequence that the model was made for, where the config has it.
-        dtype: of the stored weights, where the config has it.
+        dtype: the dtype of the stored weights, where the config has it.
         body: the rest of the model, where the config is complete and the family's body is understood.
         cross_layers: the spec of each layer's attention to an encoder's output (Whisper's decoder), or none.
         stored: the formats of weights that are stored quantised; None where all are in one dtype.
@@ -136,7 +137,8 @@ class ModelSpec:
 
     @property
     def changes_at(self) -> int | None:
-        """The most tokens of a text with the usual rotary frequencies; None where all texts have the same."""
+        """The longest text, in tokens, with the usual rotary frequencies; None where texts of all lengths have the
+        same."""
         lengths = [layer.rope.changes_at for layer in self.layers if layer.rope is not None]
         return min((length for length in lengths if length is not None), default=None)
 

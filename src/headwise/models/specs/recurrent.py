@@ -19,7 +19,7 @@ _SIZES = {
     "short_conv": ("num_heads", "head_dim", "conv_kernel"),
     "none": (),
 }
-"""Sizes that each form has."""
+"""The sizes that each form has; those of other forms are 0."""
 NAMES = {
     "mamba": "Mamba",
     "mamba2": "Mamba-2",
@@ -47,7 +47,7 @@ class RecurrentSpec(AttentionSpec):
         head_dim: D, values of a head.
         state_size: N, numbers kept for each value: the SSM's state, or the width of a key.
         num_groups: G, heads of B and C, or of keys and queries.
-        conv_kernel: tokens that the causal convolution before the recurrence sees.
+        conv_kernel: the number of tokens that the causal convolution before the recurrence sees.
         dt_rank: width of Mamba's time step before it is projected.
     """
 

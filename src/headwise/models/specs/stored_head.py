@@ -28,7 +28,7 @@ _TIED = (
 """Ends of the names of tensors that ``tie_word_embeddings`` ties, and of what they are tied to."""
 
 _LARGEST_HEADER = 100_000_000
-"""Bytes that safetensors itself allows for a file's header."""
+"""The most bytes of a file's header, which are those that safetensors itself allows."""
 _PIECE = 1 << 20
 
 
@@ -46,12 +46,12 @@ def with_stored_head(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     For example ``with_stored_head(read_json(Path("./model/config.json")), Path("./model"))``.
 
-    Weights that are missing or damaged, and configs that are not understood, change nothing: whoever reads them
-    refuses them.
+    Weights that are missing or damaged, and configs that are not understood, change nothing: they are refused where
+    they are read.
 
     Args:
         config: the folder's parsed ``config.json``.
-        folder: with safetensors.
+        folder: the model folder, which holds safetensors.
 
     Returns:
         The config itself, or a changed copy.
@@ -68,7 +68,7 @@ def with_stored_head(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _ties(config: dict[str, Any]) -> bool:
-    """Whether a config ties the head to the embedding, in so many words or by its family's default."""
+    """Whether a config ties the head to the embedding, by ``tie_word_embeddings`` or by its family's default."""
     body = read_config(config).body
     return bool(config.get("tie_word_embeddings", True)) if body is None else body.tied
 

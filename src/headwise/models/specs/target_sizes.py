@@ -171,8 +171,8 @@ def split_in_blocks(source: GroupedSpec, values: int, block: int) -> tuple[int, 
 
     Args:
         source: the layer.
-        values: the budget, cached numbers a token.
-        block: channels of a block.
+        values: the budget, in cached numbers a token.
+        block: the number of channels in a block.
 
     Returns:
         ``(kv_lora_rank, qk_rope_head_dim)``; None where the budget, or the rotated dims of a head, make no block.

@@ -276,7 +276,7 @@ def compare(
 
     Raises:
         ArgumentError: context or batch is not positive, a name is not known, or there is no such source.
-        CheckpointError: its files are damaged.
+        CheckpointError: the files of the source are damaged.
         SpecError: the architecture is not understood, the model keeps no cache, or its attention is not of one kind
             and size, or shares keys and values, or is gated.
 

@@ -103,7 +103,7 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16", ranks: i
     Raises:
         SpecError: the architecture is not understood.
         ArgumentError: there is no such source or dtype, or the heads cannot be split so.
-        CheckpointError: its files are damaged.
+        CheckpointError: the files of the source are damaged.
 
     >>> headwise.inspect("llama-3-8b").kv_bytes_per_token
     131072

@@ -1,6 +1,6 @@
-"""GGUF's metadata and the ``config.json`` that they stand for, in both directions.
+"""Conversion between GGUF's metadata and the ``config.json`` of the same model, in both directions.
 
-GGUF keeps what llama.cpp needs; what its code takes for granted about an architecture is said here.
+GGUF keeps what llama.cpp needs. What llama.cpp's code takes for granted about an architecture is added here.
 
 Sources: the GGUF specification (ggml), the converters of llama.cpp (conversion/), and what its loaders read
 (src/models/llama.cpp, qwen2.cpp, qwen3.cpp, deepseek2.cpp).
@@ -26,22 +26,22 @@ from headwise.models.specs.latent import LatentSpec
 from headwise.models.specs.model import ModelSpec
 
 Get = Callable[..., Any]
-"""A value of the architecture's metadata by its key, and what it is without that key."""
+"""Looks up a value of the architecture's metadata by its key; the second argument is the default."""
 
 _LARGEST_FLOAT32 = 3.4028234e38
 _FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 
 _FACTORS = {"llama": {_FREQS}, "qwen2": {_FREQS}, "qwen3": {_FREQS}, "phi3": {_LONG, _SHORT}}
-"""The factors of frequencies that an architecture may have."""
+"""The tensors of frequency factors that each architecture may have."""
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What all of Llama 3.1 to 3.3 have beside the factor; their files hold the frequencies' factors alone."""
+"""The RoPE parameters that all of Llama 3.1 to 3.3 share; their files hold the frequencies' factors alone."""
 
 _GEMMA3_27B = 62
-"""The layers of the one Gemma 3 whose softmax scale is not of the head dim."""
+"""The number of layers of the one Gemma 3 whose softmax scale does not follow from the head dim."""
 
 _SOFTMAX, _SIGMOID = 1, 2
-"""Numbers of the functions that score experts; the second tells DeepSeek-V3 from V2."""
+"""GGUF's numbers of the functions that score experts; the second distinguishes DeepSeek-V3 from V2."""
 
 
 def gguf_config(header: GgufHeader) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def _is_beyond(token: object, count: object) -> bool:
-    """Whether a token is beyond a vocabulary, such as -1 as an unsigned number, and so means none."""
+    """Whether a token id is beyond a vocabulary, such as -1 as an unsigned number, and so means no token."""
     return isinstance(count, int) and isinstance(token, int) and token >= count
 
 
@@ -200,9 +200,10 @@ def llama3_factors(
         theta: the base of the frequencies.
         head_dim: D, of which all dims are rotated.
         factor: what slow frequencies are divided by.
-        low: frequencies of fewer turns than this in ``original`` tokens are slow.
-        high: frequencies of more turns than this stay.
-        original: tokens that the model was first trained on.
+        low: the number of turns in ``original`` tokens below which a frequency is slow, and divided by the whole
+            factor.
+        high: the number of turns in ``original`` tokens above which a frequency stays as it is.
+        original: the length, in tokens, that the model was first trained on.
 
     Source: transformers' ``modeling_rope_utils``, and what llama.cpp's converter writes.
     """
@@ -387,8 +388,8 @@ class GgufModel:
     """What a GGUF file says of a model beside its weights and its tokenizer.
 
     Attributes:
-        architecture: llama.cpp's name.
-        metadata: the values by their keys, the architecture's name included.
+        architecture: llama.cpp's name of the architecture.
+        metadata: GGUF's values by their keys, the architecture's name included.
         rope_factors: the numbers that the frequencies of rotary pairs are divided by; none where empty.
     """
 
@@ -482,7 +483,7 @@ def _latent(config: Mapping[str, Any], layer: LatentSpec) -> dict[str, Any]:
     """MLA: to llama.cpp one key head of R + P dims, whose first R are the values.
 
     Raises:
-        SpecError: its layers have biases, or a norm llama.cpp does not compute.
+        SpecError: a layer has biases, or a norm that llama.cpp does not compute.
     """
     if layer.bias:
         rule = "have no place in llama.cpp's deepseek2; convert with --bias-free"

@@ -51,8 +51,8 @@ class GgufHeader:
     """The part of a GGUF file, or of all files of a split model, before the weights.
 
     Attributes:
-        metadata: the values of its keys.
-        tensors: the places of its tensors, without those in ``factors``.
+        metadata: the values of the header's keys; of a long array the number of its items.
+        tensors: the places of the model's tensors, without those in ``factors``.
         factors: factors of rotary frequencies, by the tensor's name.
         files: the file, or the parts of the model in order.
     """
@@ -203,13 +203,13 @@ def first_part(path: Path) -> Path:
 
 
 def renamed_parts(path: Path, count: int) -> list[Path]:
-    """The files of a model in so many parts that is called by a path: the path itself where it is whole.
+    """The paths of the files of a model that is written in ``count`` parts; with one part, the path itself.
 
     For example ``renamed_parts(Path("out.gguf"), 2)[0]`` is ``Path("out-00001-of-00002.gguf")``.
 
     Args:
         path: a ``.gguf``, with or without the number of a part.
-        count: of parts.
+        count: the number of parts.
     """
     if count == 1:
         return [path]

@@ -1,4 +1,4 @@
-"""GGML's types of tensors, and what the tensors of a GGUF file take.
+"""GGML's types of tensors, and the bytes of the tensors of a GGUF file.
 
 Source: ggml (type_traits), and the gguf package's ``GGML_QUANT_SIZES``, to which a test holds the table.
 """
@@ -68,8 +68,8 @@ def gguf_weights(header: GgufHeader, num_layers: int) -> StoredWeights:
     For example ``gguf_weights(header, 30).scheme`` is ``"GGUF Q4_1, Q8_0, F32"``, the type of most bytes first.
 
     Args:
-        header: of the file.
-        num_layers: of the model.
+        header: the header of the file.
+        num_layers: the number of the model's layers.
     """
     layers: list[dict[str, list[GgufTensor]]] = [defaultdict(list) for _ in range(num_layers)]
     vectors = []

@@ -36,10 +36,10 @@ def read_body(
 
     Args:
         config: the config.
-        feed_forward: the networks.
+        feed_forward: the network of each layer; None where a layer has none.
         tied: the family's default of ``tie_word_embeddings``.
-        norms: norms over E in each layer.
-        norm_vectors: vectors of E that a norm learns.
+        norms: the number of norms over E in each layer.
+        norm_vectors: the number of learned vectors of E in a norm.
         positions: rows of a learned position embedding.
         head_bias: whether the head has a bias.
     """
@@ -60,10 +60,10 @@ def dense(
     """A rule for one dense network in every layer.
 
     Args:
-        width: the field that has its width.
-        gated: whether it has three matrices.
-        bias: the field that tells whether it has a bias; None for never.
-        bias_absent: the default of that field.
+        width: the name of the field that has the network's width.
+        gated: whether the network has three matrices (gate, up, down) rather than two.
+        bias: the name of the field that says whether the network has biases; None for a family without biases.
+        bias_absent: the default of the field ``bias``.
     """
 
     def rule(config: Config, num_layers: int) -> FeedForward:
@@ -82,9 +82,9 @@ def experts(*, count: str = "num_local_experts", bias: bool = False, score_corre
     """A rule for experts in every layer, each ``intermediate_size`` wide.
 
     Args:
-        count: the field that has their number.
+        count: the name of the field that has the number of experts.
         bias: whether experts and router have a bias.
-        score_correction: as in `FeedForwardSpec`.
+        score_correction: whether each expert has a balancing number, see `FeedForwardSpec`.
     """
 
     def rule(config: Config, num_layers: int) -> FeedForward:
@@ -136,7 +136,7 @@ def deepseek_experts(*, first_dense: int | None = None, score_correction: bool =
 
     Args:
         first_dense: the default of ``first_k_dense_replace``; None where the file must have it.
-        score_correction: as in `FeedForwardSpec`.
+        score_correction: whether each expert has a balancing number, see `FeedForwardSpec`.
         by_type: whether ``mlp_layer_types`` may name each layer's kind instead.
     """
 

@@ -34,9 +34,9 @@ def latent_layer(
 
     Args:
         config: the config.
-        interleaved: whether rotary pairs are neighbours; ``rope_interleave``, which is True by default, when None.
+        interleaved: whether rotary pairs are neighbours; None reads ``rope_interleave``, which is True by default.
         rotated: whether the rotary key is rotated.
-        fraction: see `read_rope`.
+        fraction: the family's default of the rotated part of a head, see `read_rope`.
     """
     rope_dim = integer(config, "qk_rope_head_dim")
     nope_dim = _nope_dim(config)
@@ -92,7 +92,7 @@ def _indexed_layers(config: Config) -> tuple[AttentionSpec, ...]:
 
 
 _PATTERN = {"F": "full", "S": "shared", "full": "full", "shared": "shared"}
-"""What ``index_topk_pattern`` is written in."""
+"""The letters and words of ``index_topk_pattern``, and the type of layer that each means."""
 
 
 def _indexers(config: Config, layers: int) -> list[bool]:

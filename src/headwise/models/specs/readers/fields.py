@@ -16,11 +16,11 @@ from headwise.models.specs.model import BodySpec
 
 Config = Mapping[str, Any]
 _MAX_LAYERS = 10_000
-"""The most layers that are read: a spec is made for each."""
+"""The most layers that a config may have, because a spec is made for each."""
 
 
 class MissingFieldError(SpecError):
-    """A config leaves something out: its attention cannot be read then, or its body is left unknown."""
+    """A config leaves out a field, without which its attention cannot be read or its body stays unknown."""
 
 
 class Reader(NamedTuple):
@@ -28,9 +28,9 @@ class Reader(NamedTuple):
 
     Attributes:
         layers: reads the attention of each layer.
-        body: reads the body around a number of layers; None where that is not supported yet.
-        absent: values of fields that a published file leaves to its class, where the class has one model's sizes.
-        cross: reads the attention of each layer to an encoder's output; None where there is none.
+        body: reads the body around a number of layers; None where the family's body is not supported yet.
+        absent: the values of fields that a published file leaves out, where their defaults are one model's sizes.
+        cross: reads the attention of each layer to an encoder's output; None for a model without an encoder.
     """
 
     layers: Callable[[Config], tuple[AttentionSpec, ...]]

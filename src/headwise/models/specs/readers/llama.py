@@ -49,25 +49,26 @@ _GATED = dense()
 class Family:
     """The differences of a family from Llama, whose values are the defaults.
 
-    Sizes and switches are defaults of the family's transformers class, for fields that a file leaves out.
+    Sizes and switches are the defaults that the family's transformers class has for fields that a file leaves out.
 
     Attributes:
-        kv_heads: ``num_key_value_heads``; None for as many as query heads.
-        head_dim: ``head_dim``; None for E/H.
+        kv_heads: the default of ``num_key_value_heads``; None for as many as query heads.
+        head_dim: the default of ``head_dim``; None for E/H.
         bias: reads the projections that have a bias.
-        qk_norm: as in `GroupedSpec`.
-        qk_norm_switch: the field that turns the norm on, where there is one.
+        qk_norm: the kind of norm of queries and keys, see `GroupedSpec`.
+        qk_norm_switch: the name of the field that turns that norm on; None where there is no such field.
         rope_required: whether the file must describe RoPE, because the class defaults to one model's scaling.
-        sinks: as in `GroupedSpec`.
-        refused: switches that make a layer headwise does not support; an error where they are on.
+        sinks: whether heads have learned sinks, see `GroupedSpec`.
+        refused: the names of switches that make a layer headwise does not support; an error where one is on.
         scale: reads the softmax scale.
-        softcap: ``attn_logit_softcapping``.
+        softcap: the default of ``attn_logit_softcapping``; None in a family without a softcap, where the field is not
+            read.
         windows: reads the windows of the layers.
-        chunked: as in `AttentionSpec`, of the layers with a window.
-        rope: keywords of `read_rope`.
-        unrotated: reads which layers have no positions, from the config and the windows.
+        chunked: whether layers with a window attend within chunks, see `AttentionSpec`.
+        rope: the keywords that `read_rope` is called with.
+        unrotated: reads for each layer whether it has no positions, from the config and the windows.
         feed_forward: reads the networks of the layers.
-        around: keywords of `readers.body.read_body`.
+        around: the keywords that `readers.body.read_body` is called with.
     """
 
     kv_heads: int | None = None

@@ -60,8 +60,8 @@ def every_nth_full(period: int, *, field: str | None = None, may_be_null: bool =
     """A rule for windows in all layers but every ``period``-th, where the file does not list the layers' types.
 
     Args:
-        period: of the family, or the default of a field.
-        field: that the family's class reads the period from; None where it reads none.
+        period: the period of the family, or the default of ``field``.
+        field: the name of the field that has the period; None where the family's class reads none.
         may_be_null: whether ``sliding_window`` may be null, for no window in any layer.
     """
 
@@ -82,7 +82,7 @@ def switched(default: Callable[[Config, int], list[str]], *, absent: int | None 
 
     Args:
         default: the type of each layer where ``layer_types`` is absent.
-        absent: the window where the file has the switch alone.
+        absent: the window, in tokens, where the file has the switch alone.
     """
 
     def rule(config: Config, num_layers: int) -> Windows:
@@ -132,7 +132,7 @@ def chunks(default: Callable[[Config, int], list[str]], *, absent: int) -> Rule:
 
     Args:
         default: the type of each layer where ``layer_types`` is absent.
-        absent: the number of tokens where the file has none.
+        absent: the number of tokens in a chunk where the file has none.
     """
 
     def rule(config: Config, num_layers: int) -> Windows:
@@ -174,11 +174,12 @@ def read_rope(
         head_dim: width of a head.
         theta: the family's default base.
         fraction: the family's default of the rotated part of a head; None where whole heads are rotated.
-        interleaved: whether pairs are neighbours.
-        kinds: the kinds of scaling that the family has, and what it computes for each; all kinds when None.
-        layer_type: which layers to read it of, where they differ.
-        local: where sliding layers have an embedding of their own, the field of its base beside ``rope_parameters``
-            (empty where there is none) and the family's default; None where all layers share one.
+        interleaved: whether rotary pairs are neighbours.
+        kinds: the kinds of scaling that the family has, each with the kind that its class computes; None for all
+            kinds.
+        layer_type: the type of the layers whose embedding is read, where types differ.
+        local: the field with the base of sliding layers that have an embedding of their own (empty where
+            ``rope_parameters`` has it) and the family's default; None where all layers share one embedding.
 
     Raises:
         SpecError: a field is impossible, or transformers' class would fail with it.
@@ -217,7 +218,7 @@ def read_rope(
 
 
 def _rotated_dims(config: Config, head_dim: int, kind: str, values: dict[str, Any], fraction: float | None) -> int:
-    """How many dims of a head are rotated; takes the fraction out of ``values`` where it says no more than that."""
+    """The number of rotated dims of a head; removes the fraction from ``values`` where it says no more than that."""
     beside = config.get(_PART, fraction)
     part = values.pop(_PART, 1.0 if beside is None else beside)
     if fraction is None and kind == "default":

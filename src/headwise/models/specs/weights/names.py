@@ -108,9 +108,9 @@ def modules(
     For example ``next(modules("llama", (), ())).stage`` is ``"head"``.
 
     Args:
-        model_type: of the text part.
-        layers: of the model.
-        networks: of each layer.
+        model_type: transformers' name of the architecture, that of the text part in a multimodal model.
+        layers: the attention of each layer.
+        networks: the feed-forward network of each layer; None where a layer has none.
     """
     yield Module("head", HEAD)
     for layer, (spec, network) in enumerate(zip(layers, networks, strict=True)):
@@ -167,15 +167,16 @@ _OTHER_LAYERS = re.compile(
 
 @dataclass(frozen=True)
 class Patterns:
-    """Patterns of one quantiser. Files list hundreds of whole names, which are looked up and not tried one by one.
+    """The patterns of one quantiser. Files list hundreds of whole names, which are looked up and not tried one by
+    one.
 
     For example ``by_boundary(["lm_head"])(Module("head", ("lm_head",)))`` is True.
 
     Attributes:
         names: whole names.
-        starts: what names begin with, up to a dot or their end.
-        ends: what names end with.
-        expressions: what a name's beginning matches, by the pattern.
+        starts: beginnings of names, up to a dot or the name's end.
+        ends: ends of names.
+        expressions: regular expressions that match the beginning of a name, by the pattern that each was made of.
     """
 
     names: frozenset[str] = frozenset()
@@ -188,7 +189,7 @@ class Patterns:
         return any(map(self._matches, module.names))
 
     def unmatched(self, modules: Iterable[Module]) -> Iterator[str]:
-        """The patterns that match none of some matrices."""
+        """The patterns that match none of the matrices."""
         names = {name for module in modules for name in module.names}
         starts = {start for name in names for start in _starts(name)}
         for pattern in sorted({*self.names, *self.starts, *self.ends, *self.expressions}):
@@ -210,7 +211,7 @@ class Patterns:
 
 
 def by_boundary(patterns: Sequence[str]) -> Patterns:
-    """As transformers' quantisers: a pattern from the start of a name up to a dot or its end, or the end of a name.
+    """Patterns as transformers' quantisers read them: a name's beginning up to a dot or its end, or a name's end.
 
     For example ``by_boundary(["model.layers.1"])`` matches ``model.layers.1.mlp.up_proj``, not ``model.layers.11``.
     """
@@ -225,7 +226,7 @@ def by_boundary(patterns: Sequence[str]) -> Patterns:
 
 
 def by_name(patterns: Sequence[str]) -> Patterns:
-    """As compressed-tensors: a whole name, or behind ``re:`` an expression that a name begins with."""
+    """Patterns as compressed-tensors reads them: a whole name, or after ``re:`` an expression for its beginning."""
     found = [_as_model(pattern) for pattern in patterns]
     return Patterns(
         names=frozenset(pattern for pattern in found if not pattern.startswith("re:")),
@@ -234,7 +235,7 @@ def by_name(patterns: Sequence[str]) -> Patterns:
 
 
 def by_wildcard(patterns: Sequence[str]) -> Patterns:
-    """As ModelOpt: a name with ``*`` for anything, or what holds it."""
+    """Patterns as ModelOpt reads them: a name with ``*`` for anything, which also covers all matrices below it."""
     found = [_as_model(pattern) for pattern in patterns]
     return Patterns(
         starts=frozenset(pattern for pattern in found if _PLAIN.fullmatch(pattern)),
@@ -260,7 +261,7 @@ def _starts(name: str) -> Iterator[str]:
 
 
 def _compiled(pattern: str, expression: str) -> re.Pattern[str]:
-    """An expression; where it is none, the pattern as it stands."""
+    """A compiled expression; where it is invalid, one for the pattern as plain text."""
     try:
         return re.compile(expression)
     except re.error:

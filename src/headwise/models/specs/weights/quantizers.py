@@ -1,7 +1,7 @@
 """Read ``quantization_config``: the format of every matrix of a model whose weights are quantised.
 
-Each scheme is a list of rules: which matrices, and the format that they have. The bytes are those of the tensors that
-its quantiser writes. What a quantiser leaves alone (embeddings, norms, routers) has no format.
+Each scheme is a list of rules, which say which matrices have which format. The bytes are those of the tensors that
+its quantiser writes. Weights that a quantiser skips (embeddings, norms, routers) have no format.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from headwise.models.specs.weights.stored import MatrixFormat, StoredWeights
 Config = Mapping[str, Any]
 Matcher = Callable[[Module], bool]
 Rule = tuple[Matcher, MatrixFormat | None]
-"""Matrices, and their format; None for those that stay in the dtype. The first rule that a matrix matches holds."""
+"""Which matrices a rule is for, and their format; None for matrices that stay in the dtype. Of several rules that
+match a matrix, the first holds."""
 
 _OUTSIDE = re.compile(
     r"vis|audio|speech|project(or|ion)|mtp|nextn|norm|emb|wte|wpe|rotary|conv|bias|A_log|sinks|drop"
 )
-"""What a list of matrices that are left alone may name besides those that are counted: other towers and weights."""
+"""Parts of names of weights that are not counted, such as other towers; a list of matrices to skip may name them."""
 
 
 class _UnknownError(Exception):
@@ -45,7 +46,7 @@ class _UnknownError(Exception):
 
 @dataclass
 class _Scheme:
-    """What a ``quantization_config`` says: its rules in order, and what it names to be left alone."""
+    """The content of a ``quantization_config``: its rules in order, and the matrices that it says to skip."""
 
     name: str
     rules: list[Rule]
@@ -71,10 +72,10 @@ def read_stored(
     What is not known is not an error: the matrices count in the dtype, and a note says so.
 
     Args:
-        config: of the model.
-        model_type: of the text part.
-        layers: of the model.
-        networks: of each layer.
+        config: the model's parsed ``config.json``.
+        model_type: transformers' name of the architecture, that of the text part in a multimodal model.
+        layers: the attention of each layer.
+        networks: the feed-forward network of each layer; None where a layer has none.
     """
     given = config.get("quantization_config") or config.get("compression_config")
     if not given:
@@ -96,7 +97,7 @@ def read_stored(
 
 
 def _not_found(scheme: _Scheme, every: Sequence[Module], num_layers: int) -> Iterator[str]:
-    """A note for each matrix that is to be left alone and is not among those that are counted."""
+    """A note for each pattern of matrices to skip that matches none of those that are counted."""
     for pattern in scheme.skipped.unmatched(every) if scheme.skipped else ():
         layer = re.search(r"\.(\d+)(\.|$)", pattern)
         is_outside = _OUTSIDE.search(pattern) or (layer is not None and int(layer[1]) >= num_layers)
@@ -127,12 +128,12 @@ def _is_head(module: Module) -> bool:
 
 
 def _is_narrow(module: Module) -> bool:
-    """A matrix of one output, which packed formats cannot hold."""
+    """Whether a matrix has a single output, which packed formats cannot hold."""
     return module.stage == SHARED_GATE
 
 
 def _patterns(given: Config, *names: str) -> list[str] | None:
-    """The first of several lists of names that is there."""
+    """The first of several fields that is present, a list of names; None where all are absent."""
     for name in names:
         if (value := given.get(name)) is not None:
             if not isinstance(value, list) or any(not isinstance(one, str) for one in value):

@@ -13,17 +13,17 @@ feed-forward network stand behind the name of its part, as in ``experts up_proj`
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixFormat:
-    """What a matrix takes in memory: its values, and scales and zero points beside them.
+    """The memory that a matrix takes: its values, and scales and zero points beside them.
 
     For example ``MatrixFormat(name="mxfp4", bits=4, block=(1, 32), scale_bits=8).nbytes(64, 64)`` is 2176.
 
     Attributes:
-        name: as it is shown.
-        bits: of a value.
-        block: outputs and inputs that share a scale; None for all.
-        scale_bits: of a block: its scale and zero point.
-        input_bits: of an input, besides: the number of its group.
-        matrix_bytes: of a matrix, besides.
+        name: the format's name in reports.
+        bits: the bits of one value.
+        block: the numbers of outputs and of inputs that share a scale; None for all of them.
+        scale_bits: the bits of one block's scale and zero point.
+        input_bits: the bits that each input takes besides, for the number of its group.
+        matrix_bytes: the bytes that a whole matrix takes besides, such as a table.
     """
 
     name: str
@@ -48,11 +48,11 @@ class StoredWeights:
     For example ``read_spec("gpt-oss-20b").stored.scheme`` is ``"mxfp4"``.
 
     Attributes:
-        scheme: as it is shown.
-        kinds: the formats of layers, each once.
-        layers: the kind of each layer.
+        scheme: the scheme's name in reports.
+        kinds: the different sets of formats that layers have, each once.
+        layers: the index in ``kinds`` of each layer's set.
         outside: the formats of ``embedding`` and ``head``.
-        vector_bytes: of a value of norms and biases; None for those of the dtype.
+        vector_bytes: the bytes of one value of norms and biases; None where these are in the model's dtype.
         is_bound: whether some matrices are stored in fewer bits than are known, so that what is counted, in the
             dtype, is an upper bound.
         notes: what is not known.
@@ -77,7 +77,7 @@ class StoredWeights:
         is_bound: bool = False,
         notes: tuple[str, ...] = (),
     ) -> Self:
-        """Make it of the formats of each layer."""
+        """Make the stored weights of a model from the formats of each layer."""
         each = [tuple(sorted(formats.items(), key=lambda item: item[0])) for formats in layers]
         kinds = tuple(dict.fromkeys(each))
         places = {formats: place for place, formats in enumerate(kinds)}
@@ -92,7 +92,7 @@ class StoredWeights:
         )
 
     def counted(self, dtype: str) -> str:
-        """How weights are counted, in words, where those without a format are in a dtype."""
+        """A phrase for reports on how weights are counted, where those without a format are in a dtype."""
         dtype = dtype.removeprefix("torch.")
         if not any((*self.kinds, self.outside)):
             return dtype
