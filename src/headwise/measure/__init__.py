@@ -1,1 +1,1 @@
-"""What is measured: texts, models beside their references, times of machines."""
+"""Measurements: windows of texts, models beside their references, times of this machine."""

@@ -1,4 +1,4 @@
-"""Quality that was measured, by a frontier or by a conversion of itself, or predicted; by the target of each."""
+"""Losses of quality by target: measured by a frontier, measured by a conversion of itself, or predicted."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from headwise.errors import CheckpointError, StorageError
 from headwise.models.specs import ModelSpec
 
 PREDICTED_WITHIN = 2
-"""The factor of KL by which a predicted loss is held to a limit; 99 of 100 were within it of what was measured."""
+"""A predicted KL is multiplied by this factor before it is compared with a limit. Of 100 predictions 99 were within
+the factor of what was measured."""
 
 PREDICTED_ERROR = (
     "of four models' formats 95% were within a factor of 1.5 of what was measured,"
     f" 99% within {PREDICTED_WITHIN} (docs/frontier.md)"
 )
-"""What predictions were off by, where they were measured."""
+"""A phrase on the errors of predictions, where they were measured too."""
 
 _FILES = (FRONTIER, MEASURED)
-"""What `headwise frontier` and `headwise convert` write of measurements into their folders."""
+"""The files of measurements that `headwise frontier` and `headwise convert` write into their folders."""
 
 _DIVERGED = 100.0
 """A predicted divergence, in nats a token, beyond which nothing of a model is left."""
@@ -36,17 +37,17 @@ _LARGEST = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a frontier measured of one target, or predicted.
+    """The loss of one target that a frontier measured or predicted.
 
     Attributes:
-        target: as the frontier spells it, such as ``mla:0.5``.
-        cache_fraction: of the source's cache in bfloat16.
-        loss: the perplexity over the source's, less one; infinite where the model diverged. Where only the divergence
-            is predicted, what that makes of the perplexity of text like the model's own: exp(KL) − 1.
+        target: the target as the frontier spells it, such as ``mla:0.5``.
+        cache_fraction: the bytes of the target's cache over those of the source's in bfloat16.
+        loss: the perplexity over the source's, less one; infinite where the model diverged. Where only the KL is
+            predicted, exp(KL) − 1, the loss on text like the model's own.
         kl: KL(source ‖ conversion) in nats a token; None where it was not measured.
-        file: where it was read.
+        file: the file that the point was read from.
         is_format: whether the source's cache was stored in a format, and nothing converted.
-        label: the mechanism and sizes that were measured.
+        label: the mechanism and sizes that were measured, such as ``MLA 96 + 32``.
         is_predicted: whether `headwise.quick_frontier` predicted it, and nothing measured it.
     """
 
@@ -61,10 +62,10 @@ class Measured:
 
     @property
     def loss_at_most(self) -> float:
-        """What a limit is compared with: the loss, or one that is predicted with `PREDICTED_WITHIN` times the KL.
+        """The loss that is compared with a limit; a predicted one with `PREDICTED_WITHIN` times the KL.
 
-        A prediction is held to a limit at the end of its error, so that no option is recommended whose loss may well
-        be over the limit. A measurement of the same target takes its place.
+        A prediction counts with the upper end of its error, so that no option is recommended whose loss may well be
+        over the limit. A measurement of the same target takes its place.
         """
         return (1 + self.loss) ** PREDICTED_WITHIN - 1 if self.is_predicted else self.loss
 
@@ -77,7 +78,8 @@ def read_measured(sources: Iterable[str | Path], model: ModelSpec | None = None)
     Args:
         sources: folders that ``headwise frontier`` wrote, with ``--quick`` or without, or ``headwise convert`` with
             an evaluation; or their files.
-        model: whose frontiers they must be, as far as the label of its attention tells.
+        model: the model that the frontiers must be of, as far as the label of its attention tells; any model when
+            None.
 
     Raises:
         StorageError: a file cannot be read.
@@ -129,9 +131,10 @@ def read_points(
     For example ``read_points(headwise.frontier("smollm2-135m", "out", ...).to_dict())["mla:0.5"].loss``.
 
     Args:
-        document: the JSON, of `headwise.frontier` or `headwise.quick_frontier`.
-        model: whose frontier it must be, as far as the label of its attention tells.
-        name: of the file that it was read from.
+        document: the JSON of `headwise.frontier` or `headwise.quick_frontier`.
+        model: the model that the frontier must be of, as far as the label of its attention tells; any model when
+            None.
+        name: the name of the document's file in errors.
 
     Raises:
         CheckpointError: it is no frontier, or another model's.

@@ -31,7 +31,7 @@ class Choice:
     """A question with several possible endings.
 
     Attributes:
-        question: as text.
+        question: the question, as text.
         choices: the endings, as texts.
         answer: the index of the right ending.
     """
@@ -50,10 +50,10 @@ class ChoiceEvaluation:
         against: the reference, as the user named it.
         file: the file of the items.
         items: the number of items.
-        accuracy: how often the right ending has the greatest log-likelihood.
-        accuracy_norm: how often it has the greatest log-likelihood a character.
-        dtype: that both were run in.
-        device: that both were run on.
+        accuracy: the fraction of items whose right ending has the greatest log-likelihood.
+        accuracy_norm: the fraction of items whose right ending has the greatest log-likelihood a character.
+        dtype: the dtype that both models were run in.
+        device: the device that both models were run on.
         threads: the number of torch's threads.
         cache: the format that the model's cache was stored in; None for the model's own numbers.
     """
@@ -85,9 +85,9 @@ def evaluate_choices(
     For example ``evaluate_choices("./mla", against="smollm2-135m", file="piqa.jsonl").accuracy.rate``.
 
     Args:
-        model: a source with weights, or an open pair.
+        model: a model folder, ``.gguf`` or other source with weights; or an open pair.
         options: the keywords below as one object, in place of them.
-        progress: told of each batch.
+        progress: the callback that reports each batch.
 
     Raises:
         ArgumentError: the file has another form, or an ending does not fit the models' positions.
@@ -131,7 +131,7 @@ def read_choices(file: str | Path, *, limit: int | None = None) -> list[Choice]:
 
     Args:
         file: a UTF-8 file.
-        limit: the number of items, from the beginning; all when None.
+        limit: the number of items to read, from the beginning; all when None.
 
     Raises:
         ArgumentError: the file cannot be read, holds no items, or has a line of another form.
@@ -164,9 +164,9 @@ def log_likelihoods(
     For example ``log_likelihoods(load("./model"), [ending_ids(tokenizer, "The sky is", " blue.")])``.
 
     Args:
-        model: a transformers model.
+        model: a causal language model of transformers.
         sequences: pairs of prompt and ending, as token ids; neither is empty.
-        progress: told of each batch.
+        progress: the callback that reports each batch.
 
     Returns:
         The log-likelihood of each ending, in the order of ``sequences``.

@@ -47,16 +47,16 @@ def evaluate(
     Args:
         model: a model folder, ``.gguf`` or other source with weights; or an open pair.
         options: the keywords below as one object, in place of them.
-        progress: told of each window.
-        shared: each of several processes scores its share of the windows, and all get the result; all of them have
-            to call this, with whole models.
+        progress: the callback that reports each window.
+        shared: whether each of several processes scores its share of the windows; all of them have to call this, with
+            whole models, and all get the result.
 
     Raises:
         ArgumentError: a text is missing or shorter than a window, or a number is out of range.
         CheckpointError: a model cannot be read.
     """
     contents = read_texts(options.text)
-    # Opened before the tokenizer, whose errors say less about what is wrong with a folder.
+    # Models are opened before the tokenizer, whose errors say less about what is wrong with a folder.
     pair = open_pair(model, against=options.against, dtype=options.dtype, device=options.device, progress=progress)
     batches, context = windows_of(contents, pair, options)
     return evaluate_windows(pair, batches, context=context, cache=options.cache, progress=progress, shared=shared)
@@ -82,16 +82,16 @@ def windows_of(contents: dict[str, str], pair: Pair, options: PassageOptions) ->
     For example ``windows_of(read_texts("wiki.txt"), open_pair("./model"), EvaluateOptions(text="wiki.txt"))``.
 
     Args:
-        contents: of each text, by its file.
+        contents: the content of each text, by its file.
         pair: the models, whose positions and tokenizer decide.
-        options: how many windows, how long, and the context.
+        options: the number and length of the windows, and the context.
 
     Raises:
         ArgumentError: a text is shorter than a window, or a number is out of range.
     """
     longest = pair.positions
     window = _within("window", options.window, usual_window(longest, WINDOW), 2, longest)
-    # One position less, because the timed token needs one.
+    # The timed token needs a position too.
     context = _within("context", options.context, CONTEXT, 1, None if longest is None else longest - 1)
     batches = [
         (file, token_windows(pair.tokenizer, content, window=window, windows=options.windows, name=f"text {file}"))
@@ -136,8 +136,8 @@ def evaluate_windows(
         texts: the name of each text, and its windows ``[n, W]``; W is the same for all.
         context: tokens in the cache while decoding is timed; 512, or one less than the positions, when None.
         cache: the format that the model's cache is stored in; the model's own numbers when None.
-        progress: told of each window.
-        shared: each of several processes scores its share of the windows; all of them have to call this.
+        progress: the callback that reports each window.
+        shared: whether each of several processes scores its share of the windows; all of them have to call this.
     """
     context = usual_context(pair) if context is None else context
     prompt = prompt_of(texts, context)

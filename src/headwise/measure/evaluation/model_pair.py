@@ -29,9 +29,9 @@ class Pair:
     Attributes:
         sources: the names that the user gave, under ``model`` and, where there is a reference, ``against``.
         checkpoints: the open checkpoints, under the same keys.
-        dtype: to run both in.
-        device: to run both on.
-        progress: told of loading.
+        dtype: the dtype to run both models in.
+        device: the device to run both models on.
+        progress: the callback that reports the loading of weights.
     """
 
     sources: dict[str, str]
@@ -95,7 +95,7 @@ class Pair:
         """Run the model, and not its reference, with a quantised cache; see `headwise.hf.default_cache`.
 
         Args:
-            cache: the format; the model's own cache when None.
+            cache: the format of the cache, such as ``int4``; the model's own cache when None.
 
         Raises:
             ArgumentError: there is no such format, or the model has no layer for it.
@@ -107,7 +107,7 @@ class Pair:
             yield
 
     def about(self, name: str = "model") -> dict[str, Any]:
-        """The fields of an evaluation that describe its models and its run.
+        """Describe the models and the run, as fields of an evaluation.
 
         Args:
             name: ``model``, or ``against`` for the evaluation of the reference.
@@ -122,7 +122,7 @@ class Pair:
 
 
 def _with_the_same_weights(model: Any) -> Any:
-    """A model of its own, which may have another cache, with the tensors of another."""
+    """A second model object, which may have another cache, with the tensors of the first."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
@@ -143,10 +143,10 @@ def open_pair(
     Args:
         model: a model folder, ``.gguf`` or other source with weights; or an open pair, without other arguments.
         against: the reference, usually the model before its conversion.
-        dtype: to run both in; when None the wider of their stored dtypes, so that bytes and times differ only by the
-            attention.
-        device: to run both on; the CPU when None.
-        progress: told of loading.
+        dtype: the dtype to run both models in; when None the wider of their stored dtypes, so that bytes and times
+            differ only by the attention.
+        device: the device to run both models on; the CPU when None.
+        progress: the callback that reports the loading of weights.
 
     Raises:
         ArgumentError: there is no such source, dtype or device, or the models number tokens otherwise.

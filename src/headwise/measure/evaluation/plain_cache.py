@@ -32,13 +32,15 @@ A_POINT = 0.01
 def bfloat16_bytes(checkpoint: Checkpoint, tokens: int, quantize: str | None = None) -> float:
     """Bytes a token that a model's cache allocates, where numbers that are not in codes are bfloat16.
 
-    They are read off a cache of the model's shapes that is filled with zeros; no weight is read. For example
+    The bytes are those of a cache of the model's shapes that is filled with zeros; no weight is read. For example
     ``bfloat16_bytes(open_checkpoint("smollm2-135m"), 2048, "kivi4")`` is 6,480, of 23,040 without a format.
 
     Args:
-        checkpoint: the model; codes of its own, whose bytes an `Evaluation` has, are not counted.
-        tokens: W; scales of blocks of tokens, sliding windows and recent tokens weigh more where there are few.
-        quantize: the format, see `headwise.hf.HeadwiseCache`; None for the cache as it is.
+        checkpoint: the model; a code that it was converted with is not counted, because an `Evaluation` has its
+            bytes.
+        tokens: W, tokens in the cache; with few of them, scales of blocks, sliding windows and unquantised recent
+            tokens weigh more.
+        quantize: the format of the cache, see `headwise.hf.HeadwiseCache`; None for the cache as it is.
 
     Raises:
         ArgumentError: the format does not suit the model's heads.
@@ -66,7 +68,7 @@ def served_bytes(checkpoint: Checkpoint, evaluation: Evaluation) -> float:
 
     Args:
         checkpoint: the model.
-        evaluation: of it.
+        evaluation: an evaluation of the model.
     """
     if (checkpoint.path / CODES).is_file():
         return evaluation.cache_bytes_per_token
@@ -81,8 +83,8 @@ def compared_formats(model: ModelSpec, engine: str | None = None) -> list[str]:
 
     Args:
         model: the model.
-        engine: whose own caches are wanted, of which nothing is known to go wrong; those of the field where headwise
-            computes none of them, or when None.
+        engine: the engine whose caches are wanted, without those that are known to go wrong; the field's formats are
+            taken when None, or where headwise can simulate none of the engine's.
     """
     own = [] if engine is None else engine_caches(model, engine).items()
     return [name for name, (_, cache) in own if cache.is_simulated and not cache.limit] or list(plain_formats(model))
@@ -91,18 +93,19 @@ def compared_formats(model: ModelSpec, engine: str | None = None) -> list[str]:
 def nearest_formats(checkpoint: Checkpoint, tokens: int, size: float, engine: str | None = None) -> dict[str, float]:
     """The formats to compare a cache with, and their bytes a token: one below and one above.
 
-    They are the largest that is no larger, and the smallest that is larger, or one of them where there is no other.
+    These are the largest that is no larger, and the smallest that is larger, or one of the two where there is no
+    other.
     For example ``nearest_formats(open_checkpoint("smollm2-135m"), 2048, 7_000)`` is
     ``{"kivi4": 6480.0, "int8/int4": 9360.0}``.
 
     Args:
         checkpoint: the model that would be quantised.
-        tokens: see `bfloat16_bytes`.
-        size: bytes a token of the other cache.
-        engine: see `compared_formats`.
+        tokens: W, tokens in the cache, see `bfloat16_bytes`.
+        size: bytes a token of the cache to compare with.
+        engine: the engine whose caches are wanted, see `compared_formats`.
 
     Returns:
-        At most two, the smaller first; none where none suits the model.
+        At most two formats, the smaller first; an empty dictionary where none suits the model.
     """
     formats = compared_formats(checkpoint.spec, engine)
     sizes = {spelling: bfloat16_bytes(checkpoint, tokens, spelling) for spelling in formats}
@@ -114,7 +117,7 @@ def nearest_formats(checkpoint: Checkpoint, tokens: int, size: float, engine: st
 
 
 def margin(kl: float, other_kl: float, tokens: int) -> float:
-    """How far the logarithms of two models' perplexities may lie apart by chance: two standard errors.
+    """The difference of two models' log-perplexities that chance explains: two standard errors, in nats.
 
     A token's cost in a model that lies KL from the source differs from its cost in the source by a mean of about KL
     and a variance of about 2 KL (both by the second order of the divergence). The errors of two ways to store a cache
@@ -122,7 +125,7 @@ def margin(kl: float, other_kl: float, tokens: int) -> float:
 
     Args:
         kl: mean KL(source ‖ model) a token, in nats.
-        other_kl: that of the other model.
+        other_kl: mean KL(source ‖ other model) a token, in nats.
         tokens: the number of predictions that both were scored on.
     """
     return 2 * math.sqrt(2 * (max(kl, 0.0) + max(other_kl, 0.0)) / tokens)

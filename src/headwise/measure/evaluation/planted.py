@@ -34,7 +34,7 @@ CITIES = (
     *("Lisbon", "Cairo", "Oslo", "Lima", "Kyoto", "Delhi", "Boston", "Prague"),
     *("Athens", "Dublin", "Havana", "Warsaw", "Madrid", "Sydney", "Berlin", "Toronto"),
 )
-"""What codes are told apart by, where a context has several."""
+"""The names that distinguish codes, where a context has several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,9 @@ class DepthScore(Paired, compared=("found", "first", "rank", "probability", "nll
     """Recall of the codes at one depth, as means over the trials.
 
     Attributes:
-        depth: 0 at the beginning of the context, 1 right before the question.
-        found: fraction of greedy continuations that contain the code.
-        first: fraction of trials in which the code was the most likely candidate.
+        depth: the place of the code: 0 at the beginning of the context, 1 right before the question.
+        found: the fraction of greedy continuations that contain the code.
+        first: the fraction of trials in which the code was the most likely candidate.
         rank: the code's rank among the candidates; 1 is the most likely.
         probability: the code's probability, normalised over the candidates.
         nll: the code's negative log-likelihood among all continuations, in nats.
@@ -66,18 +66,18 @@ class PlantedEvaluation:
         model: the model, as the user named it.
         against: the reference, as the user named it.
         text: the file that contexts are cut from.
-        context: tokens of the text, the fact, the question and the code together.
+        context: the number of tokens of text, facts, question and code together.
         codes: the number of candidates, including the right one.
         keys: the number of facts in each context.
-        strings: the tokens of each random string; None for codes in sentences.
+        strings: the number of tokens in each random string; None for codes in sentences.
         together: whether each context has a fact at every depth, and is asked for each.
         trials: the number of contexts at each depth.
-        seed: of the codes.
-        found: over all contexts, how often the greedy continuation contains the code.
-        first: over all contexts, how often the code was the most likely candidate.
+        seed: the seed that codes and strings were drawn with.
+        found: the fraction of all contexts in which the greedy continuation contains the code.
+        first: the fraction of all contexts in which the code was the most likely candidate.
         depths: the scores at each depth.
-        dtype: that both were run in.
-        device: that both were run on.
+        dtype: the dtype that both models were run in.
+        device: the device that both models were run on.
         threads: the number of torch's threads.
         cache: the format that the model's cache was stored in; None for the model's own numbers.
     """
@@ -127,8 +127,8 @@ class _Context:
     """A context with planted facts.
 
     Attributes:
-        ids: the tokens before a question.
-        questions: what is asked, each for itself.
+        ids: the tokens of the context before a question.
+        questions: the questions, each asked on its own after the same context.
     """
 
     ids: list[int]
@@ -163,9 +163,9 @@ def evaluate_planted(
     each of them is asked for after the same text, which is read once.
 
     Args:
-        model: a source with weights, or an open pair.
+        model: a model folder, ``.gguf`` or other source with weights; or an open pair.
         options: the keywords below as one object, in place of them.
-        progress: told of each context.
+        progress: the callback that reports each context.
 
     Raises:
         ArgumentError: the text is missing or too short, or a number is out of range.

@@ -75,15 +75,15 @@ class Rate(Paired, compared=("rate", "low", "high")):
     Attributes:
         items: the number of items.
         rate: the fraction that the model has right.
-        low: lower end of its Wilson interval.
-        high: upper end of its Wilson interval.
-        only_model: items that only the model has right.
-        only_reference: items that only the reference has right.
+        low: the lower end of the 95 % Wilson interval of ``rate``.
+        high: the upper end of the 95 % Wilson interval of ``rate``.
+        only_model: the number of items that only the model has right.
+        only_reference: the number of items that only the reference has right.
         difference: the model's rate minus the reference's.
-        difference_low: lower end of its 95 % bootstrap interval over items.
-        difference_high: upper end of that interval.
-        p_value: of McNemar's exact test: the probability that the items which only one of the two has right are split
-            so unevenly by chance.
+        difference_low: the lower end of the 95 % bootstrap interval of ``difference`` over items.
+        difference_high: the upper end of the 95 % bootstrap interval of ``difference``.
+        p_value: the p-value of McNemar's exact test: the probability that the items which only one of the two has
+            right are split so unevenly by chance.
     """
 
     items: int
@@ -104,9 +104,9 @@ def rate(right: Sequence[bool], reference: Sequence[bool] | None = None, *, seed
     For example ``rate([True, False], [True, True]).difference`` is -0.5.
 
     Args:
-        right: for each item whether the model has it right; not empty.
-        reference: for each item whether the reference has it right.
-        seed: of the bootstrap interval.
+        right: whether the model has each item right; not empty.
+        reference: whether the reference has each item right; None without a reference.
+        seed: the seed of the bootstrap interval.
     """
     items = len(right)
     low, high = wilson(sum(right), items)
@@ -136,7 +136,7 @@ def wilson(right: int, items: int) -> tuple[float, float]:
     """The 95 % interval of a fraction. Source: Wilson 1927.
 
     Args:
-        right: the number of items that count.
+        right: the number of items that the model has right.
         items: the number of all items.
 
     Returns:
@@ -153,8 +153,8 @@ def mcnemar(first: int, second: int) -> float:
     """The two-sided p-value of McNemar's exact test: the probability of a split at least as uneven by chance.
 
     Args:
-        first: the number of items on one side.
-        second: the number of items on the other side.
+        first: the number of items that only the one model has right.
+        second: the number of items that only the other has right.
     """
     total, least = first + second, min(first, second)
     tail = sum(math.comb(total, count) for count in range(least + 1))
@@ -168,7 +168,7 @@ class PositionScore(Paired, compared=("nll",)):
     Attributes:
         start: the first position; a window's first token has position 0.
         stop: the first position after the range.
-        nll: mean negative log-likelihood, in nats.
+        nll: the mean negative log-likelihood, in nats a token.
     """
 
     start: int
@@ -181,11 +181,12 @@ class TextScore(Paired, compared=("perplexity",)):
     """Quality on one text.
 
     Attributes:
-        text: the file.
+        text: the file of the text.
         windows: the number of windows.
         tokens: the number of scored predictions (a window's first token is not predicted).
         perplexity: exp of the mean negative log-likelihood.
-        perplexity_ratio: the model's over the reference's; this and the next three are None without a reference.
+        perplexity_ratio: the model's perplexity over the reference's; this and the next three are None without a
+            reference.
         kl: mean KL(reference ‖ model) a token, in nats.
         kl_999: the 99.9 % quantile of the tokens' KL, which the few that lose most decide.
         top1_agreement: fraction of positions where both rank the same token first.
@@ -218,21 +219,23 @@ class Evaluation(Paired, compared=("perplexity", "cache_bytes_per_token", "cache
         windows: the number of windows.
         tokens: the number of scored predictions (a window's first token is not predicted).
         perplexity: exp of the mean negative log-likelihood.
-        perplexity_ratio: the model's over the reference's; this and the next three are None without a reference.
+        perplexity_ratio: the model's perplexity over the reference's; this and the next three are None without a
+            reference.
         kl: mean KL(reference ‖ model) a token, in nats.
         kl_999: the 99.9 % quantile of the tokens' KL, which the few that lose most decide.
         top1_agreement: fraction of positions where both rank the same token first.
         texts: the quality on each text.
         cache: the format that the model's cache was stored in; None for the model's own numbers.
-        cache_bytes_per_token: bytes of the cache's tensors over the number of cached tokens; for a ``cache``, of all
-            memory that it allocates for a window.
+        cache_bytes_per_token: bytes of the cache's tensors over the number of cached tokens; with a ``cache``, bytes
+            of all memory that it allocates for a window, over its tokens.
         cache_bytes: bytes that an engine allocated for its cache; None without an engine.
-        context: tokens in the cache while decoding was timed.
-        decode_ms: median milliseconds for one more token at that context.
-        dtype: that both were run in; with an engine the stored one.
-        device: that both were run on.
+        context: the number of tokens in the cache while decoding was timed.
+        decode_ms: the median milliseconds for one more token at ``context``.
+        dtype: the dtype that both models were run in; with an engine the stored one.
+        device: the device that both models were run on.
         threads: the number of torch's threads, or of the engine's.
-        engine: that ran both, with its version, such as ``llama-cpp-python 0.3.36``; None for transformers.
+        engine: the engine that ran both models, with its version, such as ``llama-cpp-python 0.3.36``; None for
+            transformers.
     """
 
     model: str
@@ -272,8 +275,8 @@ def evaluation_of(
     For example ``evaluation_of([("text.txt", {"nll": costs})], speed, about).perplexity``.
 
     Args:
-        scores: of each text; those that compare models only where there is a reference.
-        speed: its cache and decoding time.
+        scores: the scores of each text's windows; those that compare models only where there is a reference.
+        speed: the model's cache bytes and decoding time.
         about: the fields of `Evaluation` that say what was measured.
         reference: the evaluation of its reference.
     """

@@ -49,9 +49,9 @@ class Pooling:
     For example ``Pooling(mode="cls", max_length=256)``.
 
     Attributes:
-        mode: ``mean`` or ``max`` over the tokens, or the first token's state (``cls``).
+        mode: the way to join the states: ``mean`` or ``max`` over the tokens, or the first token's state (``cls``).
         normalize: whether embeddings are scaled to length 1.
-        max_length: the tokens after which a sentence is cut off; the model's positions when None.
+        max_length: the number of tokens after which a sentence is cut off; the model's positions when None.
     """
 
     mode: str = "mean"
@@ -67,7 +67,7 @@ class Encoder:
         name: the encoder's source, as the user named it.
         model: the transformers model.
         tokenizer: the transformers tokenizer.
-        pooling: how its hidden states become embeddings.
+        pooling: the way in which hidden states become embeddings.
     """
 
     name: str
@@ -86,11 +86,11 @@ class RetrievalEvaluation(Paired, compared=("mrr",)):
         file: the file of the questions.
         questions: the number of questions.
         passages: the number of different passages.
-        recall_at_1: how often the question's passage is the nearest.
-        recall_at_10: how often it is among the nearest ten.
-        mrr: the mean reciprocal rank of the question's passage.
-        dtype: of the model's weights.
-        device: that the model was run on.
+        recall_at_1: the fraction of questions whose passage is the nearest.
+        recall_at_10: the fraction of questions whose passage is among the nearest ten.
+        mrr: the mean reciprocal rank of the questions' passages.
+        dtype: the dtype of the model's weights.
+        device: the device that the model was run on.
         threads: the number of torch's threads.
     """
 
@@ -121,10 +121,10 @@ def evaluate_retrieval(
     For example ``evaluate_retrieval("./minilm-gqa", against="./minilm", file="boolq.jsonl").recall_at_1.rate``.
 
     Args:
-        model: a source with weights, or a loaded encoder.
+        model: a model folder or other source with weights, or a loaded encoder.
         options: the keywords below as one object, in place of them.
         against: the reference; its tokenizer and pooling are used for a model that is not loaded yet.
-        progress: told of each batch.
+        progress: the callback that reports each batch.
 
     Raises:
         ArgumentError: the file has another form.
@@ -165,7 +165,7 @@ class Questions:
     Attributes:
         questions: the Q questions, as texts.
         passages: the different passages, as texts.
-        answers: ``[Q]``, the index of each question's passage.
+        answers: the index of each question's passage, ``[Q]``.
     """
 
     questions: list[str]
@@ -202,9 +202,9 @@ def rated(ranks: Tensor, reference: Tensor | None = None, *, seed: int = 0) -> d
     """Recall and mean reciprocal rank, as fields of `RetrievalEvaluation`.
 
     Args:
-        ranks: ``[Q]``, of each question's passage.
-        reference: ``[Q]``, the reference's ranks for the same questions, to compare recall with.
-        seed: of the bootstrap intervals.
+        ranks: the rank of each question's passage, ``[Q]``; 1 is the nearest.
+        reference: the reference's ranks for the same questions, ``[Q]``; None without a reference.
+        seed: the seed of the bootstrap intervals.
     """
     recall = {
         f"recall_at_{count}": rate(
@@ -224,7 +224,7 @@ def embed(encoder: Encoder, texts: Sequence[str], *, progress: Progress = silent
     Args:
         encoder: the model with its tokenizer and pooling.
         texts: sentences or passages; each is cut off at the encoder's length.
-        progress: told of each batch.
+        progress: the callback that reports each batch.
 
     Returns:
         Embeddings ``[texts, E]``, in float32 on the CPU.
@@ -261,8 +261,8 @@ def pool(states: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     """Pool the hidden states of sentences to embeddings ``[B, E]``.
 
     Args:
-        states: ``[B, T, E]``, the output of the last layer.
-        mask: ``[B, T]``, 1 for a sentence's tokens and 0 for padding.
+        states: hidden states of the last layer, ``[B, T, E]``.
+        mask: 1 for a sentence's tokens and 0 for padding, ``[B, T]``.
         pooling: the mode, and whether to normalise.
     """
     is_token = mask[..., None].bool()  # [B, T, 1]
@@ -279,9 +279,9 @@ def answer_ranks(questions: Tensor, passages: Tensor, answers: Tensor) -> Tensor
     """The rank ``[Q]`` of each question's passage by inner product; 1 is the nearest, and a tie counts against it.
 
     Args:
-        questions: embeddings ``[Q, E]``.
-        passages: embeddings ``[P, E]``.
-        answers: ``[Q]``, the index of each question's passage.
+        questions: embeddings of the questions, ``[Q, E]``.
+        passages: embeddings of the passages, ``[P, E]``.
+        answers: the index of each question's passage, ``[Q]``.
     """
     scores = questions @ passages.T
     return (scores >= scores.gather(1, answers[:, None])).sum(1)
@@ -296,8 +296,8 @@ def load_encoder(
 
     Args:
         source: a model folder.
-        dtype: of the weights; the stored dtype when None.
-        device: to run on; the CPU when None.
+        dtype: the dtype of the weights; the stored dtype when None.
+        device: the device to run on; the CPU when None.
         like: an encoder whose tokenizer and pooling to use in place of the folder's.
 
     Raises:

@@ -1,6 +1,6 @@
 """Scores of texts by a model and its reference: negative log-likelihoods, divergences and agreement.
 
-Texts of several lengths are put together in batches that change nothing for any of them.
+Texts of several lengths are put together in batches that change no text's result.
 
 Shapes: S tokens in the window, V tokens in the vocabulary.
 """
@@ -19,16 +19,17 @@ from headwise.runtime.caches.frequencies import changes_at
 
 
 def batches(model: Any, lengths: Sequence[int], *, tokens: int) -> Iterator[list[int]]:
-    """Put texts of like lengths together, the longest first.
+    """Put texts of similar lengths together, the longest first.
 
     For example ``list(batches(model, [3, 8, 4], tokens=8))`` is ``[[1], [2, 0]]``.
 
-    Where rotary frequencies depend on the longest text of a batch, all but the usual ones suit texts of one length.
+    Where rotary frequencies depend on the longest text of a batch, long texts share a batch only with texts of the
+    same length.
 
     Args:
-        model: a transformers model that reads the texts.
-        lengths: of each text, in tokens.
-        tokens: the most in a batch of several texts, padding included.
+        model: the transformers model that reads the texts.
+        lengths: the number of tokens of each text.
+        tokens: the most tokens in a batch of several texts, padding included.
 
     Yields:
         The numbers of the texts in a batch, with the longest first.
@@ -50,7 +51,7 @@ _WHOLE = 2048
 _PIECE = 1024
 """Tokens in each call for a longer window."""
 _ROWS = 256
-"""Positions whose log-probabilities are in memory at once; for a whole window they would take much memory."""
+"""Positions whose log-probabilities are in memory at once; those of a whole window would take too much."""
 
 
 @torch.inference_mode()
@@ -66,7 +67,7 @@ def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
 
     Args:
         models: transformers models, under ``model`` and, where there is a reference, ``against``.
-        ids: ``[S]`` token ids.
+        ids: the token ids of the window, ``[S]``.
 
     Returns:
         float64 vectors ``[S - 1]`` on the CPU: ``nll`` in nats; with a reference also ``reference_nll``, ``kl``
@@ -92,8 +93,8 @@ def _logits(model: Any, ids: Tensor, change: int | None) -> Iterator[Tensor]:
 
     Args:
         model: a transformers model.
-        ids: ``[S]``.
-        change: the most tokens of a text with the usual rotary frequencies; None where none change.
+        ids: the token ids of the window, ``[S]``.
+        change: the length, in tokens, beyond which rotary frequencies are others; None where they never change.
     """
     ids = ids.to(model.device)[None]
     if change is not None and ids.shape[1] > change:

@@ -22,9 +22,9 @@ class Speed:
     """One model's cache and decoding time.
 
     Attributes:
-        bytes_per_token: bytes of the cache over the number of cached tokens.
-        decode_ms: median milliseconds for one more token.
-        allocated: bytes that an engine allocated for its cache; None without an engine.
+        bytes_per_token: the bytes of the cache over the number of cached tokens.
+        decode_ms: the median milliseconds for one more token.
+        allocated: the bytes that an engine allocated for its cache; None without an engine.
     """
 
     bytes_per_token: float
@@ -34,14 +34,14 @@ class Speed:
 
 @torch.inference_mode()
 def allocated_bytes(model: Any, ids: Tensor, quantize: str | None = None) -> float:
-    """Bytes that a quantised cache allocates for a window of text, scales and recent tokens included, for each token.
+    """Bytes a token that a quantised cache allocates for a window of text, scales and recent tokens included.
 
     For example ``allocated_bytes(load("./model"), torch.arange(2048), "int4")``.
 
     Args:
         model: a transformers model.
-        ids: ``[S]`` token ids; the cache has room for just so many.
-        quantize: see `headwise.hf.HeadwiseCache`; None for a converted model's own codes.
+        ids: token ids of the window, ``[S]``; the cache has room for exactly so many.
+        quantize: the format of the cache, see `headwise.hf.HeadwiseCache`; None for a converted model's own codes.
     """
     cache = HeadwiseCache(model, max_length=len(ids), quantize=quantize)
     for piece in torch.split(ids.to(model.device)[None], _PIECE, 1):
@@ -58,9 +58,9 @@ def decode_times(
 
     Args:
         models: transformers models, by name.
-        prompt: ``[1, context]`` token ids that fill the cache.
+        prompt: token ids that fill the cache, ``[1, context]``.
         repeats: the number of tokens to time for each model.
-        progress: told of each round.
+        progress: the callback that reports each round.
     """
     caches = {name: model(prompt, use_cache=True, logits_to_keep=1).past_key_values for name, model in models.items()}
     for cache in caches.values():

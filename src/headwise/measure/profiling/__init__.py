@@ -1,4 +1,4 @@
-"""Measure this machine, so that predictions for it are measured ones; and check them on models never measured."""
+"""Profiles of this machine, on which predictions for it rest, and a check of these on models not in the profile."""
 
 from headwise.measure.profiling.check import Check, Point, check
 from headwise.measure.profiling.measure import measure_curves

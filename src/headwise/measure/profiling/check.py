@@ -1,4 +1,4 @@
-"""Predicted beside measured, time and memory: decoders that no curve was measured on.
+"""Check predictions of time and memory on decoders that no curve was measured on.
 
 Measured memory is every tensor that a decoder holds while it reads a prompt and decodes.
 """
@@ -28,18 +28,18 @@ from headwise.models.checkpoints import dtype_name
 from headwise.models.specs import ModelSpec
 
 BATCH, CONTEXT = 4, 2048
-"""Sequences, and tokens of each."""
+"""The number of sequences whose memory is measured, and the number of tokens in each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPoint:
-    """One decoder: what it holds at most, with the caches of all sequences, while one prompt is read or all decode.
+    """The memory of one decoder at most, with the caches of all sequences, while one prompt is read or all decode.
 
     Attributes:
-        mechanism: of its attention.
-        dtype: of weights, activations and cache.
-        measured: bytes of its tensors; not what the process has besides.
-        predicted: bytes, by `headwise.costs.prediction.peak_memory`.
+        mechanism: the mechanism of the decoder's attention.
+        dtype: the dtype of weights, activations and cache.
+        measured: the bytes of the decoder's tensors, without other memory of the process.
+        predicted: the bytes by `headwise.costs.prediction.peak_memory`.
     """
 
     mechanism: str
@@ -66,7 +66,7 @@ def memory_point(mechanism: str, decoder: Decoder, dtype: str, device: torch.dev
     # A prompt is read into a cache of its own, which is one of those that are counted already.
     prompt, step = prompt_call(model, tokens), decode_step(model, cache, BATCH)
     for call in (prompt, step):
-        call()  # what is made once does not count
+        call()  # tensors that only the first call makes do not count
     most = max(peak_bytes(step, device), peak_bytes(prompt, device) - held * tokens // (BATCH * CONTEXT))
     predicted = peak_memory(decoder.spec(), Pass(batch=BATCH, total=CONTEXT, dtype=dtype)).total
     return MemoryPoint(
@@ -75,7 +75,7 @@ def memory_point(mechanism: str, decoder: Decoder, dtype: str, device: torch.dev
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device = HERE) -> int:
-    """The most bytes of tensors that a call makes and holds at once, with torch's for LAPACK on a processor.
+    """The most bytes of tensors that a call makes and holds at once, torch's workspace for LAPACK included.
 
     For example ``peak_bytes(lambda: a @ b)``.
     """
@@ -108,33 +108,33 @@ def _silenced() -> Iterator[None]:
 
 
 _PATIENCE = 0.24
-"""Seconds that each pass of a place is measured for, in turns with the others."""
+"""Seconds for which each pass of one place is measured, in turns with the others."""
 
 KV_HEADS = {"MHA": None, "GQA": 4, "MQA": 1}
-"""Key–value heads of mechanisms that cache heads; all query heads when None."""
+"""The number of key–value heads of mechanisms that cache heads; None for as many as query heads."""
 
 
 def kinds(places: Places) -> dict[str, dict[str, Any]]:
-    """The arguments of `Decoder` that make its attention each mechanism's."""
+    """The arguments of `Decoder` for each mechanism."""
     return {**{name: {"num_kv_heads": heads} for name, heads in KV_HEADS.items()}, "MLA": {"latent": places.latent}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One model, measured and predicted.
+    """The time of one pass of a decoder, measured and predicted.
 
     Attributes:
-        mechanism: of its attention.
-        sizes: of the model.
-        dtype: of weights and activations.
-        cache: the format of the cache, such as ``int8``, or headwise's code of so many bits, such as ``codes:3``;
-            None for the dtype's own.
-        batch: sequences of a decode step.
-        context: tokens of each; of the prompt, where ``is_prompt``.
-        is_prompt: whether a prompt was read, or a token decoded.
-        measured: seconds.
-        predicted: seconds, at the pace that the machine was profiled at.
-        pace: how many times as long as then the yardsticks took beside the measurement; see `Pace`.
+        mechanism: the mechanism of the decoder's attention.
+        sizes: the sizes of the model, for reports.
+        dtype: the dtype of weights and activations.
+        cache: the format of the cache, such as ``int8``, or headwise's code and its bits, such as ``codes:3``; None
+            for the dtype.
+        batch: the number of sequences of a decode step.
+        context: the number of tokens of each sequence, or of the prompt where ``is_prompt``.
+        is_prompt: whether a prompt was read; else one token was decoded.
+        measured: the measured seconds.
+        predicted: the predicted seconds, at the pace that the machine was profiled at.
+        pace: the time of the yardsticks beside the measurement over their time in the profile, see `Pace`.
     """
 
     mechanism: str
@@ -156,11 +156,11 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """All points, and how well they were predicted.
+    """All points of a check, and the errors of their predictions.
 
     Attributes:
-        points: times.
-        memory: what decoders of each mechanism and dtype hold.
+        points: the measured and predicted times.
+        memory: the measured and predicted memory of decoders, for each mechanism and dtype.
     """
 
     points: tuple[Point, ...]
@@ -168,27 +168,29 @@ class Check:
 
     @property
     def memory_error(self) -> float:
-        """The largest absolute value."""
+        """The largest relative error of memory, without its sign."""
         return max((abs(point.error) for point in self.memory), default=0.0)
 
     @property
     def median_error(self) -> float:
-        """Of the absolute values."""
+        """The median relative error of times, without signs."""
         return statistics.median(abs(point.error) for point in self.points)
 
     @property
     def median_error_unpaced(self) -> float:
-        """Of the absolute values, as if the machine were as fast as when it was profiled."""
+        """The median relative error of times, without signs, as if the machine were as fast as when it was
+        profiled."""
         return statistics.median(abs(point.predicted / point.measured - 1) for point in self.points)
 
     @property
     def high_error(self) -> float:
-        """The 90th percentile of the absolute values."""
+        """The 90th percentile of the relative errors of times, without signs."""
         return statistics.quantiles([abs(point.error) for point in self.points], n=10)[-1]
 
     @property
     def ranked(self) -> tuple[int, int]:
-        """Pairs of mechanisms in the same place whose order is predicted, of those that differ by 10 % or more."""
+        """The number of pairs in one place whose order is predicted, and that of all pairs that differ by 10 % or
+        more."""
         right = count = 0
         for one, other in combinations(self.points, 2):
             if _place_of(one) != _place_of(other):
@@ -217,7 +219,7 @@ class Check:
 
 
 def _place_of(point: Point) -> Point:
-    """A point without what differs between mechanisms."""
+    """A point without the fields that differ between mechanisms."""
     return replace(point, mechanism="", measured=0, predicted=0, pace=1)
 
 
@@ -235,12 +237,13 @@ def check(
     For example ``check(device("this-machine", Path("profile.toml"))).median_error``.
 
     Args:
-        device: with curves.
-        places: sizes, contexts and batches; each is tried with every mechanism, decoding and reading a prompt.
-        seed: of the choice.
-        grids: of the kind of device.
-        place: that decoders run on.
-        progress: told of each model.
+        device: a profiled device, which has curves.
+        places: the number of places, which are sizes, a context and a batch; each is tried with every mechanism,
+            decoding and reading a prompt.
+        seed: the seed that places are chosen with.
+        grids: the grids of the kind of device.
+        place: the torch device that decoders run on.
+        progress: the callback that reports each model.
     """
     chosen = random.Random(seed)
     names = [dtype_name(dtype) for dtype in grids.dtypes]
@@ -263,12 +266,12 @@ def check(
 
 
 def _sizes(grids: Grids, heads: int) -> dict[str, Any]:
-    """Sizes of a decoder with so many query heads."""
+    """The sizes of a decoder with ``heads`` query heads."""
     return {"hidden_size": grids.head_dim * heads, "num_heads": heads, "head_dim": grids.head_dim}
 
 
 def _place(chosen: random.Random, device: Device, paces: Mapping[str, Pace], grids: Grids) -> list[Point]:
-    """All mechanisms at one place."""
+    """Measure and predict all mechanisms at one place."""
     choices = grids.places
     heads = chosen.choice(choices.heads)
     layers, hidden = chosen.choice(choices.layers), grids.head_dim * heads
@@ -300,7 +303,7 @@ def _place(chosen: random.Random, device: Device, paces: Mapping[str, Pace], gri
     while batch > 1 and _held([(decoder, step(bits)) for _, decoder, _, bits in caches]) > device.memory_bytes / 2:
         batch //= 2
     label = f"{layers} × {hidden}, {sizes['intermediate_size']}, {sizes['vocab_size']}"
-    gc.collect()  # optimised models refer to themselves: those of the place before
+    gc.collect()  # optimised models refer to themselves, and those of the last place still take memory
     models = {decoder: decoder.build(getattr(torch, dtype), pace.device) for _, decoder in decoders}
     calls: list[_Call] = []
     for name, decoder, cache, bits in caches:
@@ -319,13 +322,13 @@ def _place(chosen: random.Random, device: Device, paces: Mapping[str, Pace], gri
 
 @dataclass(frozen=True)
 class _Call:
-    """A pass of a decoder that is measured.
+    """A pass of a decoder that is to be measured.
 
     Attributes:
-        run: makes it.
-        spec: of the decoder.
-        forward: what it does.
-        about: fields of its `Point`.
+        run: runs the pass.
+        spec: the spec of the decoder.
+        forward: the sizes of the pass.
+        about: the fields of the pass's `Point`.
     """
 
     run: Callable[[], object]
@@ -334,7 +337,7 @@ class _Call:
     about: Mapping[str, Any]
 
     def point(self, device: Device, measured: float, pace: float) -> Point:
-        """What was measured of it, beside what a device's curves predict."""
+        """The measured time of the pass beside the one that a device's curves predict."""
         timed = seconds(operators(self.spec, self.forward), device, self.forward)
         predicted = sum(each.seconds for each in timed)
         is_prompt = self.forward.new > 1
@@ -342,7 +345,7 @@ class _Call:
 
 
 def _held(steps: Sequence[tuple[Decoder, Pass]]) -> int:
-    """Bytes that decoders and their caches, all of which are there at once, hold at most."""
+    """The most bytes that decoders and their caches take, all of which are in memory at once."""
     each = [(decoder, peak_memory(decoder.spec(), step)) for decoder, step in steps]
     weights = {decoder: memory.weights for decoder, memory in each}
     caches = sum(memory.cache for _, memory in each)

@@ -21,10 +21,10 @@ from headwise.runtime.quantization import TransformCode
 from headwise.runtime.quantization.transform_code import blocks, code_shape
 
 _PIECE = 65_536
-"""Tokens of noise."""
+"""The number of tokens of noise that are drawn, and repeated in longer caches."""
 
 _CODED = 256
-"""Tokens of noise that are coded."""
+"""The number of tokens of noise that are coded, and repeated in longer caches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +34,15 @@ class Decoder:
     For example ``Decoder(num_kv_heads=1).spec().label`` is ``"MQA 8/1 × 64"``.
 
     Attributes:
-        hidden_size: E.
-        num_layers: of them.
-        num_heads: H.
-        num_kv_heads: K; as many as query heads when None, which MLA does not ask for.
-        latent: R and P of MLA; None for heads.
-        code_bits: of each value that MLA caches, in headwise's code; None where it caches the dtype's own.
-        head_dim: D; of MLA, the content and the values of a head.
-        intermediate_size: of the feed-forward network.
-        vocab_size: tokens.
+        hidden_size: E, width of the residual stream.
+        num_layers: the number of layers.
+        num_heads: H, query heads.
+        num_kv_heads: K, key–value heads; None for as many as query heads, and for MLA.
+        latent: the widths R and P of MLA's latent and rotary key; None for a cache of heads.
+        code_bits: the bits of each value that MLA caches in headwise's code; None for a cache in the dtype.
+        head_dim: D, width of a head; in MLA the width of a head's content dims and of its values.
+        intermediate_size: the inner width of the feed-forward networks.
+        vocab_size: the number of tokens in the vocabulary.
     """
 
     hidden_size: int = 512
@@ -56,7 +56,8 @@ class Decoder:
     vocab_size: int = 1024
 
     def config(self) -> dict[str, Any]:
-        """Its config.json: a llama, a deepseek_v3 without experts, or, in codes, a llama converted to MLA."""
+        """The decoder's ``config.json``: a llama, a deepseek_v3 without experts, or, in codes, a llama converted to
+        MLA."""
         common = {
             "hidden_size": self.hidden_size,
             "num_hidden_layers": self.num_layers,
@@ -95,7 +96,7 @@ class Decoder:
             "qk_nope_head_dim": self.head_dim,
             "v_head_dim": self.head_dim,
             "q_lora_rank": None,
-            # All layers are dense. The class asks for sizes of experts all the same.
+            # All layers are dense, but the class asks for sizes of experts all the same.
             "first_k_dense_replace": self.num_layers,
             "n_routed_experts": 2,
             "num_experts_per_tok": 1,
@@ -105,7 +106,7 @@ class Decoder:
         }
 
     def spec(self) -> ModelSpec:
-        """The spec that its costs are computed of."""
+        """The decoder's spec, from which its costs are computed."""
         return read_config(self.config())
 
     def build(self, dtype: torch.dtype, device: torch.device = HERE) -> Any:
@@ -123,7 +124,7 @@ class Decoder:
         return model
 
     def _codes(self) -> list[TransformCode]:
-        """The code of each layer that caches a latent: as many bits for each of its values."""
+        """The code of each layer that caches a latent, with the same number of bits for each of its values."""
         found = []
         for layer in self.spec().layers:
             assert isinstance(layer, LatentSpec)
@@ -142,11 +143,11 @@ def filled_cache(
     """A cache with noise in the place of ``tokens`` tokens of each sequence, and room for one more.
 
     Args:
-        model: of the spec.
-        spec: grouped or MLA layers.
-        batch: sequences.
-        tokens: of each.
-        quantize: as for `headwise.hf.HeadwiseCache`.
+        model: a model of ``spec``.
+        spec: the spec of the model, with grouped or MLA layers.
+        batch: the number of sequences.
+        tokens: the number of tokens in each sequence.
+        quantize: the format of the cache, see `headwise.hf.HeadwiseCache`.
     """
     cache = HeadwiseCache(model, max_length=tokens + 1, quantize=quantize)
     for index, layer in enumerate(spec.layers):
@@ -156,7 +157,7 @@ def filled_cache(
             continue
         heads = 1 if isinstance(layer, LatentSpec) else int(getattr(layer, "num_kv_heads", 1))
         width = cache_values(layer) // heads // (1 if isinstance(layer, LatentSpec) else 2)
-        # One piece of noise again and again: what it is does not matter, and making it would take long.
+        # One piece of noise is repeated: its content does not matter, and drawing more would take long.
         piece = torch.randn(min(tokens, _PIECE), width, device=model.device).to(model.dtype)
         piece = piece.expand(batch, heads, -1, -1)
         for begin in range(0, tokens, _PIECE):
@@ -166,7 +167,7 @@ def filled_cache(
 
 
 def _fill_with_codes(layer: CodedLayer, batch: int, tokens: int) -> None:
-    """Fill a layer with the codes of a few tokens again and again: coding each would take long."""
+    """Fill a layer with the codes of a few tokens, repeated: coding all tokens would take long."""
     few = torch.randn(batch, 1, min(tokens, _CODED), layer.code.width)
     layer.append(few, torch.zeros(batch, dtype=torch.long))
     codes = layer.keys

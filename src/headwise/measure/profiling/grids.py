@@ -11,22 +11,22 @@ from headwise.measure.profiling.decoder import Decoder
 from headwise.runtime.kernels.native.linear import MOST_ROWS
 
 BITS = {0.0: None, 8.5: "int8", 5.0: "int4:32"}
-"""Bits of a cached value, its scale included, and the format that has them; 0 for the dtype's own."""
+"""The bits of a cached value, its share of a scale included, and the format that has them; 0 stands for the dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Sizes to choose decoders from, on which no curve was measured.
+    """The sizes of decoders that predictions are checked on, of which no curve was measured.
 
     Attributes:
-        heads: query heads; a hidden state is as wide as all of them.
-        layers: of a model.
-        vocabularies: tokens.
-        batches: sequences of a decode step.
-        contexts: tokens of each.
-        prompts: tokens of a prompt.
-        latent: R and P of MLA.
-        code_bits: of a value of its latents in codes, where these were measured.
+        heads: numbers of query heads; a hidden state is as wide as all of them together.
+        layers: numbers of layers.
+        vocabularies: numbers of tokens in the vocabulary.
+        batches: numbers of sequences in a decode step.
+        contexts: numbers of tokens in each sequence's cache.
+        prompts: numbers of tokens in a prompt.
+        latent: the widths R and P of MLA's latent and rotary key.
+        code_bits: the bits of a value of latents in codes; empty where such caches are not checked.
     """
 
     heads: tuple[int, ...]
@@ -44,39 +44,39 @@ class Grids:
     """The sizes that a kind of device is measured at.
 
     Attributes:
-        dtypes: that it is measured in.
-        few_reads: bytes of weights that a pass reads, some of which the processor's caches hold; empty where no
-            model's weights lie in them, as on a GPU, and ``tokens`` begin at 1 instead.
-        few_tokens: of projections whose weights are read in turn.
-        few_weights: values of such weights: small ones are read by one thread, large ones by several.
-        tokens: of other projections.
-        weights: values of their weights.
-        turns: bytes of such weights that take turns, two projections at least.
-        product_tokens: of products of heads with matrices.
-        product_weights: values of all their matrices.
-        prompts: tokens that attend to themselves.
-        prompt_heads: query heads that do; where there is one number, time is taken to grow as FLOPs do.
-        head_dim: D.
-        heads: query heads of decoders whose attention is timed.
-        kv_heads: key–value heads of these.
-        coded_kv_heads: some of them, where caches are in fewer bits, which take long to fill.
-        latent: R and P of decoders whose attention to latents is timed.
-        latent_heads: query heads of these.
-        latent_hidden: E of these.
-        code_bits: of a value of latents in codes; none where those are not measured.
-        code_tokens: of their contexts.
-        between: bytes of weights of a network that a layer reads between caches, so that none is left where it can be
-            read faster.
-        caches: bytes that a pass reads of caches.
-        coded_caches: the same of caches in fewer bits, which take long to fill.
-        hidden: E of decoders whose other work is measured.
-        states: values of a hidden state, multiples of ``hidden``.
-        latent_states: those of them that decoders with latents are measured at as well.
-        whole: decoders whose weights come from memory, which projections are measured once more in.
-        whole_prompts: tokens of the prompt that each of them reads, 64 at least.
-        places: for `headwise.measure.profiling.check`.
-        layers: of decoders, a few and more: their difference is what one takes.
-        short: tokens of a context that takes next to nothing.
+        dtypes: the dtypes that the device is measured in.
+        few_reads: bytes of weights that a pass of few tokens reads, small enough at first to lie in the processor's
+            caches; empty where no model's weights lie in them, as on a GPU, and ``tokens`` begin at 1 instead.
+        few_tokens: numbers of tokens of the projections that read so many bytes in turn.
+        few_weights: numbers of weights of such a projection: few are read by one thread, many by several.
+        tokens: numbers of tokens of all other projections.
+        weights: numbers of weights of these projections.
+        turns: bytes of the weights of these projections that take turns, of at least two projections.
+        product_tokens: numbers of tokens of products of heads with matrices of their own.
+        product_weights: numbers of weights in all matrices of such a product.
+        prompts: numbers of tokens of prompts whose attention is timed.
+        prompt_heads: numbers of query heads of these prompts; with only one, time is taken to grow as FLOPs do.
+        head_dim: D, the width of a head.
+        heads: the number of query heads of decoders whose attention to heads is timed.
+        kv_heads: numbers of key–value heads of these decoders.
+        coded_kv_heads: those of ``kv_heads`` that are timed with quantised caches, which take long to fill.
+        latent: the widths R and P of decoders whose attention to latents is timed.
+        latent_heads: numbers of query heads of these decoders.
+        latent_hidden: E, the hidden size of these decoders.
+        code_bits: the bits of a value of latents in codes; empty where such caches are not measured.
+        code_tokens: numbers of tokens in the contexts of latents in codes.
+        between: bytes of a network's weights that each layer reads between two caches, so that no cache stays where
+            it could be read faster.
+        caches: bytes of the caches that a pass reads.
+        coded_caches: bytes of the quantised caches that a pass reads, which take long to fill.
+        hidden: E, hidden sizes of decoders whose work beside these operators is measured.
+        states: numbers of values in the hidden states of all tokens of a pass, multiples of ``hidden``.
+        latent_states: those of ``states`` that decoders with latents are measured at as well.
+        whole: decoders whose weights come from memory, in which projections are measured once more.
+        whole_prompts: the number of tokens of the prompt that each of these decoders reads, at least 64.
+        places: the sizes that `headwise.measure.profiling.check` checks predictions on.
+        layers: two numbers of layers of decoders; the difference of their times is that of the layers between.
+        short: the number of tokens of a context that takes hardly any time.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -156,7 +156,7 @@ CPU = Grids(
     ),
     whole_prompts=(80, 160, 320, 400, 240),
 )
-"""Of processors."""
+"""The sizes that processors are measured at."""
 
 GPU = Grids(
     dtypes=(torch.bfloat16,),
@@ -195,7 +195,7 @@ GPU = Grids(
         latent=(256, 64),
     ),
 )
-"""Of CUDA GPUs."""
+"""The sizes that CUDA GPUs are measured at."""
 
 
 def grids_of(device: torch.device) -> Grids:

@@ -1,4 +1,4 @@
-"""Measure the curves of a machine: projections, products of heads, attention, and what else layers and models do."""
+"""Measure the curves of a machine: projections, products of heads, attention, and all other work of models."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from headwise.runtime.attention.base import per_head
 from headwise.runtime.hf.interface import attention_forward
 
 PATIENCE = 0.03
-"""Seconds that a call is repeated for."""
+"""Seconds for which a call is repeated."""
 
 _WIDEST = 512
-"""The widest latent of the decoders of `_around`."""
+"""The widest latent of the decoders that `_around` measures."""
 
 _LEAST_FOR_A_BYTE = 1e-13
 _LEAST = 1e-7
-"""A difference of times that noise makes negative counts as so many seconds."""
+"""The seconds that a difference of times counts as where noise makes it negative."""
 
 _FROM_MEMORY = 56 << 20
-"""Bytes from which on a pass is taken to read from memory, and not from the processor's caches."""
+"""A pass that reads at least so many bytes is taken to read from memory, not from the processor's caches."""
 
 _MOST_IN_MODELS = 1.5
-"""The most by which projections are taken to be slower, or faster, in models than one after another."""
+"""The largest factor by which projections are taken to be slower or faster in models than on their own."""
 
 _LEAST_SHARE = 0.1
-"""The least share of a layer's time that is not its operators'."""
+"""The least part of a layer's time that is taken to be other work than its operators."""
 
 _Item = TypeVar("_Item")
 
@@ -69,11 +69,11 @@ def measure_curves(
     For example ``measure_curves(torch.float32, device("laptop")).many.at(100, 2**20)``.
 
     Args:
-        dtype: of weights, activations and cache.
-        device: any, for what is not measured.
-        grids: sizes.
-        place: that operators run on.
-        progress: told of each group of operators.
+        dtype: the dtype of weights, activations and cache.
+        device: a device that the limits are taken from, which curves do not have.
+        grids: the sizes to measure at.
+        place: the torch device that operators run on.
+        progress: the callback that reports each group of operators.
     """
     machine = _Machine(dtype, device, grids, place)
     steps = 7
@@ -118,7 +118,7 @@ def _grid(x: Sequence[int], y: Sequence[int], row: Callable[[int, Sequence[int]]
 
 
 def _few_tokens(machine: _Machine) -> dict[float, Grid]:
-    """Seconds of a projection of few tokens by its weights' values, over tokens and the bytes that take turns."""
+    """Seconds of a projection of few tokens by its number of weights, over tokens and the bytes that take turns."""
     grids = machine.grids
     calls, copies = [], []
     for weights in grids.few_weights:
@@ -138,7 +138,7 @@ def _few_tokens(machine: _Machine) -> dict[float, Grid]:
 
 
 def _for_each(machine: _Machine, calls: Sequence[Callable[[], object]], copies: Sequence[int]) -> list[float]:
-    """Seconds of one of the alike operators that each call runs ``copies`` of."""
+    """Seconds of one operator, where each call runs a number of equal ones (``copies``)."""
     times = machine.pace.medians(calls, least=3, patience=PATIENCE)
     return [seconds / count for seconds, count in zip(times, copies, strict=True)]
 
@@ -167,7 +167,7 @@ def _products(machine: _Machine, tokens: int, weights: Sequence[int]) -> list[fl
 
 
 def _prompts(machine: _Machine) -> Grid:
-    """Attention of prompts to themselves, over their tokens and FLOPs for each pair of these."""
+    """Seconds of the attention of prompts, over their tokens and the FLOPs for each pair of tokens."""
     grids = machine.grids
     of_a_head = 4 * grids.head_dim
 
@@ -200,10 +200,10 @@ class _Contexts:
     """A decoder, the format of its cache, and the contexts that it decodes after.
 
     Attributes:
-        decoder: of one kind of layers.
-        bits: of a cached value; 0 for those of the dtype.
-        token: bytes that all layers cache of a token.
-        tokens: of the contexts, but a short one, which comes before them.
+        decoder: the decoder, whose layers are of one kind.
+        bits: the bits of a cached value; 0 for the dtype.
+        token: the bytes that all layers cache of one token.
+        tokens: the number of tokens of each context, without a short one that comes before them.
     """
 
     decoder: Decoder
@@ -213,7 +213,7 @@ class _Contexts:
 
 
 def _cores(machine: _Machine) -> tuple[dict[float, Grid], dict[float, float]]:
-    """Attention of one token to heads by bits, and what a layer whose cache is in codes does besides."""
+    """Seconds of attention of one token to heads, by the cache's bits, and of a quantising layer's other work."""
     grids = machine.grids
     one = replace(_cached(machine, grids.head_dim * grids.heads), num_heads=grids.heads)
     columns: dict[float, list[list[float]]] = {bits: [] for bits in BITS}
@@ -239,8 +239,8 @@ def _cores(machine: _Machine) -> tuple[dict[float, Grid], dict[float, float]]:
 
 
 def _latent_cores(machine: _Machine) -> tuple[Grid, dict[float, Grid], dict[float, float]]:
-    """Absorbed attention of one token to latents: for each byte of those of the dtype; in seconds of a run of those
-    in codes, by bits; and what a layer of the latter does besides."""
+    """Absorbed attention of one token to latents: seconds for each byte in the dtype, seconds of a run in codes by
+    their bits, and seconds of a coding layer's other work by bits."""
     grids = machine.grids
     one = replace(_cached(machine, grids.latent_hidden), latent=grids.latent)
     of_codes: dict[float, list[list[float]]] = {float(bits): [] for bits in grids.code_bits}
@@ -281,32 +281,32 @@ def _latent_cores(machine: _Machine) -> tuple[Grid, dict[float, Grid], dict[floa
 
 
 def _cached(machine: _Machine, hidden: int) -> Decoder:
-    """A decoder whose cache is read: its networks read enough between one layer's and the next's."""
+    """A decoder whose networks read enough weights between one layer's cache and the next's."""
     inner = max(_between(machine, hidden), 64)
     return Decoder(hidden_size=hidden, num_layers=2, head_dim=machine.grids.head_dim, intermediate_size=inner)
 
 
 def _between(machine: _Machine, hidden: int) -> int:
-    """The inner width of a network whose weights are all that a layer has to read between caches."""
+    """The inner width of the feed-forward network whose weights a layer reads between two caches."""
     return machine.grids.between // (3 * hidden * machine.dtype.itemsize) // 64 * 64
 
 
 def _token(decoder: Decoder) -> int:
-    """Values that a decoder caches of a token."""
+    """The number of values that a decoder caches for one token."""
     return sum(map(cache_values, decoder.spec().layers))
 
 
 def _by_bytes(machine: _Machine, decoder: Decoder, bits: float, reads: Sequence[int]) -> _Contexts:
-    """Contexts of so many bytes in all layers."""
+    """Contexts whose caches have given numbers of bytes in all layers."""
     token = _token(decoder) * (bits / 8 or machine.dtype.itemsize)
     tokens = tuple(max(int(read / token), 2 * machine.grids.short) for read in reads)
     return _Contexts(decoder=decoder, bits=bits, token=token, tokens=tokens)
 
 
 def _after_contexts(machine: _Machine, kinds: Sequence[_Contexts]) -> list[tuple[float, list[float]]]:
-    """Of each, a layer's seconds of a decode step after a short context, and how many more after the others.
+    """A layer's seconds in a decode step after each kind's short context, and how many more after its other contexts.
 
-    They are measured in turns, because their differences count.
+    All are measured in turns, because their differences count.
     """
     groups = _together(machine, kinds, lambda kind: replace(kind.decoder, code_bits=None))
     seconds = iter([time for group in groups for time in _steps_after(machine, group)])
@@ -331,7 +331,7 @@ def _steps_after(machine: _Machine, kinds: Sequence[_Contexts]) -> list[float]:
 
 
 def _together(machine: _Machine, items: Sequence[_Item], decoder_of: Callable[[_Item], Decoder]) -> list[list[_Item]]:
-    """What is measured in turns: all on a processor, whose pace changes; on a GPU what one decoder does, to spare its
+    """Groups of items to measure in turns: all on a processor, whose pace changes; one decoder's on a GPU, to save
     memory."""
     if machine.grids.few_reads:
         return [list(items)]
@@ -351,7 +351,7 @@ def _for_a_byte(machine: _Machine, kind: _Contexts, more: Sequence[float]) -> li
 
 
 def _intensity(machine: _Machine, kind: _Contexts) -> float:
-    """FLOPs for each byte of a cache."""
+    """FLOPs of attention for each byte of a cache."""
     step = Pass(total=1000, dtype=machine.name, cache_bits=kind.bits or None, impl="absorbed")
     work = operators(kind.decoder.spec(), step)
     core = next(each for each in work if each.kind in ("core", "latent core"))
@@ -361,19 +361,19 @@ def _intensity(machine: _Machine, kind: _Contexts) -> float:
 def _of_columns(
     caches: Sequence[int], intensities: Sequence[float], columns: Sequence[Sequence[float]], grids: Grids
 ) -> Grid:
-    """Seconds for each byte, over the bytes that a pass of two layers reads, or on a GPU a run, and intensities."""
+    """Seconds for each byte, over intensities and the bytes that a pass of two layers reads (on a GPU, a run)."""
     x = tuple(caches) if grids.few_reads else tuple(read / 2 for read in caches)
     return Grid(x=x, y=tuple(intensities), seconds=tuple(zip(*columns, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
-    """A pass of a decoder, and the seconds that its operators take by the curves: those of its layers, and its head.
+    """A pass of a decoder, and the seconds of its operators by the curves.
 
     Attributes:
-        call: makes the pass.
-        layers: seconds.
-        head: seconds.
+        call: runs the pass.
+        layers: the seconds of the layers' operators.
+        head: the seconds of the head.
     """
 
     call: Callable[[], object]
@@ -382,7 +382,7 @@ class _Pass:
 
 
 def _around(machine: _Machine, parts: Curves) -> Curves:
-    """What layers and models do besides: the times of whole decoders less those of their operators."""
+    """The curves with all other work of models: the times of whole decoders less those of their operators."""
     grids = machine.grids
     plain = [
         Decoder(
@@ -416,11 +416,11 @@ def _around(machine: _Machine, parts: Curves) -> Curves:
 
 
 def _in_models(machine: _Machine, whole: Curves) -> Curves:
-    """The curves with projections as slow, or as fast, as in whole models: those from memory, and those of prompts.
+    """The curves with projections as slow or fast as in whole models: those that read memory, and those of prompts.
 
-    They are multiplied by the median, over several decoders, of what is left of a pass's time for them, divided by
-    what was predicted. With other work between them, during which nothing is fetched, those of few tokens mostly take
-    longer; those of many take less.
+    Both are multiplied by a median over several decoders: the time that a pass leaves for its projections, over the
+    predicted one. Projections of few tokens mostly take longer in a model, with other work between them during which
+    nothing is fetched; those of many tokens take less.
     """
     grids = machine.grids
     passes: list[tuple[ModelSpec, Pass]] = []
@@ -466,7 +466,8 @@ def _bounded(ratios: Sequence[float]) -> float:
 def _rest(
     machine: _Machine, decoders: Sequence[Decoder], parts: Curves
 ) -> tuple[dict[tuple[Decoder, int], float], dict[tuple[Decoder, int], float]]:
-    """Of each decoder and size of a state: what is left of a layer's time, and of the model's around them."""
+    """Seconds that operators leave of a layer's time and of the model's around the layers, by decoder and state
+    size."""
     rest: dict[tuple[Decoder, int], float] = {}
     around: dict[tuple[Decoder, int], float] = {}
     for together in _together(machine, decoders, lambda decoder: decoder):
@@ -478,7 +479,7 @@ def _rest(
 def _rest_of(
     machine: _Machine, decoders: Sequence[Decoder], parts: Curves
 ) -> tuple[dict[tuple[Decoder, int], float], dict[tuple[Decoder, int], float]]:
-    """`_rest` of decoders that are measured in turns."""
+    """`_rest` for decoders that are measured in turns."""
     rest, around = {}, {}
     few_layers, many_layers = machine.grids.layers
     passes = {
@@ -494,7 +495,7 @@ def _rest_of(
             seconds = took[decoder, few_layers, values]
             layer = max(took[decoder, many_layers, values] - seconds, _LEAST) / (many_layers - few_layers)
             known = (passes[decoder, many_layers][values].layers - few.layers) / (many_layers - few_layers)
-            # Operators that were measured alone may seem to take more than the layer that they are in.
+            # Operators that were measured alone may take more than the layer that they are in.
             rest[decoder, values] = max(layer - known, _LEAST_SHARE * layer)
             around[decoder, values] = seconds - few_layers * layer - few.head
     return rest, around
@@ -528,7 +529,7 @@ def _passes(machine: _Machine, decoder: Decoder, parts: Curves) -> dict[int, _Pa
 
 
 def _pass(call: Callable[[], object], spec: ModelSpec, forward: Pass, known: Device) -> _Pass:
-    """One pass, and what its operators take by the curves."""
+    """One pass, with the seconds of its operators by the curves."""
     work = [each for each in operators(spec, forward) if each.kind not in ("norm", "embedding")]
     times = {each.name: each.seconds for each in predicted(work, known, forward)}
     head = times.pop("head")

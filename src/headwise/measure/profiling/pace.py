@@ -1,13 +1,13 @@
-"""The pace of a machine that others share: two calls whose time is known, measured again beside every measurement.
+"""The pace of a machine that other programs share: two calls of known time, timed again beside every measurement.
 
 The same call takes a tenth or a third longer at one minute than at another where other programs use the memory or the
-processor. What is measured is therefore divided by how many times as long as before two calls take at that moment:
-the geometric mean of one that reads memory and one of large products. The mean follows models of every size better
-than either does alone. One that reads what the processor's caches hold does not help: its time depends on what ran
-just before.
+processor. Two calls, the yardsticks, are therefore timed beside each measurement: one reads memory, the other
+computes large products. The measurement is divided by the pace, the geometric mean of the yardsticks' times over
+those of a reference. The mean follows models of every size better than either yardstick alone. A third one that reads
+the processor's caches does not help: its time depends on the calls just before.
 
-On a GPU a call is recorded as a CUDA graph and replayed, as engines that serve models do it: otherwise the GPU would
-wait for Python, and all mechanisms would take equally long.
+On a GPU a call is recorded as a CUDA graph and replayed, as serving engines do it: otherwise the GPU would wait for
+Python, and all mechanisms would take equally long.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ HERE = torch.device("cpu")
 """The device that is measured where none is named."""
 
 READING = 96 << 20
-"""Bytes of the projections of one token that take turns, more than the processor's caches hold."""
+"""Bytes of the projections of the reading yardstick, which take turns: more than the processor's caches hold."""
 
 _WEIGHTS = 1 << 22
-"""Weights of each: enough for several threads."""
+"""The number of weights of each such projection: enough for several threads."""
 
 PRODUCTS = (128, 1 << 21)
-"""Tokens, and weights of a projection: bounded by the processor."""
+"""Tokens and weights of the projection of the other yardstick, whose time is that of arithmetic."""
 
 _ENOUGH = 1e-3
 """Seconds that a replay should take, so that starting it does not matter."""
@@ -45,16 +45,16 @@ _FEW, _MOST = 4, 400
 """Calls that are recorded together at least and at most."""
 
 _LONG = 0.02
-"""Seconds of a call in which nothing of what the processor's caches hold is left at the end."""
+"""Seconds of a call so long that what it read first is no longer in the processor's caches at its end."""
 
 _ROUNDS = 3
-"""Turns of the calls that are measured together, with the yardsticks between."""
+"""The number of rounds of calls that are measured together, with the yardsticks between them."""
 
 _OFTEN = 0.5
 """Seconds between yardsticks."""
 
 _YARDSTICKS = 3
-"""How often each yardstick is timed between two rounds."""
+"""The number of times that each yardstick is timed between two rounds."""
 
 
 class Pace:
@@ -63,12 +63,12 @@ class Pace:
     For example ``Pace(torch.float32).medians([lambda: a @ b])``.
 
     Args:
-        dtype: of the yardsticks.
-        reference: their seconds at the pace that times are given at; those of now when None.
-        device: that calls run on; see `repeated`.
+        dtype: the dtype of the yardsticks.
+        reference: the yardsticks' seconds at the pace that all times are converted to; those of now when None.
+        device: the device that calls run on, see `repeated`.
 
     Attributes:
-        reference: see above.
+        reference: the yardsticks' seconds at the pace that all times are converted to.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class Pace:
             patience: seconds that each is timed for, in all rounds together.
 
         Returns:
-            Of each call, the median seconds in one round, and how many times as long as the reference the yardsticks
-            took before and after: of the round whose quotient of both is the median.
+            For each call, the median seconds in one round, and the time of the yardsticks around that round over
+            their reference. The round is the one whose quotient of both is the median.
         """
         found: list[list[tuple[float, int]]] = [[] for _ in calls]
         with torch.inference_mode(), chosen(self.device):
@@ -131,7 +131,7 @@ class Pace:
         return medians
 
     def _now(self) -> float:
-        """How many times as long as the reference the yardsticks take, in the geometric mean."""
+        """The time of the yardsticks now over that of the reference, in the geometric mean."""
         ratios = []
         for (call, count), before in zip(self._calls, self.reference, strict=True):
             ratios.append(_timed(call, count, _YARDSTICKS, 0.0) / before)
@@ -150,12 +150,12 @@ def _timed(run: Callable[[], object], count: int, least: int, patience: float) -
 
 
 def chosen(device: torch.device) -> AbstractContextManager[object]:
-    """A block in which a GPU is the one that torch waits for and records on; for a processor, any block."""
+    """A context in which torch waits for and records on a GPU; for a processor, one that does nothing."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def repeated(call: Callable[[], object], device: torch.device) -> tuple[Callable[[], object], int]:
-    """A call that makes another so often that the clock can measure it, and how often.
+    """A call that repeats another often enough for the clock, and the number of repetitions.
 
     On a GPU it replays a CUDA graph.
 
@@ -169,24 +169,24 @@ def repeated(call: Callable[[], object], device: torch.device) -> tuple[Callable
     few = recorded(call, _FEW)
     few()
     count = max(_FEW, min(round(_FEW * _ENOUGH / seconds(few)), _MOST))
-    del few  # its memory is needed for the next
+    del few  # its memory is needed for the next graph
     return recorded(call, count), count
 
 
 def _seconds(call: Callable[[], object], count: int) -> float:
-    """Seconds of one of the calls that a call makes."""
+    """Seconds of one call, where a function makes ``count`` of them."""
     return seconds(call) / count
 
 
 def projections(
     dtype: torch.dtype, tokens: int, weights: int, copies: int, device: torch.device = HERE
 ) -> Callable[[], object]:
-    """A call of ``copies`` projections one after another, each of as many values of weights."""
+    """A call of ``copies`` projections one after another, each of ``weights`` weights."""
     return through(alike(dtype, weights, copies, device), tokens)
 
 
 def alike(dtype: torch.dtype, weights: int, copies: int, device: torch.device = HERE) -> nn.ModuleList:
-    """``copies`` projections of as many values of weights."""
+    """``copies`` equal projections of ``weights`` weights each."""
     width = 1 << ((weights.bit_length() - 1) // 2)
     one = nn.Linear(width, weights // width, bias=False, device=device, dtype=dtype)
     layers = nn.ModuleList([one, *(deepcopy(one) for _ in range(copies - 1))])  # drawing each would take long
@@ -195,7 +195,7 @@ def alike(dtype: torch.dtype, weights: int, copies: int, device: torch.device = 
 
 
 def through(layers: Iterable[nn.Module], tokens: int) -> Callable[[], object]:
-    """A call that passes so many tokens through each of some projections that are alike."""
+    """A call that passes ``tokens`` tokens through each of several equal projections."""
     found = list(layers)
     weight = found[0].weight
     assert isinstance(weight, torch.Tensor)
@@ -204,7 +204,7 @@ def through(layers: Iterable[nn.Module], tokens: int) -> Callable[[], object]:
 
 
 def in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """One call of several."""
+    """One call that makes several others, one after another."""
 
     @torch.inference_mode()
     def all_of_them() -> None:

@@ -1,4 +1,4 @@
-"""`profile`: a machine's limits and curves, as a device that predictions take."""
+"""`profile`: measure a machine's limits and curves, as a device that predictions can be made for."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from headwise.measure.timing.timing import spread_interleaved
 from headwise.models.checkpoints import dtype_name
 
 NAME, GPU_NAME = "this-machine", "this-gpu"
-"""The devices' names in their files."""
+"""The names of a profiled processor and GPU in their files."""
 
 GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Whose products are timed on a GPU."""
+"""The dtypes whose matrix products are timed on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A machine, measured.
+    """The profile of a machine.
 
     Attributes:
-        device: with its limits and curves.
-        seconds: that measuring took.
-        threads: torch's.
+        device: the machine as a device, with its limits and curves.
+        seconds: the seconds that measuring took.
+        threads: the number of torch's threads.
     """
 
     device: Device
@@ -50,8 +50,8 @@ def profile(device: torch.device = HERE, *, progress: Progress = silent) -> Prof
     For example ``write_profile(profile().device, Path("machine.toml"))``.
 
     Args:
-        device: to measure; a call on a GPU is timed as a replayed CUDA graph.
-        progress: told of each step.
+        device: the device to measure; a call on a GPU is timed as a replayed CUDA graph.
+        progress: the callback that reports each step.
     """
     start = time.perf_counter()
     limits = _gpu(device) if device.type == "cuda" else _processor(progress)
@@ -119,8 +119,8 @@ def write_profile(device: Device, file: Path) -> None:
     For example ``write_profile(profile().device, Path("machine.toml"))``.
 
     Args:
-        device: with curves.
-        file: to write; it is replaced whole.
+        device: a device with curves.
+        file: the file to write; an existing one is replaced.
 
     Raises:
         StorageError: it cannot be written.
@@ -140,7 +140,7 @@ def write_profile(device: Device, file: Path) -> None:
 
 
 def _toml(path: Sequence[str], table: Mapping[str, Any]) -> list[str]:
-    """A table and those in it, as lines of TOML."""
+    """A table and the tables in it, as lines of TOML."""
     plain = {name: value for name, value in table.items() if not isinstance(value, Mapping)}
     lines = [
         f"[{'.'.join(_quoted(part) for part in path)}]",

@@ -1,4 +1,4 @@
-"""Texts as windows of tokens: sources, mixtures to calibrate on, passages that two texts share."""
+"""Texts as windows of tokens: their sources, mixtures to calibrate on, passages that two texts share."""
 
 from headwise.measure.texts.calibration import (
     NO_TEXTS,

@@ -22,16 +22,17 @@ from headwise.measure.texts.windows import begun, cut_windows, token_ids, usual_
 from headwise.models.checkpoints import Checkpoint, load_tokenizer, max_length
 
 SPREAD = 128
-"""Characters of a long text for each calibration token; windows are spread over them, so that subjects differ."""
+"""The number of characters that are read of a long text for each calibration token; windows are spread over them, so
+that subjects differ."""
 
 _RESERVE = 8
-"""One in this many tokens of a text, at its end, is left for an evaluation, but at least a few windows."""
+"""An evaluation gets the last of every so many tokens of a text, but at least a few windows."""
 
 
 def calibration_windows(
     tokenizer: Any, sources: Sequence[str | Path], *, tokens: int, window: int, name: str = "calibrate"
 ) -> Tensor:
-    """Cut windows ``[N, window]`` of nothing but text from a mixture of texts: an equal share of each, in turn.
+    """Cut windows ``[N, window]`` from a mixture of texts: an equal share of each, in turn, without special tokens.
 
     For example ``calibration_windows(tokenizer, ["text.txt", "other.txt"], tokens=4096, window=512)``.
 
@@ -40,11 +41,11 @@ def calibration_windows(
     ``tokens``. Equal arguments give equal windows.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
         sources: the texts; see `read_source`.
         tokens: the number of tokens from all sources; a few more are used if a source would get no window.
         window: the most tokens in each window; fewer if that uses all tokens, or if a single text is shorter.
-        name: of the sources in errors.
+        name: the name of the sources in errors.
 
     Raises:
         ArgumentError: a source cannot be read, or has fewer tokens than a window.
@@ -81,13 +82,13 @@ def windows_beyond(
     For example ``windows_beyond(tokenizer, ["text.txt"], tokens=4096, window=512, width=512, windows=2)``.
 
     Args:
-        tokenizer: of transformers.
-        sources: as for `calibration_windows`.
-        tokens: as for `calibration_windows`.
-        window: as for `calibration_windows`.
+        tokenizer: a tokenizer of transformers.
+        sources: the texts, see `calibration_windows`.
+        tokens: the number of calibration tokens, see `calibration_windows`.
+        window: tokens in each calibration window, see `calibration_windows`.
         width: tokens in each of the new windows; texts with fewer tokens left are left out.
         windows: the most windows from each text; all when None.
-        name: of the sources in errors.
+        name: the name of the sources in errors.
 
     Returns:
         A name and the windows for each text that has tokens left.
@@ -110,8 +111,8 @@ def hold_out(windows: Tensor, every: int, *, sources: int = 1) -> tuple[Tensor, 
     For example ``studied, held_out = hold_out(windows, 8)``.
 
     Args:
-        windows: ``[N, window]``, of `calibration_windows`.
-        every: one window in this many; increased if some source would never have its turn.
+        windows: the windows of `calibration_windows`, ``[N, window]``.
+        every: the number of windows of which one is held out; increased if some source would never have its turn.
         sources: the number of texts that are mixed in the windows.
 
     Returns:
@@ -162,21 +163,21 @@ TOKENS = 16_384
 """The default number of calibration tokens."""
 
 NARROWEST, WIDEST = 512, 2048
-"""The least and the most tokens in a window, where the user says nothing."""
+"""The least and the most tokens in a window whose width the user leaves open."""
 
 ENOUGH = 32
-"""Windows from which on more text makes them wider. Of shorter windows, as many tokens treat more subjects; longer
-ones have what a model looks up far back, without which contexts of thousands of tokens lose more and more."""
+"""With so many windows, more text makes them longer and not more. Many short windows treat more subjects; long ones
+have what a model looks up far back, without which contexts of thousands of tokens lose more and more."""
 
 STEP = 128
-"""Windows have a multiple of so many tokens."""
+"""The number of tokens in a window is a multiple of this."""
 
 WINDOWS = 4
-"""The kind of windows that conversions make of a text, which a killed run goes on with: 4, they begin as the model's
-tokenizer begins a text, some repeat passages, and one is of tokens that begin a text."""
+"""The version of the way in which conversions make windows of a text, part of a run's identity. In version 4 they
+begin as the model's tokenizer begins a text, some repeat passages, and one is of tokens that begin a text."""
 
 HELD_EVERY = 8
-"""One window in so many is held out."""
+"""One in this many windows is held out."""
 
 
 @dataclass(frozen=True)
@@ -206,13 +207,14 @@ class CalibrationTexts:
         return self.window or min(max(self.tokens // ENOUGH // STEP * STEP, NARROWEST), WIDEST)
 
     def text_tokens(self, window: int, begin: int) -> int:
-        """How many of the tokens are text, of windows of ``window`` tokens of text behind ``begin`` others."""
+        """The number of tokens of text, where windows have ``window`` tokens of text behind ``begin`` special
+        ones."""
         return self.tokens * window // (window + begin)
 
     def identity(self) -> dict[str, Any]:
-        """JSON-able values that tell these texts from others, whatever their files are called.
+        """JSON-able values that identify these texts, whatever their files are called.
 
-        They have the names of the options that they stand for in a run's identity (`Options.identity`).
+        The keys are the names of the options that the values stand for in a run's identity (`Options.identity`).
         """
         return {
             "calibrate": [text_identity(source) for source in self.sources],
@@ -231,9 +233,9 @@ class TextWindows(NamedTuple):
     For example ``TextWindows(torch.arange(8).view(2, 4), held_out=1)``.
 
     Attributes:
-        ids: ``[N, W]``, token ids.
-        held_out: the number of held-out windows at the end.
-        begin: how many of the first tokens of each window are those that a decoder's tokenizer puts before any text.
+        ids: token ids of the windows, ``[N, W]``.
+        held_out: the number of windows at the end that are held out.
+        begin: the number of first tokens of each window that a decoder's tokenizer puts before any text.
     """
 
     ids: Tensor
@@ -260,10 +262,10 @@ def open_windows(checkpoint: Checkpoint, texts: CalibrationTexts) -> TextWindows
     if texts.window is not None and positions is not None and texts.window > positions:
         raise ArgumentError("calibration_window", texts.window, f"must be at most {positions}, the model's positions")
     tokenizer = load_tokenizer(checkpoint.path)
-    # Models always read text with these tokens around it, and attend to them more than to most words.
+    # Models always read text with these tokens around it, and attend to them more than to most others.
     (before, after), most = wrapping_ids(tokenizer), texts.widest
     if checkpoint.spec.is_causal:
-        after = []  # a text goes on behind a window
+        after = []  # the text goes on behind a window, so that nothing ends it
     else:
         most = min(most, max_length(checkpoint.path) or most)
     window = usual_window(positions, most, around=len(before) + len(after))

@@ -18,14 +18,14 @@ from headwise.measure.texts.windows import token_ids
 RUN = 20
 """Tokens in a row that make a passage: some twelve words, more than two texts have in common by chance."""
 SHARED = "that the calibration text has too"
-"""Words by which a note about shared passages is recognised."""
+"""The words by which a note about shared passages is recognised."""
 TOLERATED = 0.01
 """The fraction of an evaluation text's tokens that may lie in shared passages without a note."""
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
-def shared_tokens(exam: Sequence[Tensor], study: Sequence[Tensor], *, run: int = RUN) -> list[Tensor]:
+def shared_tokens(evaluation: Sequence[Tensor], calibration: Sequence[Tensor], *, run: int = RUN) -> list[Tensor]:
     """Mark the tokens of an evaluation text that lie in a run of tokens which the calibration text has too.
 
     For example ``shared_tokens([torch.tensor([5, 1, 2])], [torch.tensor([1, 2])], run=2)[0].tolist()`` is
@@ -34,19 +34,22 @@ def shared_tokens(exam: Sequence[Tensor], study: Sequence[Tensor], *, run: int =
     Runs are looked up by a hash and then compared token by token, so the result is exact.
 
     Args:
-        exam: the evaluation's windows of token ids, each ``[W]`` or ``[N, W]``.
-        study: the calibration's windows of token ids, each ``[W]`` or ``[N, W]``.
+        evaluation: the evaluation's windows of token ids, each ``[W]`` or ``[N, W]``.
+        calibration: the calibration's windows of token ids, each ``[W]`` or ``[N, W]``.
         run: the number of consecutive tokens that count as a passage.
 
     Returns:
-        A mask for each tensor of ``exam``, True where a token lies in a shared run.
+        A mask for each tensor of ``evaluation``, True where a token lies in a shared run.
     """
-    examined, studied = [_rows(windows) for windows in exam], [_rows(windows) for windows in study]
-    exam_hashes, study_hashes = [_hashes(rows, run) for rows in examined], [_hashes(rows, run) for rows in studied]
-    candidates = zip(studied, _among(study_hashes, exam_hashes), strict=True)
+    evaluation_rows = [_rows(windows) for windows in evaluation]
+    calibration_rows = [_rows(windows) for windows in calibration]
+    evaluation_hashes = [_hashes(rows, run) for rows in evaluation_rows]
+    calibration_hashes = [_hashes(rows, run) for rows in calibration_rows]
+    candidates = zip(calibration_rows, _among(calibration_hashes, evaluation_hashes), strict=True)
     runs = {passage.tobytes() for rows, starts in candidates for passage in _runs(rows, run)[starts]}
     shared = []
-    for windows, rows, starts in zip(exam, examined, _among(exam_hashes, study_hashes), strict=True):
+    matches = _among(evaluation_hashes, calibration_hashes)
+    for windows, rows, starts in zip(evaluation, evaluation_rows, matches, strict=True):
         starts[starts] = [passage.tobytes() in runs for passage in _runs(rows, run)[starts]]
         covered = np.zeros(rows.shape, bool)
         for offset in range(run if starts.size else 0):
@@ -55,43 +58,43 @@ def shared_tokens(exam: Sequence[Tensor], study: Sequence[Tensor], *, run: int =
     return shared
 
 
-def shared_fraction(exam: Sequence[Tensor], study: Sequence[Tensor], *, run: int = RUN) -> float:
+def shared_fraction(evaluation: Sequence[Tensor], calibration: Sequence[Tensor], *, run: int = RUN) -> float:
     """The fraction of an evaluation text's tokens that `shared_tokens` marks; 0 for an empty text.
 
     For example ``shared_fraction([torch.arange(100)], [torch.arange(50, 200)])`` is 0.5.
     """
-    marks = shared_tokens(exam, study, run=run)
+    marks = shared_tokens(evaluation, calibration, run=run)
     total = sum(mark.numel() for mark in marks)
     return sum(int(mark.sum()) for mark in marks) / total if total else 0.0
 
 
-def overlap_note(exam: Sequence[Tensor], study: Sequence[Tensor]) -> str | None:
+def overlap_note(evaluation: Sequence[Tensor], calibration: Sequence[Tensor]) -> str | None:
     """A note for the user if more than `TOLERATED` of an evaluation text is in the calibration text; else None.
 
-    For example ``overlap_note([exam_windows], [study_windows])``.
+    For example ``overlap_note([evaluation_windows], [calibration_windows])``.
     """
-    fraction = shared_fraction(exam, study)
+    fraction = shared_fraction(evaluation, calibration)
     if fraction <= TOLERATED:
         return None
-    tokens = sum(windows.numel() for windows in exam)
+    tokens = sum(windows.numel() for windows in evaluation)
     return (
         f"{fraction:.1%} of the {tokens:,} tokens evaluated on lie in passages of {RUN} or more tokens {SHARED}:"
         " expect a worse result on other text"
     )
 
 
-def passages_apart(tokenizer: Any, passages: Sequence[str], study: str) -> list[str]:
-    """The passages that have no `RUN` of tokens in common with a text.
+def passages_apart(tokenizer: Any, passages: Sequence[str], text: str) -> list[str]:
+    """The passages that have no `RUN` tokens in a row in common with a text.
 
     For example ``passages_apart(tokenizer, reference_topics(slice(10, 20)), language_reference(slice(10)))``.
 
     Args:
-        tokenizer: transformers'.
-        passages: to choose from.
-        study: the text.
+        tokenizer: a tokenizer of transformers.
+        passages: the passages to choose from.
+        text: the text that passages must differ from.
     """
     ids = [torch.tensor(token_ids(tokenizer, passage), dtype=torch.long) for passage in passages]
-    marks = shared_tokens(ids, [torch.tensor(token_ids(tokenizer, study), dtype=torch.long)])
+    marks = shared_tokens(ids, [torch.tensor(token_ids(tokenizer, text), dtype=torch.long)])
     return [passage for passage, mark in zip(passages, marks, strict=True) if not mark.any()]
 
 

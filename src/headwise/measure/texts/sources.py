@@ -25,9 +25,9 @@ def read_text(path: str | Path, *, characters: int | None = None, name: str = "t
     For example ``read_text("text.txt", characters=10_000)``.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         characters: the most characters to read, from the beginning; all when None.
-        name: of the text in errors.
+        name: the name of the text in errors.
 
     Raises:
         ArgumentError: there is no such file, or the part that is read is not UTF-8.
@@ -56,7 +56,7 @@ def reference_topics(topics: slice = slice(None)) -> list[str]:
     For example ``reference_topics(slice(10))`` is a list of the first ten.
 
     Args:
-        topics: the selected ones, in order of their names.
+        topics: the slice of all topics, in the order of their names.
 
     Raises:
         ArgumentError: this Python was installed without it.
@@ -75,7 +75,7 @@ def read_jsonl(path: str | Path, *, name: str, limit: int | None = None) -> list
 
     Args:
         path: a UTF-8 file.
-        name: of the file in errors.
+        name: the name of the file in errors.
         limit: the most objects to read, from the beginning; all when None.
 
     Raises:
@@ -101,15 +101,15 @@ def read_jsonl(path: str | Path, *, name: str, limit: int | None = None) -> list
 
 
 def write_reference_texts(folder: Path, tokenizer: Any) -> tuple[Path, Path]:
-    """Write ``study.txt`` and ``exam.txt``, which share no passage.
+    """Write ``study.txt`` to calibrate on and ``exam.txt`` to evaluate on, which share no passage.
 
     Every second topic is for calibration. Topics quote each other, so of the others only those that share no passage
     with the calibration text are for evaluation. For example
     ``write_reference_texts(Path("."), load_tokenizer(Path("./model")))``.
 
     Args:
-        folder: for the two files.
-        tokenizer: that says what a passage is.
+        folder: the folder that the two files are written into.
+        tokenizer: the transformers tokenizer whose tokens passages are counted in.
 
     Returns:
         The paths of the two files.
@@ -150,7 +150,7 @@ def read_source(source: str | Path, *, characters: int | None = None, name: str 
             ``train`` and the column is ``text`` unless named (``hf-dataset://owner/name::test`` has a split and no
             config). All but the first are read by the ``datasets`` library, and may end with ``#column``.
         characters: the number that is enough; sources that are read row by row are read no further.
-        name: of the source in errors.
+        name: the name of the source in errors.
 
     Raises:
         ArgumentError: the source cannot be read, or has no such column.
@@ -186,7 +186,7 @@ def refuse_texts_within(output: Path, sources: Iterable[str | Path], *, name: st
 
     Args:
         output: the folder that may be replaced.
-        sources: see `read_source`.
+        sources: the texts, see `read_source`.
         name: the option that the user named the texts by.
 
     Raises:
@@ -256,8 +256,8 @@ def refuse_twice(sources: Sequence[str | Path], *, name: str) -> None:
     For example ``refuse_twice(["text.txt", "./text.txt"], name="calibrate")`` raises an ArgumentError.
 
     Args:
-        sources: see `read_source`.
-        name: of the sources in errors.
+        sources: the texts, see `read_source`.
+        name: the name of the sources in errors.
 
     Raises:
         ArgumentError: two sources are the same text, or one cannot be read.
@@ -278,8 +278,8 @@ def text_identity(source: str | Path, *, name: str = "calibrate") -> str:
     A dataset of the hub is identified by its name alone.
 
     Args:
-        source: see `read_source`.
-        name: of the source in errors.
+        source: the text, see `read_source`.
+        name: the name of the source in errors.
 
     Raises:
         ArgumentError: the source cannot be read.

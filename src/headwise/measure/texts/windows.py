@@ -22,11 +22,11 @@ def token_windows(
     example ``token_windows(tokenizer, read_text("text.txt"), window=512)``.
 
     Args:
-        tokenizer: of transformers.
-        text: to tokenise; a last part shorter than a window is left out.
-        window: tokens in each window, those that begin it included.
+        tokenizer: a tokenizer of transformers.
+        text: the text to tokenise; a last part shorter than a window is left out.
+        window: the number of tokens in each window, special tokens included.
         windows: the most windows; all when None.
-        name: of the text in errors.
+        name: the name of the text in errors.
 
     Raises:
         ArgumentError: window or windows is not positive, or the text is shorter than one window.
@@ -47,8 +47,8 @@ def token_ids(tokenizer: Any, text: str, *, at_most: int | None = None) -> list[
     For example ``token_ids(tokenizer, "Once upon a time")``.
 
     Args:
-        tokenizer: of transformers.
-        text: to tokenise.
+        tokenizer: a tokenizer of transformers.
+        text: the text to tokenise.
         at_most: the number of tokens that is enough, so that only the beginning of a long text is read; all when
             None.
     """
@@ -66,11 +66,11 @@ def cut_windows(
     For example ``cut_windows([1, 2, 3, 4, 5], window=2).tolist()`` is ``[[1, 2], [3, 4]]``.
 
     Args:
-        ids: of the text.
+        ids: the token ids of the text.
         window: tokens in each window.
         windows: the most windows; all when None.
-        name: of the text in errors.
-        shorter: what an error advises besides a longer text.
+        name: the name of the text in errors.
+        shorter: the advice that an error gives besides a longer text.
 
     Raises:
         ArgumentError: there are fewer ids than in one window.
@@ -91,8 +91,8 @@ def begun(windows: Tensor, begin: Sequence[int]) -> Tensor:
     For example ``begun(torch.tensor([[5, 6], [7, 8]]), [1]).tolist()`` is ``[[1, 5, 6], [1, 7, 8]]``.
 
     Args:
-        windows: of token ids.
-        begin: the tokens; see `first_ids`.
+        windows: token ids of the text in each window, ``[n, W]``.
+        begin: the tokens that begin a text, see `first_ids`.
     """
     return torch.cat((torch.tensor(begin, dtype=windows.dtype).expand(len(windows), -1), windows), 1)
 
@@ -103,8 +103,8 @@ def usual_window(positions: int | None, most: int, *, around: int = 0) -> int:
     For example ``usual_window(512, 2048)`` is 512.
 
     Args:
-        positions: of the model; None if it has no limit.
-        most: tokens in a window, those around the text included.
+        positions: the number of the model's positions; None if it has no limit.
+        most: the most tokens in a window, those around the text included.
         around: the number of tokens that the tokenizer puts around a text.
 
     Raises:

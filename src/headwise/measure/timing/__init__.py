@@ -1,4 +1,4 @@
-"""Times, memory, and the machine's limits."""
+"""Times of calls, memory of the process, and the machine's limits."""
 
 from headwise.measure.timing.machine import Health, available_bytes, cache_nbytes, doctor, peak_rss_bytes
 from headwise.measure.timing.timing import (

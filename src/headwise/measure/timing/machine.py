@@ -1,7 +1,6 @@
 """The machine: its memory, its measured limits, and which of headwise's kernels run on it (`doctor`).
 
-Memory is that of this process, of the machine, and of caches. Limits are the bytes that are read a second, and the
-FLOPs a second of a matrix product.
+The limits are the bytes that are read a second, and the FLOPs a second of a matrix product.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ ATTAINABLE = 0.7
 """The share of a square product's FLOPs a second that products of other shapes are expected to reach."""
 
 _READ_BYTES = 256 * 1024**2
-"""Bytes that are read to measure a rate: more than any cache holds."""
+"""Bytes that are read to measure a rate: more than a processor's caches hold."""
 _SIZE = {"cpu": 1024, "cuda": 8192}
 """Width of the square product, by device."""
 
@@ -122,15 +121,15 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """The result of `doctor`.
+    """The machine, its limits and its kernels, as `doctor` found them.
 
     Attributes:
-        machine: processor, cores, threads and GPU.
-        versions: of headwise, Python, `PACKAGES` and `PEERS`; None for one that is not installed.
-        kernels: the compiled kernels: ``built``, ``reason``, ``path``, ``has_pairs``.
-        read_bytes_per_second: measured.
-        matmul_flops_per_second: measured, by dtype.
-        advice: what would make headwise faster here, one line each; empty where there is nothing to say.
+        machine: the processor, its cores, torch's threads and the GPU.
+        versions: the versions of headwise, Python, `PACKAGES` and `PEERS`; None for a package that is not installed.
+        kernels: the state of the compiled kernels: ``built``, ``reason``, ``path``, ``has_pairs``.
+        read_bytes_per_second: the measured bytes that are read a second.
+        matmul_flops_per_second: the measured FLOPs a second of a square matrix product, by dtype.
+        advice: the changes that would make headwise faster here, one line each; empty where there are none.
     """
 
     machine: dict[str, Any]
@@ -151,7 +150,7 @@ def doctor(*, progress: Progress = silent) -> Health:
     For example ``doctor().read_bytes_per_second``.
 
     Args:
-        progress: called at each step.
+        progress: the callback that reports each step.
     """
     progress("looking", 0, 2)
     build = built()

@@ -23,7 +23,7 @@ _ENOUGH = 1e-3
 """Seconds that a sample should take, so that the clock's resolution and the loop do not matter."""
 
 _LONG = 0.5
-"""Seconds from which a call is long: it needs no warming up, and three samples instead of five."""
+"""A call that takes so many seconds is long: it needs no warming up, and three samples instead of five."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ def time_interleaved(
     For example ``time_interleaved({"product": lambda: a @ b, "sum": lambda: a + b})["sum"]``.
 
     Args:
-        calls: what to time, by name.
-        repeats: timed rounds; each round makes every call once.
-        warmup: rounds before those.
+        calls: the functions to time, by name.
+        repeats: the number of timed rounds; each round makes every call once.
+        warmup: the number of rounds before those, which are not timed.
         stage: the name that ``progress`` is given.
-        progress: called at each round.
+        progress: the callback that reports each round.
     """
     for index in range(warmup):
         progress(stage, index, warmup + repeats)
@@ -77,10 +77,10 @@ def spread_interleaved(
     stops when it has ``least`` samples (three, if it is longer than half a second), and the others go on.
 
     Args:
-        calls: what to time, by name.
-        budget: seconds for all of them together.
-        least: samples of each, however long they take.
-        most: the most samples of each.
+        calls: the functions to time, by name.
+        budget: the seconds for all calls together.
+        least: the least number of samples of each call, however long they take.
+        most: the most samples of each call.
     """
     within = {name: _warmed(call) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -137,8 +137,8 @@ def recorded(call: Callable[[], object], times: int) -> Callable[[], object]:
     For example ``seconds(recorded(lambda: a @ b, 20)) / 20`` is the time of the product alone.
 
     Args:
-        call: starts work on the current GPU, and neither waits for it nor reads its results.
-        times: how many calls are recorded, one after another.
+        call: a function that starts work on the current GPU, and neither waits for it nor reads its results.
+        times: the number of calls that are recorded, one after another.
 
     Raises:
         RuntimeError: the call cannot be recorded.
@@ -187,12 +187,12 @@ def measure_layers(
     For example ``measure_layers([layer_spec("smollm2-135m")], context=512)[0].decode_ms``.
 
     Args:
-        specs: the layers.
+        specs: the specs of the layers.
         context: T, tokens in the cache after a decode step of one token, and in the prefill.
-        batch: B, sequences.
-        dtype: of weights, activations and cache.
-        repeats: timed rounds over all layers.
-        progress: called at each round.
+        batch: B, the number of sequences.
+        dtype: the dtype of weights, activations and cache.
+        repeats: the number of timed rounds over all layers.
+        progress: the callback that reports each round.
 
     Returns:
         The times of each layer, in the order of ``specs``.
@@ -245,8 +245,8 @@ def measure_comparison(
 
     Args:
         comparison: a result of `headwise.compare`.
-        dtype: of weights, activations and cache.
-        progress: called at each round.
+        dtype: the dtype of weights, activations and cache.
+        progress: the callback that reports each round.
 
     Returns:
         The comparison with ``decode_ms`` and ``prefill_ms`` in its rows.

@@ -111,7 +111,7 @@ def audit(
         only: names of claims, such as ``C5`` or ``section 2``; all when None.
         quick: calibrate and evaluate on little text, to be done within ten minutes.
         trained: the file that `headwise.study.audit.training` wrote of decoders trained from scratch.
-        progress: told of each claim.
+        progress: the callback that reports each claim.
 
     Raises:
         ArgumentError: there is no such claim, or no such file.

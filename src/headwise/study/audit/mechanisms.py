@@ -135,7 +135,7 @@ def bench_mechanisms(
         device: to run on.
         dtype: of weights and states.
         passes: timed passes of each mechanism, after `WARMUPS`.
-        progress: told of each round.
+        progress: the callback that reports each round.
 
     Raises:
         ArgumentError: a number is impossible, or torch has no such device or dtype.

@@ -140,7 +140,7 @@ def train(
         names: of mechanisms, MHA among them; all when None.
         device: to train on; the CPU when None.
         sizes: of the decoders.
-        progress: told of each decoder.
+        progress: the callback that reports each decoder.
 
     Raises:
         ArgumentError: a number is impossible, a name is not known, the text is too short, or the file is of another

@@ -68,7 +68,7 @@ def bench_generate(
         quick: shorter contexts, fewer rounds, no other engines.
         engines: whether to time llama.cpp and CTranslate2.
         repeats: timed tokens of each way; 25, or 7 with ``quick``, when None.
-        progress: told of each round.
+        progress: the callback that reports each round.
 
     Raises:
         ArgumentError: a context is not positive or near a model's last position, ``repeats`` is below 2, or two of

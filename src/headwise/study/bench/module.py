@@ -56,7 +56,7 @@ def bench_module(
         lengths: tokens of the prompt, and in the cache; 512 and 4096 when None.
         dtypes: of weights and states; `DTYPES` when None.
         quick: a smaller grid.
-        progress: told of each case.
+        progress: the callback that reports each case.
 
     Raises:
         ArgumentError: sizes do not fit together, or a dtype is not known.

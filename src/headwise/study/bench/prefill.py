@@ -56,7 +56,7 @@ def bench_prefill(
         dtypes: of queries, keys and values; `DTYPES` when None.
         device: ``cpu`` or ``cuda``.
         quick: a smaller grid, without ways that have to be compiled.
-        progress: told of each case.
+        progress: the callback that reports each case.
 
     Raises:
         ArgumentError: a size is not positive or does not fit in memory, a dtype is not known, there is no such
