@@ -1,1 +1,1 @@
-"""The guides' audit, benchmarks of attention, counters: only the command line imports it."""
+"""The audit of the guides' claims, benchmarks of attention, counters: only the command line imports this wing."""

@@ -27,7 +27,7 @@ APPLICATIONS: Mapping[Application, tuple[str, ...]] = MappingProxyType(
         "very-long-documents": ("latent-384", "MQA"),
     }
 )
-"""What the guide takes for each application; ``GQA-k`` has k key–value heads."""
+"""The mechanisms that the guide takes for each application; ``GQA-k`` has k key–value heads."""
 
 SIZES: Mapping[Application, tuple[int, int]] = MappingProxyType(
     {
@@ -48,24 +48,24 @@ _MATRIX: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
         "very long": (("latent-256",),) * 3,
     }
 )
-"""By length, for small, medium and large models."""
+"""The mechanisms by length, for small, medium and large models."""
 
 
 _MOST_HEADS = 2**20
-"""More than any model's, so that their divisors are found at once."""
+"""The most query heads: more than any model's, and few enough to find their divisors at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """Where the guide's words begin.
+    """The numbers that the guide's words stand for.
 
     Attributes:
-        short: tokens below which a context is short; the guide takes MHA there.
-        fast: tokens above which its flow asks for speed.
-        long: tokens above which a context is long; the guide takes MQA there.
-        very_long: tokens above which it takes MLA.
-        medium: parameters from which a model is medium; the guide has no number.
-        large: parameters from which it is large; the guide has no number.
+        short: the number of tokens below which a context is short; the guide takes MHA there.
+        fast: the number of tokens above which the guide's flow asks for speed.
+        long: the number of tokens above which a context is long; the guide takes MQA there.
+        very_long: the number of tokens above which the guide takes MLA.
+        medium: the number of parameters from which a model is medium; the guide has no number.
+        large: the number of parameters from which a model is large; the guide has no number.
     """
 
     short: int = 512
@@ -86,19 +86,19 @@ class Thresholds:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What the guide asks.
+    """The answers to the guide's questions.
 
     Attributes:
-        context: tokens.
-        heads: query heads; rules name more key–value heads than can divide some.
-        parameters: of the model; None leaves out the rule that asks for it.
+        context: the number of tokens in the context.
+        heads: the number of query heads, which key–value heads must divide.
+        parameters: the number of the model's parameters; None leaves out the rule that asks for it.
         accuracy_critical: whether no accuracy may be lost.
         extreme_speed: whether speed matters more than anything.
         memory_limited: whether memory is scarce.
         ample_parameters: whether parameters may be many all the same.
-        goal: of the rule for key–value heads.
-        application: None leaves out the rule that asks for it.
-        thresholds: where words begin.
+        goal: the goal in the rule for key–value heads.
+        application: the application; None leaves out the rule that asks for it.
+        thresholds: the numbers that the guide's words (short, long, large) stand for.
     """
 
     context: int
@@ -130,10 +130,10 @@ class Rule:
     """One rule's answer.
 
     Attributes:
-        name: of the rule.
+        name: the name of the rule.
         path: the questions that were asked and their answers, in order.
-        mechanisms: what it takes, the first before the others.
-        kv_heads: key–value heads of each; None for a latent.
+        mechanisms: the mechanisms that the rule chooses, the best first.
+        kv_heads: the number of key–value heads of each mechanism; None for a latent.
     """
 
     name: str
@@ -147,8 +147,8 @@ class Guidance:
     """The answers of all rules.
 
     Attributes:
-        needs: that were asked about.
-        rules: the flow first.
+        needs: the needs that the rules were asked about.
+        rules: the rules' answers, that of the flow first.
     """
 
     needs: Needs

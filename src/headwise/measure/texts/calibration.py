@@ -26,7 +26,7 @@ SPREAD = 128
 that subjects differ."""
 
 _RESERVE = 8
-"""An evaluation gets the last of every so many tokens of a text, but at least a few windows."""
+"""One in this many tokens of a text, all at its end, is left for an evaluation, which gets at least a few windows."""
 
 
 def calibration_windows(
@@ -166,8 +166,9 @@ NARROWEST, WIDEST = 512, 2048
 """The least and the most tokens in a window whose width the user leaves open."""
 
 ENOUGH = 32
-"""With so many windows, more text makes them longer and not more. Many short windows treat more subjects; long ones
-have what a model looks up far back, without which contexts of thousands of tokens lose more and more."""
+"""The number of windows beyond which more text makes them longer, not more numerous. Many short windows treat more
+subjects; long ones have what a model looks up far back, without which contexts of thousands of tokens lose more and
+more."""
 
 STEP = 128
 """The number of tokens in a window is a multiple of this."""

@@ -1,4 +1,4 @@
-"""The guides' claims, tested: formulas, counters, timings, conversions and trained models."""
+"""The audit of the guides' claims by formulas, counters, timings, conversions and trained models."""
 
 from headwise.study.audit.audit import Audit, audit
 from headwise.study.audit.claim import Check, Claim, Judged, Result, Verdict

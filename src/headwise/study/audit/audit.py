@@ -1,6 +1,6 @@
-"""`audit`: the guides' claims checked one by one, with how much work, and their page.
+"""`audit`: check the guides' claims one by one, with little or much work, and make a page of the verdicts.
 
-How much work an audit does, and what it trained, are settings that all its checks read.
+The amount of work and the file of trained decoders are settings that all checks of an audit read (`Effort`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Effort:
     """The work of one audit.
 
     Attributes:
-        calibration_tokens: of a text that conversions are calibrated on.
-        windows: of text that perplexity is measured on.
+        calibration_tokens: the number of tokens that conversions are calibrated on.
+        windows: the number of windows that perplexity is measured on.
         trained: the file with the losses of decoders that were trained from scratch; None where none were.
     """
 
@@ -39,7 +39,7 @@ class Effort:
 
 
 QUICK = Effort(calibration_tokens=2048, windows=4)
-"""For an answer within ten minutes on two cores."""
+"""The work of an audit that takes ten minutes on two cores."""
 
 _CURRENT: ContextVar[Effort] = ContextVar("effort", default=QUICK)
 
@@ -51,7 +51,7 @@ def effort() -> Effort:
 
 @contextmanager
 def working(value: Effort) -> Iterator[None]:
-    """A block whose checks do so much work."""
+    """A context in which checks do the work of ``value``."""
     token = _CURRENT.set(value)
     try:
         yield
@@ -68,9 +68,9 @@ class Audit:
     """Every claim with its verdict.
 
     Attributes:
-        claims: in the order of their names.
+        claims: the claims with their verdicts, in the order of their names.
         quick: whether conversions were calibrated and measured on little text.
-        seconds: it took.
+        seconds: the seconds that the audit took.
     """
 
     claims: tuple[Judged, ...]
@@ -100,7 +100,7 @@ def audit(
     trained: str | Path | None = None,
     progress: Progress = silent,
 ) -> Audit:
-    """Test the claims of the five guides that headwise began with, and judge them by what is found.
+    """Test the claims of the five guides that headwise began with, and give each its verdict.
 
     For example ``audit(["C5", "C14"]).claim("C14").verdict`` is ``"wrong"``.
 
@@ -108,8 +108,8 @@ def audit(
     where its package is not installed.
 
     Args:
-        only: names of claims, such as ``C5`` or ``section 2``; all when None.
-        quick: calibrate and evaluate on little text, to be done within ten minutes.
+        only: the names of claims to test, such as ``C5`` or ``section 2``; all when None.
+        quick: whether to calibrate and evaluate on little text, to be done within ten minutes.
         trained: the file that `headwise.study.audit.training` wrote of decoders trained from scratch.
         progress: the callback that reports each claim.
 
@@ -130,7 +130,7 @@ def audit(
 
 
 def chosen(only: Sequence[str] | None) -> tuple[Claim, ...]:
-    """The claims of these names, in their own order; all when None.
+    """The claims with the given names, in the order of all claims; all of them when None.
 
     Raises:
         ArgumentError: there is no such claim.
@@ -159,7 +159,7 @@ def page(audit: Audit, command: str) -> str:
 
     Args:
         audit: the audit.
-        command: that made it.
+        command: the command that made the audit.
     """
     rows = "".join(
         f'<tr><td><a href="#{_anchor(judged)}">{escape(judged.claim.id)}</a></td><td>{escape(judged.claim.says)}</td>'

@@ -1,7 +1,6 @@
-"""A claim of the guides, the checks that find out whether it is so, and its verdict.
+"""A claim of the guides, the checks that test it, and its verdict.
 
-A check has what is printed somewhere, and how it is found out whether that is so. The verdict follows from a claim's
-checks.
+A check has a printed value and a function that finds the value. The verdict follows from a claim's checks.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from headwise.errors import HeadwiseError
 Verdict = Literal["holds", "holds only if", "wrong", "cannot be tested here"]
 
 SHOWN = 4
-"""The most wrong statements that a verdict names; the evidence has them all."""
+"""The most wrong statements that a verdict names; the page lists them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What a guide says.
+    """A claim of a guide.
 
     Attributes:
-        id: such as ``C1``.
-        guide: where it is printed.
+        id: the claim's name, such as ``C1``.
+        guide: the guides that print the claim.
         says: the claim in a sentence.
-        how: how it is tested, in a few words.
-        checks: its statements.
+        how: the way in which it is tested, in a few words.
+        checks: the checks of its statements.
     """
 
     id: str
@@ -58,7 +57,7 @@ class Judged:
 
     @property
     def verdict(self) -> Verdict:
-        """It follows from the results alone; checks that could not be made do not count beside those that were."""
+        """The verdict by the results alone; checks that could not be made do not count beside those that were."""
         outcomes = [result.holds for result in self.results if result.holds is not None]
         if not outcomes:
             return "cannot be tested here"
@@ -68,7 +67,7 @@ class Judged:
 
     @property
     def sentence(self) -> str:
-        """The verdict, with the conditions under which the claim holds and what is so in its place."""
+        """The verdict, with the conditions under which the claim holds, or the values that were found instead."""
         right = [result.check.when or result.check.states for result in self.results if result.holds]
         failed = [result for result in self.results if result.holds is False]
         wrong = [one.name if one.shown == "no" else f"{one.name}: it is {one.shown}" for one in failed]
@@ -97,7 +96,7 @@ class Judged:
 
 
 Found = float | str | bool
-"""What a check finds."""
+"""The value that a check finds."""
 
 _ROUNDING = 1e-9
 
@@ -109,9 +108,9 @@ class Number:
     So a number passes whether it was rounded or cut off.
 
     Attributes:
-        value: in the unit that is found.
-        room: the largest difference.
-        text: as it is printed.
+        value: the number, in the unit of the found one.
+        tolerance: the largest difference that is allowed.
+        text: the text as it is printed.
     """
 
     value: float
@@ -129,9 +128,9 @@ class Range:
     """A printed range.
 
     Attributes:
-        low: the least number in it.
-        high: the greatest.
-        text: as it is printed.
+        low: the least number in the range.
+        high: the greatest number in the range.
+        text: the text as it is printed.
     """
 
     low: float
@@ -144,7 +143,7 @@ class Range:
 
 
 Printed = Number | Range | str | bool
-"""What is printed."""
+"""The value that a guide prints."""
 
 
 def exact(value: int) -> Number:
@@ -158,10 +157,10 @@ def about(digits: str, unit: float = 1, suffix: str = "", *, slack: float = 0) -
     For example ``about("2.1", 1e6, "M").room`` is 100,000.
 
     Args:
-        digits: as printed, without unit.
-        unit: what the digits are multiplied by.
-        suffix: printed behind them.
-        slack: a part of the value that is allowed besides, for times, which no two runs agree on.
+        digits: the digits as they are printed, without a unit.
+        unit: the factor that the digits are multiplied by.
+        suffix: the text that is printed behind the digits.
+        slack: a part of the value that is allowed besides, for times, which differ from run to run.
     """
     decimals = len(digits.partition(".")[2])
     value = float(digits) * unit
@@ -193,15 +192,15 @@ class UntestableError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One statement of a claim, and what finds it out.
+    """One statement of a claim, and the function that tests it.
 
     Attributes:
-        states: the quantity, or the statement where ``printed`` is True.
-        printed: what the claim says it is.
-        measure: finds what it is; called with ``inputs``.
-        inputs: what it depends on, such as sizes.
-        when: the condition under which this check looks at the statement.
-        unit: of what is found, for reading.
+        states: the quantity that is compared, or a whole statement where ``printed`` is True.
+        printed: the value that the claim prints.
+        measure: the function that finds the value; it is called with ``inputs``.
+        inputs: the arguments of ``measure``, such as sizes.
+        when: the condition under which the statement is checked.
+        unit: the unit of the found value, for reports.
     """
 
     states: str
@@ -212,7 +211,7 @@ class Check:
     unit: str = ""
 
     def run(self) -> Result:
-        """Find it out. An error that says what is missing makes it untestable; any other is raised."""
+        """Make the check. An error that says what is missing makes it untestable; any other error is raised."""
         start = time.perf_counter()
         found, reason = None, ""
         try:
@@ -222,7 +221,7 @@ class Check:
         return Result(check=self, found=found, reason=reason, seconds=time.perf_counter() - start)
 
     def allows(self, found: Found) -> bool:
-        """Whether what was found is what is printed."""
+        """Whether the found value agrees with the printed one."""
         if isinstance(self.printed, Number | Range):
             return self.printed.allows(found)
         return found == self.printed
@@ -230,13 +229,13 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
         check: the check.
-        found: what it found; None where it could not be made.
-        reason: why it could not be made.
-        seconds: that it took.
+        found: the value that was found; None where the check could not be made.
+        reason: the reason why the check could not be made; empty where it was.
+        seconds: the seconds that the check took.
     """
 
     check: Check
@@ -256,12 +255,12 @@ class Result:
 
     @property
     def printed(self) -> str:
-        """What is printed, as text."""
+        """The printed value, as text."""
         return _text(self.check.printed)
 
     @property
     def shown(self) -> str:
-        """What was found, as text with its unit."""
+        """The found value, as text with its unit."""
         if self.found is None:
             return "not tested"
         text = _text(self.found)

@@ -1,4 +1,4 @@
-"""SmolLM2's conversions that claims about quality are tested by: each is made and measured once in a process."""
+"""Conversions of SmolLM2, by which claims about quality are tested; each is made and measured once in a process."""
 
 from __future__ import annotations
 

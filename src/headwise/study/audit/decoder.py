@@ -28,10 +28,11 @@ class Sizes:
     """The sizes that all decoders share.
 
     Attributes:
-        hidden_size: E.
-        num_heads: query heads.
-        num_layers: of the decoder.
-        intermediate_size: of MHA's feed-forward networks; the others' are wider as their attention is smaller.
+        hidden_size: E, width of the residual stream.
+        num_heads: the number of query heads.
+        num_layers: the number of the decoder's layers.
+        intermediate_size: the inner width of the feed-forward networks beside MHA; those beside other mechanisms are
+            wider, as these have fewer parameters.
     """
 
     hidden_size: int = 256
@@ -41,7 +42,7 @@ class Sizes:
 
 
 def mechanisms(sizes: Sizes) -> dict[str, AttentionSpec]:
-    """The layers that are trained, by name, from the largest cache to the smallest.
+    """The specs of the layers that are trained, by name, from the largest cache to the smallest.
 
     For example ``list(mechanisms(Sizes()))[0]`` is ``"MHA"``. All rotate positions; MLA by its decoupled key.
     """
@@ -84,9 +85,9 @@ class Decoder(nn.Module):
     """Layers of one mechanism and of SwiGLU, with norms before each and tied embeddings; called as transformers' are.
 
     Args:
-        spec: of every layer's attention.
-        sizes: the decoder's.
-        width: of the feed-forward networks.
+        spec: the spec of every layer's attention.
+        sizes: the decoder's sizes.
+        width: the inner width of the feed-forward networks.
     """
 
     def __init__(self, spec: AttentionSpec, sizes: Sizes, width: int) -> None:
@@ -105,7 +106,7 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """The device that the weights are on."""
         return self.embedding.weight.device
 
     def forward(
@@ -120,11 +121,11 @@ class Decoder(nn.Module):
         """Logits ``[B, S, V]``, as the attribute ``logits``.
 
         Args:
-            input_ids: ``[B, S]``.
-            position_ids: ``[B, S]``.
-            attention_mask: all ones: sequences have no padding.
-            use_cache: must be false.
-            output_hidden_states: must be false.
+            input_ids: token ids, ``[B, S]``.
+            position_ids: the position of each token, ``[B, S]``.
+            attention_mask: all ones, because sequences have no padding.
+            use_cache: always false; the decoder has no cache.
+            output_hidden_states: always false; the decoder returns logits alone.
         """
         del attention_mask
         assert not use_cache

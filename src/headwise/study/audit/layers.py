@@ -1,4 +1,4 @@
-"""The layers that the guides speak of, as specs."""
+"""The layers that the guides describe, as specs."""
 
 from __future__ import annotations
 

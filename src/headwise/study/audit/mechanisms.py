@@ -30,11 +30,11 @@ from headwise.runtime.hf import as_device, as_dtype
 from headwise.study.audit.layers import grouped, latent_space
 
 LENGTHS = (128, 256, 512, 1024)
-"""Those of the guide's tables."""
+"""The lengths of the guide's tables, in tokens."""
 WARMUPS, PASSES = 30, 100
-"""The guide's."""
+"""The guide's numbers of passes before timing and of timed passes."""
 ALIGNED = "aligned"
-"""The way in which grouped layers are made of MHA's weights without a text."""
+"""The method that makes grouped layers of MHA's weights without a text."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Similarity:
     """One output beside another.
 
     Attributes:
-        relative_error: the norm of the difference over the norm of the other.
-        cosine: of the two, all numbers together.
+        relative_error: the norm of the difference over the norm of the reference.
+        cosine: the cosine between the two outputs, each as one vector.
     """
 
     relative_error: float
@@ -55,15 +55,16 @@ class MechanismRow:
     """One mechanism at one length.
 
     Attributes:
-        mechanism: such as ``GQA-4``, which has four key–value heads.
-        length: tokens of each sequence.
-        ms: the median of one causal forward pass.
-        speedup: MHA's time over it.
-        parameters: of the layer.
-        cache_bytes: of all sequences.
-        peak_bytes: the most that tensors made in one pass hold at once, weights left out.
-        independent: beside MHA, both as initialised on their own.
-        converted: beside MHA, made of its weights without a text; None where headwise has no such conversion.
+        mechanism: the mechanism's name, such as ``GQA-4``, which has four key–value heads.
+        length: the number of tokens of each sequence.
+        ms: the median milliseconds of one causal forward pass.
+        speedup: MHA's milliseconds over the mechanism's.
+        parameters: the number of the layer's parameters.
+        cache_bytes: the bytes of the cache of all sequences.
+        peak_bytes: the most bytes that tensors made in one pass hold at once, without weights.
+        independent: the similarity to MHA's output, both layers initialised on their own.
+        converted: the similarity to MHA's output, the layer converted from MHA's weights without a text; None where
+            headwise has no such conversion.
     """
 
     mechanism: str
@@ -82,15 +83,15 @@ class MechanismBench:
     """The benchmark's report.
 
     Attributes:
-        hidden_size: E.
-        num_heads: query heads.
-        batch: B.
-        device: it ran on.
-        dtype: of weights and states.
-        threads: of torch, on the CPU.
-        warmups: passes before those that were timed.
-        passes: that were timed; mechanisms took turns.
-        rows: by length, then by mechanism.
+        hidden_size: E, the width of the layers' input.
+        num_heads: the number of query heads.
+        batch: B, the number of sequences.
+        device: the device that the benchmark ran on.
+        dtype: the dtype of weights and hidden states.
+        threads: the number of torch's threads on the CPU.
+        warmups: the number of passes before those that were timed.
+        passes: the number of timed passes of each mechanism; mechanisms took turns.
+        rows: the measurements, by length and then by mechanism.
     """
 
     hidden_size: int
@@ -128,13 +129,13 @@ def bench_mechanisms(
     For example ``bench_mechanisms(lengths=[128], passes=10).row("MQA", 128).speedup``.
 
     Args:
-        hidden_size: E; a multiple of twice ``num_heads``.
-        num_heads: query heads; a multiple of 2.
-        lengths: tokens of each sequence.
-        batch: B.
-        device: to run on.
-        dtype: of weights and states.
-        passes: timed passes of each mechanism, after `WARMUPS`.
+        hidden_size: E, the width of the layers' input; a multiple of twice ``num_heads``.
+        num_heads: the number of query heads; a multiple of 2.
+        lengths: the numbers of tokens of each sequence.
+        batch: B, the number of sequences.
+        device: the device to run on.
+        dtype: the dtype of weights and hidden states.
+        passes: the number of timed passes of each mechanism, after `WARMUPS` others.
         progress: the callback that reports each round.
 
     Raises:

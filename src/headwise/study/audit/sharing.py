@@ -1,4 +1,4 @@
-"""A process of several that share a layer's heads, and count what they say to each other."""
+"""The process of one of several ranks that share a layer's heads and count their sums over ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from headwise.runtime.parallel import share_heads
 
 
 def share_and_count(rank: int, ranks: int, port: int, spec: AttentionSpec, queue: Any) -> None:
-    """Run a layer as one of several ranks; the first puts the number of sums before and after ``o_proj`` begins.
+    """Run a layer as one of several ranks; the first one puts the numbers of sums before and after ``o_proj`` begins.
 
     Args:
-        rank: of this process.
-        ranks: of all.
-        port: at which they meet.
-        spec: the layer.
-        queue: gets a pair of numbers.
+        rank: the rank of this process.
+        ranks: the number of ranks.
+        port: the port at which the ranks meet.
+        spec: the spec of the layer.
+        queue: the queue that the first rank puts the pair of numbers into.
     """
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

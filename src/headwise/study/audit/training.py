@@ -1,7 +1,7 @@
-"""Quality measured from scratch: decoders of one size and every mechanism, trained on the same text.
+"""Quality of decoders of one size that are trained from scratch on the same text, one of each mechanism.
 
-A mechanism's loss is compared with MHA's seed by seed: the same seed means the same windows in the same order. What a
-smaller attention saves in parameters its feed-forward networks get, so that all decoders have as many.
+A mechanism's loss is compared with MHA's seed by seed: the same seed means the same windows in the same order. Where
+attention has fewer parameters, feed-forward networks are wider, so that all decoders have as many.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from headwise.study.audit.claim import UntestableError
 from headwise.study.audit.decoder import Decoder, Sizes, mechanisms, width_for
 
 WINDOW, BATCH = 256, 16
-"""Bytes in a window, and windows in a step."""
+"""The number of bytes in a window, and of windows in a training step."""
 EXAM = 64
-"""Windows that the loss is measured on, from the end of the text."""
+"""The number of windows that the loss is measured on, from the end of the text."""
 RATE = 2e-3
 """AdamW's greatest learning rate."""
 
@@ -47,14 +47,14 @@ _T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """One mechanism's decoders.
+    """The decoders of one mechanism, one for each seed.
 
     Attributes:
-        mechanism: its name.
-        parameters: of one decoder.
-        cache_values: numbers that a layer caches for a token.
-        losses: nats a byte on text that was not trained on, by seed.
-        seconds: of training, all seeds together.
+        mechanism: the mechanism's name.
+        parameters: the number of parameters of one decoder.
+        cache_values: the number of values that a layer caches for a token.
+        losses: the losses in nats a byte on text that was not trained on, one for each seed.
+        seconds: the seconds of training, all seeds together.
     """
 
     mechanism: str
@@ -74,9 +74,9 @@ class FromScratch:
     """Decoders of all mechanisms.
 
     Attributes:
-        tokens: bytes that each was trained on.
-        text: where they are from.
-        rows: MHA among them.
+        tokens: the number of bytes that each decoder was trained on.
+        text: the name of the text.
+        rows: the decoders of each mechanism, those of MHA among them.
     """
 
     tokens: int
@@ -133,13 +133,13 @@ def train(
     For example ``train("trained.json", text="wikitext.txt", tokens=500_000).beside_mha("MQA")``.
 
     Args:
-        output: the file; rows that it has are not trained again.
-        text: to train on, its end to measure on; Python's language reference when None.
-        tokens: bytes that each decoder is trained on.
-        seeds: decoders of each mechanism, at least 2.
-        names: of mechanisms, MHA among them; all when None.
-        device: to train on; the CPU when None.
-        sizes: of the decoders.
+        output: the file of the losses; mechanisms that it has are not trained again.
+        text: the text to train on, whose end is measured on; Python's language reference when None.
+        tokens: the number of bytes that each decoder is trained on.
+        seeds: the number of decoders of each mechanism, at least 2.
+        names: the names of the mechanisms, MHA among them; all when None.
+        device: the device to train on; the CPU when None.
+        sizes: the sizes of the decoders; those of `Sizes` when None.
         progress: the callback that reports each decoder.
 
     Raises:
@@ -214,10 +214,10 @@ def train_one(decoder: Decoder, windows: torch.Tensor, *, tokens: int, seed: int
     """Train a decoder by cross-entropy, as healing does; its loss on the last windows, and the seconds.
 
     Args:
-        decoder: with its initial weights.
-        windows: ``[N, W]``, of which the last are measured on.
-        tokens: to train on.
-        seed: of the order of the windows.
+        decoder: the decoder with its initial weights.
+        windows: token ids, ``[N, W]``; the loss is measured on the last windows.
+        tokens: the number of tokens to train on.
+        seed: the seed of the order of the windows.
     """
     read = HealingWindows(
         train=plain_windows(windows[: -EXAM - HELD]),
@@ -250,10 +250,10 @@ def train_one(decoder: Decoder, windows: torch.Tensor, *, tokens: int, seed: int
 
 
 def trained() -> FromScratch:
-    """The decoders that the running audit was told of.
+    """The trained decoders whose file the running audit was given.
 
     Raises:
-        UntestableError: it was told of none.
+        UntestableError: the audit was given no file.
     """
     path = effort().trained
     if path is None:

@@ -37,7 +37,7 @@ def check_sizes(**sizes: Sequence[int]) -> None:
     """Refuse sizes that are not positive, or too large to be any.
 
     Args:
-        sizes: values by the name that an error has for them.
+        sizes: the values to check, by the name that an error gives them.
 
     Raises:
         ArgumentError: a value is outside the range.
@@ -52,10 +52,10 @@ def check_fits(shape: Shape, nbytes: int, device: str, **sizes: int) -> None:
     """Refuse a shape whose tensors do not fit in memory, before anything is measured.
 
     Args:
-        shape: named in the error.
-        nbytes: of the tensors.
-        device: that has to hold them.
-        sizes: other numbers for the error, by name.
+        shape: the shape, which the error names.
+        nbytes: the bytes of the tensors.
+        device: the device that has to hold the tensors.
+        sizes: other numbers that the error names.
 
     Raises:
         ArgumentError: they do not fit.
@@ -79,10 +79,10 @@ class Shape:
     For example ``Shape(32, 8, 128, 128)`` is ``Shape.parse("32/8/128")``.
 
     Attributes:
-        H: query heads.
-        K: key–value heads.
-        D: width of a query and a key.
-        V: width of a value.
+        H: the number of query heads.
+        K: the number of key–value heads.
+        D: the width of a query and of a key.
+        V: the width of a value.
         is_latent: whether values are the keys' first columns.
     """
 
@@ -133,7 +133,7 @@ QUICK = tuple(Shape.parse(text) for text in ("9/3/64", "32/8/128", "16/512+64"))
 
 
 GridPoint = tuple[torch.dtype, Shape, int, int]
-"""Dtype, shape, sequences and tokens in the cache of one case."""
+"""The dtype, the shape, the number of sequences and the number of tokens in the cache of one case."""
 
 
 @torch.inference_mode()
@@ -154,15 +154,15 @@ def bench_decode(
     For example ``bench_decode(lengths=[4096], quick=True).to_dict()``.
 
     Args:
-        shapes: heads and widths; like the next four, the grid's own when None or empty.
-        lengths: tokens in the cache.
-        cache_mib: in the place of lengths, as many tokens as make a cache of so many MiB.
-        batches: sequences.
-        dtypes: of queries and cache.
-        tokens: S, new tokens.
-        device: ``cpu`` or ``cuda``.
-        quick: a smaller grid, in less than a minute, without what has to be compiled.
-        progress: called for each case.
+        shapes: the numbers of heads and their widths; like the next four, the grid's own when None or empty.
+        lengths: the numbers of tokens in the cache.
+        cache_mib: the MiB of a cache, whose number of tokens follows; in place of ``lengths``.
+        batches: the numbers of sequences.
+        dtypes: the dtypes of queries and cache.
+        tokens: S, the number of new tokens.
+        device: the device to run on, ``cpu`` or ``cuda``.
+        quick: whether to time a smaller grid in less than a minute, without ways that have to be compiled.
+        progress: the callback that reports each case.
 
     Raises:
         ArgumentError: a size is not positive or does not fit in memory, ``lengths`` and ``cache_mib`` are both given,
@@ -192,7 +192,7 @@ def _points(
     batches: Sequence[int] | None = None,
     dtypes: Sequence[str] | None = None,
 ) -> list[GridPoint]:
-    """Every point of a grid; options as `bench_decode`'s."""
+    """Every point of a grid; the options are those of `bench_decode`."""
     if lengths and cache_mib is not None:
         raise ArgumentError("cache_mib", cache_mib, "must not be given together with lengths, which it decides")
     shapes = each(shapes or (QUICK if quick else SHAPES))
@@ -241,10 +241,10 @@ def ways_to_attend(
     """The ways to compute attention, headwise's first, by name.
 
     Args:
-        query: ``[B, H, S, D]``.
-        caches: keys and values, which the calls use in turn.
+        query: the queries, ``[B, H, S, D]``.
+        caches: pairs of keys ``[B, K, T, D]`` and values ``[B, K, T, V]``, which the calls use in turn.
         with_compiled: whether ways that have to be compiled are among them.
-        is_causal: whether the new tokens see only what is before them.
+        is_causal: whether a new token attends only to itself and to tokens before it.
 
     Returns:
         Functions that prepare a way and return the call to time.
@@ -277,10 +277,10 @@ def expanded(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False)
     """Textbook attention: keys and values are copied for every query head, and all scores are stored.
 
     Args:
-        query: ``[B, H, S, D]``.
-        key: ``[B, K, T, D]``.
-        value: ``[B, K, T, V]``.
-        is_causal: whether tokens see only what is before them.
+        query: the queries, ``[B, H, S, D]``.
+        key: the keys, ``[B, K, T, D]``.
+        value: the values, ``[B, K, T, V]``.
+        is_causal: whether a token attends only to itself and to tokens before it.
     """
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)

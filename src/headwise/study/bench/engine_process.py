@@ -41,8 +41,8 @@ class Apart:
 
     Args:
         make: a module-level function that makes an `Engine` from a source and a number of tokens.
-        source: a model.
-        room: tokens that the cache has to hold.
+        source: a model folder, ``.gguf`` or other source with weights.
+        room: the number of tokens that the cache has to hold.
 
     Raises:
         UnableError: the engine cannot run the model.

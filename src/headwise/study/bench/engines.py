@@ -44,9 +44,9 @@ def start(name: str, source: str | Path, dtype: str, room: int) -> Apart:
 
     Args:
         name: a key of `ENGINES`.
-        source: a model.
-        dtype: the run's; engines run in float32.
-        room: tokens that the cache has to hold.
+        source: a model folder, ``.gguf`` or other source with weights.
+        dtype: the dtype of the benchmark; engines run in float32 and refuse any other.
+        room: the number of tokens that the cache has to hold.
 
     Raises:
         UnableError: the engine is not installed, or cannot run the model.

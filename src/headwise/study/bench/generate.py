@@ -62,12 +62,12 @@ def bench_generate(
 
     Args:
         source: a model folder, ``.gguf`` or other source with weights.
-        beside: other models to time, optimised; each way is named after its folder.
-        contexts: tokens in the cache before the timed tokens; `CONTEXTS` when None.
-        dtype: to run in.
-        quick: shorter contexts, fewer rounds, no other engines.
+        beside: other models to time, optimised; each is named after its folder.
+        contexts: the numbers of tokens in the cache before the timed tokens; `CONTEXTS` when None.
+        dtype: the dtype to run in.
+        quick: whether to time shorter contexts in fewer rounds, without other engines.
         engines: whether to time llama.cpp and CTranslate2.
-        repeats: timed tokens of each way; 25, or 7 with ``quick``, when None.
+        repeats: the number of timed tokens of each way; 25, or 7 with ``quick``, when None.
         progress: the callback that reports each round.
 
     Raises:
@@ -118,10 +118,10 @@ class _Case:
     """A context and the models that have read it.
 
     Attributes:
-        ids: the context's tokens.
+        ids: the token ids of the context.
         ways: the models by the names of their ways.
-        times: seconds of each way's tokens.
-        errors: why ways could not be timed.
+        times: the seconds of each way's timed tokens.
+        errors: the reasons why ways could not be timed, by the ways' names.
     """
 
     ids: list[int]

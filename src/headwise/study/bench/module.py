@@ -50,12 +50,12 @@ def bench_module(
     ``bench_module(hidden_size=512, num_heads=8, num_kv_heads=2, lengths=[256], quick=True).to_dict()``.
 
     Args:
-        hidden_size: E.
-        num_heads: query heads.
-        num_kv_heads: key–value heads of the grouped layers.
-        lengths: tokens of the prompt, and in the cache; 512 and 4096 when None.
-        dtypes: of weights and states; `DTYPES` when None.
-        quick: a smaller grid.
+        hidden_size: E, the width of the layers' input.
+        num_heads: the number of query heads.
+        num_kv_heads: the number of key–value heads of the grouped layers.
+        lengths: the numbers of tokens in the prompt and in the cache; 512 and 4096 when None.
+        dtypes: the dtypes of weights and hidden states; `DTYPES` when None.
+        quick: whether to time a smaller grid.
         progress: the callback that reports each case.
 
     Raises:

@@ -51,16 +51,16 @@ def bench_prefill(
     For example ``bench_prefill(lengths=[512], quick=True).to_dict()``.
 
     Args:
-        shapes: heads and widths; `SHAPES` when None.
-        lengths: tokens of the prompt; `LENGTHS` when None.
-        dtypes: of queries, keys and values; `DTYPES` when None.
-        device: ``cpu`` or ``cuda``.
-        quick: a smaller grid, without ways that have to be compiled.
+        shapes: the numbers of heads and their widths; `SHAPES` when None.
+        lengths: the numbers of tokens in the prompt; `LENGTHS` when None.
+        dtypes: the dtypes of queries, keys and values; `DTYPES` when None.
+        device: the device to run on, ``cpu`` or ``cuda``.
+        quick: whether to time a smaller grid, without ways that have to be compiled.
         progress: the callback that reports each case.
 
     Raises:
         ArgumentError: a size is not positive or does not fit in memory, a dtype is not known, there is no such
-            device, or a shape is absorbed MLA's, by which no prompt is read.
+            device, or a shape is that of absorbed MLA, which reads no prompts.
     """
     shapes = each(shapes or (SHAPES[::2] if quick else SHAPES))
     lengths = each(lengths or ((512, 1024) if quick else LENGTHS))

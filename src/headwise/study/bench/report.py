@@ -23,7 +23,7 @@ OURS = "headwise"
 """The name of the way that the others are compared with."""
 
 _PATIENCE = 10.0
-"""Seconds; a call that takes longer is not repeated."""
+"""The seconds beyond which a call is not repeated."""
 
 BETWEEN = 256 << 20
 """Bytes of caches that are read in turn: more than a processor's own caches hold, so that each one comes from memory,
@@ -40,13 +40,13 @@ class Timing:
     """One way's time for a case.
 
     Attributes:
-        ms: the median; None where the way could not be run.
-        low_ms: the lower quartile.
-        high_ms: the upper quartile.
-        called_ms: on a GPU the median of calls that Python makes; the three above are then of calls that a CUDA graph
-            replays. None on a CPU, and where the way cannot be recorded.
-        error: why the way could not be run.
-        note: what the way chose or left out.
+        ms: the median milliseconds; None where the way could not be run.
+        low_ms: the lower quartile, in milliseconds.
+        high_ms: the upper quartile, in milliseconds.
+        called_ms: the median milliseconds of calls that Python makes on a GPU, where the three times above are of
+            calls that a CUDA graph replays. None on a CPU, and where the way cannot be recorded.
+        error: the reason why the way could not be run; None where it was.
+        note: the choice that the way made, or the work that it left out; None where there is nothing to say.
     """
 
     ms: float | None = None
@@ -62,12 +62,13 @@ class Case:
     """One set of sizes, its limit and the times of all ways.
 
     Attributes:
-        name: for tables.
-        values: the sizes, by name.
-        nbytes: bytes that have to be read.
-        flops: FLOPs that have to be done.
-        read_bytes_per_second: the machine's, measured in the same minute.
-        matmul_flops_per_second: the machine's in the case's dtype, measured in the same minute.
+        name: the name of the case in tables.
+        values: the sizes of the case, by name.
+        nbytes: the bytes that have to be read.
+        flops: the FLOPs that have to be done.
+        read_bytes_per_second: the bytes a second that the machine reads, measured in the same minute.
+        matmul_flops_per_second: the FLOPs a second of the machine's matrix products in the case's dtype, measured in
+            the same minute.
         limit_ms: the least time possible: the larger of bytes over bandwidth and FLOPs over 0.7 of the peak.
         ways: each way's timing, by its name.
     """
@@ -110,9 +111,9 @@ class Bench:
 
     Attributes:
         kind: ``decode``, ``prefill``, ``module`` or ``generate``.
-        cases: in the order they were timed.
-        device: they ran on.
-        notes: what a reader should know.
+        cases: the cases in the order in which they were timed.
+        device: the device that the cases ran on.
+        notes: remarks for the reader of the report.
     """
 
     kind: str
@@ -168,14 +169,15 @@ def run_case(
     """Time the ways of one case in turn, and measure the machine's limits in between.
 
     Args:
-        name: of the case.
-        values: its sizes.
-        ways: by name, functions that prepare a way and return the call to time; both may raise `UnableError`.
-        nbytes: bytes that have to be read.
-        flops: FLOPs that have to be done.
-        probes: measure the limits.
-        budget: seconds for all ways together.
-        notes: for some ways, by name, what the way chose.
+        name: the name of the case.
+        values: the sizes of the case, by name.
+        ways: functions that prepare a way and return the call to time, by the way's name; both may raise
+            `UnableError`.
+        nbytes: the bytes that have to be read.
+        flops: the FLOPs that have to be done.
+        probes: the calls that measure the machine's limits.
+        budget: the seconds for all ways together.
+        notes: the choices of some ways, by the way's name.
     """
     calls: dict[str, Way] = {}
     errors: dict[str, str] = {}
@@ -253,7 +255,7 @@ def page(bench: Bench, command: str) -> str:
 
     Args:
         bench: the report.
-        command: that made it.
+        command: the command that made the report.
     """
     ways = bench.ways()
     head = "".join(f"<th>{escape(text)}</th>" for text in ("", "limit ms", *ways))

@@ -33,12 +33,12 @@ class PeerCount:
     """One counter's answer for one call of a module.
 
     Attributes:
-        name: the package.
-        version: installed, or None when it is not.
-        printed: the number it gives, in ``unit``.
-        unit: ``multiply-adds`` or ``FLOPs``.
-        parameters: how many it counts, None when it does not say.
-        error: why there is no number, None when there is one.
+        name: the name of the package.
+        version: the installed version; None where the package is not installed.
+        printed: the number that the package gives, in ``unit``; None where it gives none.
+        unit: the unit of ``printed``: ``multiply-adds`` or ``FLOPs``.
+        parameters: the number of parameters that the package counts; None where it counts none.
+        error: the reason why there is no number; None where there is one.
     """
 
     name: str
@@ -108,7 +108,7 @@ def peer_counts(module: nn.Module, hidden_states: Tensor, **kwargs: Any) -> list
 
     Args:
         module: any torch module.
-        hidden_states: its input.
+        hidden_states: the module's input.
         kwargs: the other arguments of the call.
 
     Returns:
@@ -159,13 +159,13 @@ class LayerCounts:
     """FLOPs and parameters of one call of a layer: by closed form, by `headwise.count` and by other counters.
 
     Attributes:
-        label: the layer.
-        new_tokens: S.
-        total_tokens: T, those in the cache included.
-        parameters: by closed form, which is the number the layer has.
-        formula_flops: by closed form, all S·T pairs.
-        counted_flops: by `headwise.count`, all pairs.
-        causal_flops: by `headwise.count`, causal kernels charged for the pairs they compute.
+        label: the layer's mechanism and sizes.
+        new_tokens: S, the number of new tokens.
+        total_tokens: T, the number of tokens, those in the cache included.
+        parameters: the number of parameters by closed form, which is what the layer has.
+        formula_flops: FLOPs by closed form, over all S·T pairs.
+        counted_flops: FLOPs by `headwise.count`, over all pairs.
+        causal_flops: FLOPs by `headwise.count`, over the pairs that causal kernels compute.
         peers: the other counters' answers.
     """
 
@@ -197,9 +197,9 @@ def count_layer(
 
     Args:
         source: a layer's spec, or a model as `headwise.inspect` takes it.
-        new_tokens: S; 1 for a decode step.
+        new_tokens: S, the number of new tokens; 1 for a decode step.
         total_tokens: T; S when None (prefill). T − S tokens are in the cache.
-        index: which layer of a model.
+        index: the layer's number in a model, from 0.
 
     Raises:
         ArgumentError: a number is impossible, or there is no such source.

@@ -33,15 +33,15 @@ class Count:
     """The cost of one call of a module, counted while it runs.
 
     Attributes:
-        parameters: numbers in its parameters, shared parameters counted once.
-        forward_flops: of its matrix products; a multiply-add is 2.
+        parameters: the number of the module's parameters, shared ones counted once.
+        forward_flops: FLOPs of the call's matrix products; a multiply-add is 2.
         causal_flops: ``forward_flops``, but fused attention that was told it is causal is charged only for the pairs
             it computes.
-        backward_flops: of the gradients of parameters and inputs, None unless asked for.
-        saved_bytes: bytes that autograd keeps from the forward to the backward pass, parameters left out; None unless
-            asked for.
+        backward_flops: FLOPs of the gradients of parameters and inputs; None unless asked for.
+        saved_bytes: the bytes that autograd keeps from the forward to the backward pass, without parameters; None
+            unless asked for.
         cache_bytes: bytes of the caches among the arguments, after the call.
-        by_operator: forward FLOPs by torch operator.
+        by_operator: the forward FLOPs of each torch operator.
     """
 
     parameters: int
@@ -63,7 +63,8 @@ def count(module: nn.Module, *args: Any, backward: bool = False, **kwargs: Any) 
     Args:
         module: any torch module.
         args: positional arguments of the call.
-        backward: also count the gradients of the sum of its outputs, and what is kept for them.
+        backward: whether to count the gradients of the sum of the outputs as well, and the bytes that are kept for
+            them.
         kwargs: keyword arguments of the call.
 
     >>> count(torch.nn.Linear(3, 5), torch.zeros(2, 3)).forward_flops

@@ -22,7 +22,7 @@ def values(name: str, tokens: int, batch: int = 1, hidden_size: int = 512, num_h
 
 
 def saved(name: str, hidden_size: int = 512, num_heads: int = 8) -> float:
-    """By what percentage a layer's cache is smaller than MHA's. For example ``saved("MQA")`` is 87.5."""
+    """The percentage by which a layer's cache is smaller than MHA's. For example ``saved("MQA")`` is 87.5."""
     return 100 - 100 * values(name, 1, 1, hidden_size, num_heads) / values("MHA", 1, 1, hidden_size, num_heads)
 
 
@@ -32,7 +32,7 @@ def over_width(dtype: str, tokens: int, hidden_size: int, num_heads: int) -> flo
 
 
 def of_model(source: str, beside: str) -> float:
-    """A catalog model's cache of one layer and token as a part of MHA's or of another model's.
+    """The cache of one layer and token of a catalog model over that of MHA, or of another model.
 
     For example ``of_model("deepseek-v3", "its own MHA")``.
     """

@@ -11,7 +11,7 @@ from headwise.study.audit.claim import Check, Claim, about, exact
 from headwise.study.audit.layers import grouped
 
 SIZES: Mapping[str, int] = MappingProxyType({"batch": 2, "length": 64, "hidden_size": 128, "num_heads": 4})
-"""Of the layer that is counted while it runs; closed forms hold at any size."""
+"""The sizes of the layer that is counted while it runs; closed forms hold at any size."""
 
 
 def counted_over_formula(batch: int, length: int, hidden_size: int, num_heads: int) -> float:
@@ -36,7 +36,7 @@ def backward_over_forward(kernel: Kernel, length: int, hidden_size: int, num_hea
 
 
 def softmax_growth(length: int, hidden_size: int, num_heads: int) -> float:
-    """How many times as many FLOPs the softmax of twice as many heads has, at the same hidden size."""
+    """The FLOPs of the softmax of twice as many heads over those of ``num_heads``, at the same hidden size."""
     return softmax(length, hidden_size, 2 * num_heads) / softmax(length, hidden_size, num_heads)
 
 
@@ -68,22 +68,22 @@ def width_of_keys(num_kv_heads: int, hidden_size: int, num_heads: int) -> int:
 
 
 def growth(of: str, twice: str, length: int, hidden_size: int, num_heads: int) -> float:
-    """How a quantity of MHA grows where one size is doubled.
+    """A quantity of MHA where one size is doubled, over the same quantity at the given sizes.
 
     Args:
-        of: ``scores``, ``weights``, ``scores kept`` (activations of an unfused kernel beyond those of a fused one)
-            or ``fused activations``.
-        twice: ``length``, ``hidden_size`` or ``num_heads``.
-        length: n.
-        hidden_size: E.
-        num_heads: h.
+        of: the quantity: ``scores``, ``weights``, ``scores kept`` (activations of an unfused kernel beyond those of a
+            fused one) or ``fused activations``.
+        twice: the size that is doubled: ``length``, ``hidden_size`` or ``num_heads``.
+        length: n, the number of tokens.
+        hidden_size: E, the width of the layer's input.
+        num_heads: h, the number of heads.
     """
     sizes = {"length": length, "hidden_size": hidden_size, "num_heads": num_heads}
     return quantity(of, **(sizes | {twice: 2 * sizes[twice]})) / quantity(of, **sizes)
 
 
 def quantity(of: str, length: int, hidden_size: int, num_heads: int) -> int:
-    """See `growth`."""
+    """A quantity of MHA by its name, see `growth`."""
     layer = grouped(hidden_size, num_heads, num_heads)
     if of == "weights":
         return cost.parameters(layer)

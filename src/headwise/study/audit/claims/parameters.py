@@ -22,7 +22,7 @@ def share(name: str, of: str = "MHA", hidden_size: int = E, num_heads: int = H) 
 
 
 def saved(name: str, hidden_size: int = E, num_heads: int = H) -> float:
-    """By what percentage a layer has fewer weights than MHA. For example ``saved("MQA")`` is 43.75."""
+    """The percentage by which a layer has fewer weights than MHA. For example ``saved("MQA")`` is 43.75."""
     return 100 - share(name, "MHA", hidden_size, num_heads)
 
 
@@ -45,7 +45,7 @@ def first_guides_total(name: str, hidden_size: int, num_heads: int) -> bool:
 
 
 def cost_heads(name: str, num_heads: int) -> int:
-    """Key–value heads that E² + 2E²/g (g heads a group), E² + 2E·d and 3E² stand for."""
+    """The number of key–value heads that the formulas E² + 2E²/g (g heads a group), E² + 2E·d and 3E² imply."""
     return {"MHA": num_heads, "MQA": 1}.get(name) or int(name.removeprefix("GQA-"))
 
 
@@ -69,13 +69,13 @@ def formula_share(hidden_size: int, rank: int, up: int, rope: int, heads: int) -
 
 
 def flops_share(length: int, hidden_size: int, num_heads: int, rank: int, up: int, rope: int) -> float:
-    """MLA's FLOPs over a prompt as a part of MHA's of the same hidden size."""
+    """MLA's FLOPs of reading a prompt over those of MHA of the same hidden size."""
     mla, mha = latent(hidden_size, num_heads, rank, up, rope), grouped(hidden_size, num_heads, num_heads)
     return cost.forward_flops(mla, length) / cost.forward_flops(mha, length)
 
 
 def kv_factor(hidden_size: int, num_heads: int) -> float:
-    """How many times as many weights K and V of MHA have as those of MQA."""
+    """The weights of K and V in MHA over those in MQA."""
     parts = [without_output(name, hidden_size, num_heads) - hidden_size**2 for name in ("MHA", "MQA")]
     return parts[0] / parts[1]
 

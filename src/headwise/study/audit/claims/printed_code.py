@@ -1,4 +1,4 @@
-"""Claims about code that the guides print: C26. What it computes is written here anew, from its description."""
+"""Claims about code that the guides print: C26. Its computations are written here anew, from their description."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ def scaled_variance(up: int, heads: int, rope: int, hidden_size: int, *, as_prin
 
 
 def rotated_scores_differ(dim: int, distance: int, *, with_checkpoint: bool) -> float:
-    """By how much scores differ where sine and cosine are swapped in RoPE, as a part of the right scores.
+    """The relative difference of scores where sine and cosine are swapped in RoPE.
 
     Args:
-        dim: width of the head.
-        distance: from the key to the query.
-        with_checkpoint: compare the same vectors under both; otherwise the swapped rotation with itself ten tokens
-            later, which says whether it still depends on distances alone.
+        dim: the width of the head.
+        distance: the distance from the key to the query, in tokens.
+        with_checkpoint: whether to compare the right and the swapped rotation of the same vectors; otherwise the
+            swapped rotation is compared with itself ten tokens later, which says whether it depends on distances
+            alone.
     """
     import torch
 
@@ -58,7 +59,7 @@ def rotated_scores_differ(dim: int, distance: int, *, with_checkpoint: bool) -> 
 
 
 def missing_names() -> bool:
-    """The guides' own code is not part of this project.
+    """Whether names in the guides' code exist, which cannot be tested: that code is not part of this project.
 
     Raises:
         UntestableError: always.

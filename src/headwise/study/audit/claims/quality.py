@@ -5,11 +5,11 @@ from __future__ import annotations
 from headwise.study.audit.claim import Check, Claim, UntestableError, at_least, at_most, between
 
 SAME = 1.01
-"""A perplexity so little above the source's needs no fine-tuning."""
+"""The largest ratio of perplexities, over the source's, that is taken to need no fine-tuning."""
 
 
 def kept(to: str, method: str) -> float:
-    """The source's perplexity as a percentage of a conversion's, without any training."""
+    """The source's perplexity as a percentage of a conversion's without any training."""
     from headwise.study.audit.conversions import perplexity
 
     return 100 * perplexity("own", "") / perplexity(to, method)
@@ -34,7 +34,7 @@ def kept_from_scratch(mechanism: str) -> float:
 
 
 def unmeasured(why: str) -> bool:
-    """What no machine of this size can find out.
+    """A statement that cannot be tested on a machine of this size.
 
     Raises:
         UntestableError: always, with the reason.

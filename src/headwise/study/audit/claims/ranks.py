@@ -11,21 +11,21 @@ SIZES = {"hidden_size": 64, "num_heads": 8, "ranks": 2}
 
 
 def sums(mechanism: str, part: str, hidden_size: int, num_heads: int, ranks: int) -> int:
-    """The sums over ranks in one forward pass of a layer whose heads are shared out.
+    """The number of sums over ranks in one forward pass of a layer whose heads are split over them.
 
     Args:
-        mechanism: such as ``GQA-4``.
-        part: ``inside``, up to the output projection; or ``behind``, from there on.
-        hidden_size: E.
-        num_heads: query heads.
-        ranks: processes, which talk by gloo.
+        mechanism: the layer's name, such as ``GQA-4``.
+        part: ``inside`` counts the sums up to the output projection, ``behind`` those from there on.
+        hidden_size: E, the width of the layer's input.
+        num_heads: the number of query heads.
+        ranks: the number of processes, which communicate by gloo.
     """
     return counted(mechanism, hidden_size, num_heads, ranks)[part == "behind"]
 
 
 @cache
 def counted(mechanism: str, hidden_size: int, num_heads: int, ranks: int) -> tuple[int, int]:
-    """The sums inside attention and behind it."""
+    """The numbers of sums inside attention and behind it."""
     from torch import multiprocessing
 
     from headwise.study.audit.sharing import free_port, share_and_count

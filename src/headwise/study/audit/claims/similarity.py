@@ -1,4 +1,4 @@
-"""Claims about how near an output is to MHA's: C12."""
+"""Claims about the similarity of outputs to MHA's: C12."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRINTED: Mapping[str, tuple[str, str]] = MappingProxyType(
 """The relative error and the cosine that are printed for each mechanism."""
 
 SUCCESSORS: Mapping[str, str] = MappingProxyType({"latent-256": "MLA-256"})
-"""What MHA's weights are converted to where headwise has no conversion to the guide's own mechanism."""
+"""The mechanism that MHA's weights are converted to where headwise has no conversion to the guide's own."""
 
 REAL: Mapping[str, tuple[str, str]] = MappingProxyType(
     {"MQA": ("mqa", "headwise"), "latent-256": ("mla:0.5", "headwise")}
@@ -26,11 +26,12 @@ def beside_mha(mechanism: str, metric: str, made: str, hidden_size: int, num_hea
     """The relative error or the cosine of a layer's output beside MHA's.
 
     Args:
-        mechanism: such as ``GQA-4``.
-        metric: ``relative_error`` or ``cosine``.
-        made: ``independent``, each layer initialised on its own, or ``converted`` from MHA's random weights.
-        hidden_size: E.
-        num_heads: query heads.
+        mechanism: the layer's name, such as ``GQA-4``.
+        metric: the measure of similarity, ``relative_error`` or ``cosine``.
+        made: the origin of the weights: ``independent`` initialises each layer on its own, ``converted`` takes MHA's
+            random weights.
+        hidden_size: E, the width of the layer's input.
+        num_heads: the number of query heads.
 
     Raises:
         UntestableError: headwise has no such conversion.

@@ -1,4 +1,4 @@
-"""Claims about the scores that softmax sees: C24."""
+"""Claims about the scores that the softmax is taken of: C24."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headwise.study.audit.mechanisms import MechanismBench
 
 SLACK = 0.1
-"""The part by which two runs of a time may differ."""
+"""The relative difference that is allowed between two measurements of the same time."""
 
 LENGTHS = (128, 256, 512, 1024)
 
@@ -34,7 +34,7 @@ MILLISECONDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "latent-256": (".40", ".92", "3.82", "14.12"),
     }
 )
-"""As printed for `LENGTHS`."""
+"""The milliseconds that the guide prints, for each of `LENGTHS`."""
 
 
 @cache
@@ -46,7 +46,7 @@ def measured(hidden_size: int, num_heads: int) -> MechanismBench:
 
 
 def speedup(mechanism: str, length: int, hidden_size: int, num_heads: int) -> float:
-    """MHA's time over a mechanism's."""
+    """MHA's time of one forward pass over a mechanism's."""
     return measured(hidden_size, num_heads).row(mechanism, length).speedup
 
 
