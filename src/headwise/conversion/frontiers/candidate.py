@@ -16,7 +16,7 @@ import torch
 
 from headwise.conversion.methods import Method, all_methods, find_method
 from headwise.conversion.plan import ConversionPlan, make_plan
-from headwise.costs.formulas.target import PLAIN_FORMATS, Target, conversions, parse_target, target_options
+from headwise.costs.formulas.target import PLAIN_FORMATS, Target, conversion_targets, parse_target, target_options
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.measure.evaluation.plain_cache import bfloat16_bytes
 from headwise.models.checkpoints import Checkpoint
@@ -213,9 +213,9 @@ def list_candidates(
 
 
 def default_targets(checkpoint: Checkpoint) -> list[str]:
-    """The ladder of targets for a user who names none: formats of the source's cache, then `conversions`."""
+    """The ladder of targets for a user who names none: formats of the source's cache, then `conversion_targets`."""
     formats = dict.fromkeys(str(form.fitted(checkpoint.spec)) for form in PLAIN_FORMATS)
-    return [*formats, *conversions(checkpoint.spec)]
+    return [*formats, *conversion_targets(checkpoint.spec)]
 
 
 def _ablations(candidate: Candidate, checkpoint: Checkpoint, dtype: torch.dtype | None) -> list[Candidate]:

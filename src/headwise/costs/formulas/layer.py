@@ -12,12 +12,12 @@ from headwise.costs.formulas.size import Size
 from headwise.costs.formulas.stages import (
     Call,
     Core,
-    Held,
     IndexScores,
     Kernel,
     Linear,
     Product,
     Stage,
+    WeightsInMemory,
     attended_pairs,
     check_kernel,
     held_stage,
@@ -113,7 +113,7 @@ def parameters(spec: AttentionSpec) -> int:
     return int(sum(stage.parameters for stage in stages(spec)))
 
 
-def held_weights(spec: AttentionSpec, formats: Formats = (), vector_bytes: float | None = None) -> Held:
+def held_weights(spec: AttentionSpec, formats: Formats = (), vector_bytes: float | None = None) -> WeightsInMemory:
     """The weights of one layer's attention in memory.
 
     For example ``held_weights(layer_spec("llama-3-8b")).values`` is 41,943,040.
@@ -124,7 +124,7 @@ def held_weights(spec: AttentionSpec, formats: Formats = (), vector_bytes: float
         vector_bytes: bytes of one value of norms and biases; None where these are in the dtype.
     """
     own = dict(formats)
-    return sum((held_stage(stage, own.get(stage.name), vector_bytes) for stage in stages(spec)), Held())
+    return sum((held_stage(stage, own.get(stage.name), vector_bytes) for stage in stages(spec)), WeightsInMemory())
 
 
 def forward_flops(

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from headwise.costs.formulas import layer, streams
 from headwise.costs.formulas.feed_forward import parts
-from headwise.costs.formulas.stages import Core, Held, IndexScores, held_matrix, held_stage
+from headwise.costs.formulas.stages import Core, IndexScores, WeightsInMemory, held_matrix, held_stage
 from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec
 from headwise.models.specs.model import BodySpec, FeedForwardSpec, ModelSpec
@@ -67,7 +67,7 @@ def weights(model: ModelSpec, *, active: bool = False) -> Weights:
     Raises:
         SpecError: the model's body is not known.
     """
-    return Weights(**{part: int(each.values) for part, each in held(model, active=active).items()})
+    return Weights(**{part: int(each.values) for part, each in weights_in_memory(model, active=active).items()})
 
 
 def weight_bytes(model: ModelSpec, dtype: str = "bfloat16", *, active: bool = False) -> Weights:
@@ -86,14 +86,16 @@ def weight_bytes(model: ModelSpec, dtype: str = "bfloat16", *, active: bool = Fa
         SpecError: the model's body is not known.
     """
     width = layer.dtype_bytes(dtype)
-    return Weights(**{part: round(each.nbytes(width)) for part, each in held(model, active=active).items()})
+    return Weights(
+        **{part: round(each.nbytes(width)) for part, each in weights_in_memory(model, active=active).items()}
+    )
 
 
 @lru_cache(maxsize=64)
-def held(model: ModelSpec, *, active: bool = False) -> Mapping[str, Held]:
+def weights_in_memory(model: ModelSpec, *, active: bool = False) -> Mapping[str, WeightsInMemory]:
     """The weights of a model in memory, by part.
 
-    For example ``held(read_spec("llama-3-8b"))["head"].values`` is 525,336,576.
+    For example ``weights_in_memory(read_spec("llama-3-8b"))["head"].values`` is 525,336,576.
 
     Raises:
         SpecError: the model's body is not known.
@@ -101,7 +103,7 @@ def held(model: ModelSpec, *, active: bool = False) -> Mapping[str, Held]:
     body, E = _known_body(model), model.hidden_size
     outside = dict(model.stored.outside) if model.stored else {}
     vector_bytes = model.stored.vector_bytes if model.stored else None
-    found = {part.name: Held() for part in fields(Weights)}
+    found = {part.name: WeightsInMemory() for part in fields(Weights)}
     for (spec, network, formats), times in distinct_layers(model, body.feed_forward).items():
         part_name = "mixers" if isinstance(spec, RecurrentSpec) else "attention"
         found[part_name] += layer.held_weights(spec, formats, vector_bytes) * times

@@ -30,7 +30,7 @@ class Size(int):
     @property
     def formula(self) -> str:
         """The formula, such as ``2·E·(H·D + 64)``."""
-        return _written(self._terms())
+        return _format_terms(self._terms())
 
     @property
     def symbols(self) -> dict[str, int]:
@@ -103,10 +103,10 @@ def _product(left: list[Term], right: list[Term]) -> list[Term]:
 
 
 def _factor(terms: list[Term]) -> str:
-    return f"({_written(terms)})" if len(terms) > 1 else _written(terms)
+    return f"({_format_terms(terms)})" if len(terms) > 1 else _format_terms(terms)
 
 
-def _written(terms: list[Term]) -> str:
+def _format_terms(terms: list[Term]) -> str:
     text = ""
     for coefficient, factors in terms:
         number = [] if abs(coefficient) == 1 and factors else [str(abs(coefficient))]

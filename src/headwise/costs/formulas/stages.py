@@ -215,7 +215,7 @@ Stage = Linear | Product | Vector | Core | IndexScores
 
 
 @dataclass(frozen=True)
-class Held:
+class WeightsInMemory:
     """Weights in memory.
 
     Attributes:
@@ -228,11 +228,13 @@ class Held:
     unquantised: float = 0
     packed: float = 0
 
-    def __add__(self, other: Held) -> Held:
-        return Held(self.values + other.values, self.unquantised + other.unquantised, self.packed + other.packed)
+    def __add__(self, other: WeightsInMemory) -> WeightsInMemory:
+        return WeightsInMemory(
+            self.values + other.values, self.unquantised + other.unquantised, self.packed + other.packed
+        )
 
-    def __mul__(self, times: int) -> Held:
-        return Held(self.values * times, self.unquantised * times, self.packed * times)
+    def __mul__(self, times: int) -> WeightsInMemory:
+        return WeightsInMemory(self.values * times, self.unquantised * times, self.packed * times)
 
     def nbytes(self, width: int) -> float:
         """Bytes of all these weights, where one value of the model's dtype takes ``width`` bytes."""
@@ -241,7 +243,7 @@ class Held:
 
 def held_matrix(
     outputs: int, inputs: int, bias: int = 0, form: MatrixFormat | None = None, vector_bytes: float | None = None
-) -> Held:
+) -> WeightsInMemory:
     """A matrix and its bias in memory.
 
     For example ``held_matrix(64, 64).nbytes(2)`` is 8,192.
@@ -254,11 +256,15 @@ def held_matrix(
         vector_bytes: bytes of one value of the bias; None where it is in the model's dtype.
     """
     values = outputs * inputs
-    matrix = Held(values, values) if form is None else Held(values, 0, form.nbytes(outputs, inputs))
-    return matrix + (Held(bias, bias) if vector_bytes is None else Held(bias, 0, bias * vector_bytes))
+    matrix = (
+        WeightsInMemory(values, values) if form is None else WeightsInMemory(values, 0, form.nbytes(outputs, inputs))
+    )
+    return matrix + (
+        WeightsInMemory(bias, bias) if vector_bytes is None else WeightsInMemory(bias, 0, bias * vector_bytes)
+    )
 
 
-def held_stage(stage: Stage, form: MatrixFormat | None = None, vector_bytes: float | None = None) -> Held:
+def held_stage(stage: Stage, form: MatrixFormat | None = None, vector_bytes: float | None = None) -> WeightsInMemory:
     """The weights of a stage in memory; the arguments are those of `held_matrix`.
 
     For example ``held_stage(Linear("q_proj", 64, 64)).values`` is 4,096.

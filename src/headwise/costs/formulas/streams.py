@@ -10,7 +10,7 @@ Source: DeepSeek-V4's report, section 2.2 (manifold-constrained hyper-connection
 from __future__ import annotations
 
 
-def coefficients(streams: int) -> int:
+def join_weights(streams: int) -> int:
     """The number of weights that join, feed and mix a block's streams, for each token."""
     return (streams + 2) * streams
 
@@ -19,13 +19,13 @@ def parameters(streams: int, hidden_size: int, layers: int) -> int:
     """The number of weights in a whole model: projections, biases and three scales a block, and the last join."""
     if streams == 1:
         return 0
-    block = coefficients(streams) * (streams * hidden_size + 1) + 3
+    block = join_weights(streams) * (streams * hidden_size + 1) + 3
     return 2 * layers * block + streams * (streams * hidden_size + 1) + 1
 
 
 def block_flops(streams: int, hidden_size: int) -> int:
     """FLOPs of one block for one token: the projection, and mixing the streams."""
-    return 2 * streams * hidden_size * (coefficients(streams) + streams)
+    return 2 * streams * hidden_size * (join_weights(streams) + streams)
 
 
 def flops(streams: int, hidden_size: int, layers: int) -> int:

@@ -348,10 +348,10 @@ class PlainFormat:
         """Bits of a token's key and value in one head."""
         D, V = layer.head_dim, layer.value_dim
         of_keys = D * _SCALES / self.group if self.has_blocks else _SCALES * max(D // self.group, 1)
-        return _packed(D, self.keys) + of_keys + _packed(V, self.values) + _SCALES * max(V // self.group, 1)
+        return _packed_bits(D, self.keys) + of_keys + _packed_bits(V, self.values) + _SCALES * max(V // self.group, 1)
 
 
-def _packed(width: int, bits: int) -> int:
+def _packed_bits(width: int, bits: int) -> int:
     """Bits that a row of codes takes in whole bytes."""
     return -(-width * bits // 8) * 8
 
@@ -392,10 +392,10 @@ BYTES = (0.5, 0.28, 0.25, 0.19, 0.15, 0.125, 0.094, 0.0625)
 """The fractions of the bytes of the source's cache in bfloat16 that MLA with codes keeps."""
 
 
-def conversions(source: ModelSpec) -> list[str]:
+def conversion_targets(source: ModelSpec) -> list[str]:
     """The targets of the ladder that convert a model, in the order in which they are tried.
 
-    For example ``conversions(read_spec("smollm2-135m"))[:3]`` is ``["mla:0.5", "mla:0.25", "mqa"]``.
+    For example ``conversion_targets(read_spec("smollm2-135m"))[:3]`` is ``["mla:0.5", "mla:0.25", "mqa"]``.
 
     What takes minutes comes before what takes hours: MLA at each of `BUDGETS`, GQA at each proper divisor of the
     key–value heads, and MQA; and MLA with codes at each of `BYTES`.

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 from headwise.costs.formulas import dtype_bytes, layer
 from headwise.costs.formulas import model as costs
 from headwise.costs.formulas.recurrent import convolved_channels
-from headwise.costs.formulas.stages import Held
+from headwise.costs.formulas.stages import WeightsInMemory
 from headwise.costs.prediction.operators import MOST, Pass, operators
 from headwise.costs.prediction.work import known_body
 from headwise.errors import ArgumentError, SpecError
@@ -246,21 +246,21 @@ def weight_bytes(model: ModelSpec, forward: Pass) -> int:
 
 
 @lru_cache(maxsize=64)
-def held_weights(model: ModelSpec, ranks: int) -> Held:
+def held_weights(model: ModelSpec, ranks: int) -> WeightsInMemory:
     """The weights that one device holds: heads, networks and the vocabulary are shared out.
 
     For example ``held_weights(read_spec("llama-3-8b"), 1).values`` is 8,030,261,248.
     """
-    whole = costs.held(model)
-    everywhere = sum((whole[part] for part in ("norms", "positions", "streams")), Held())
+    whole = costs.weights_in_memory(model)
+    everywhere = sum((whole[part] for part in ("norms", "positions", "streams")), WeightsInMemory())
     names = ("embedding", "feed_forward", "experts", "shared_experts", "router", "head")
-    shared = sum((whole[part] for part in names), Held())
-    attention = Held()
+    shared = sum((whole[part] for part in names), WeightsInMemory())
+    attention = WeightsInMemory()
     for (spec, _, formats), times in costs.distinct_layers(model, [None] * model.num_layers).items():
         vector_bytes = model.stored.vector_bytes if model.stored else None
         attention += layer.held_weights(layer.shard(spec, ranks), formats, vector_bytes) * times
     parts = (-(-getattr(shared, name) // ranks) for name in ("values", "wide", "packed"))
-    found = attention + everywhere + Held(*parts)
+    found = attention + everywhere + WeightsInMemory(*parts)
     return replace(found, packed=math.ceil(found.packed))
 
 

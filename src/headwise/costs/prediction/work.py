@@ -17,11 +17,11 @@ from headwise.costs.formulas.feed_forward import Part, parts
 from headwise.costs.formulas.model import distinct_layers
 from headwise.costs.formulas.stages import (
     Core,
-    Held,
     IndexScores,
     Linear,
     Product,
     Stage,
+    WeightsInMemory,
     attended_entries,
     attended_pairs,
     held_matrix,
@@ -262,13 +262,13 @@ def model_work(model: ModelSpec, ranks: int = 1) -> ModelWork:
     return ModelWork(layers=tuple(layers), body=tuple(around))
 
 
-def _head(model: ModelSpec, body: BodySpec) -> Held:
+def _head(model: ModelSpec, body: BodySpec) -> WeightsInMemory:
     """The weights that the head multiplies with: the embedding's where it is tied."""
     outside = dict(model.stored.outside) if model.stored else {}
     return held_matrix(body.vocab_size, model.hidden_size, form=outside.get("embedding" if body.tied else "head"))
 
 
-def _reading(work: Work, matrix: Held, values: float) -> Work:
+def _reading(work: Work, matrix: WeightsInMemory, values: float) -> Work:
     """An operator that reads so many values of a matrix, or of one like it."""
     share = values / matrix.values if matrix.packed else 0
     packed = (matrix.values - matrix.unquantised) * share
@@ -279,7 +279,7 @@ def _streams(model: ModelSpec, body: BodySpec) -> Iterator[Work]:
     """What joins several residual streams before each block, and adds its output to them behind it."""
     if body.streams == 1:
         return
-    width, numbers = body.streams * model.hidden_size, streams.coefficients(body.streams)
+    width, numbers = body.streams * model.hidden_size, streams.join_weights(body.streams)
     yield Work(
         name="streams",
         part="norms",
@@ -363,7 +363,7 @@ def _attention(spec: AttentionSpec, impl: str, formats: _Formats, new: int, time
             work = _index_scores(stage)
         elif isinstance(stage, Linear | Product):
             name = stage.part_of if isinstance(stage, Product) and stage.part_of else stage.name
-            work = _product(stage, "mixer" if is_mixer else "attention", matrices.get(name, Held()))
+            work = _product(stage, "mixer" if is_mixer else "attention", matrices.get(name, WeightsInMemory()))
         if work is not None:
             yield replace(work, times=times, formula=_formula(stage, spec, new))
 
@@ -374,7 +374,7 @@ def _formula(stage: Stage, spec: AttentionSpec, new: int) -> str:
     return stage.forward_flops(layer.call_of(spec, new, total, batch=3), "fused").formula
 
 
-def _product(stage: Linear | Product, part: str, matrix: Held) -> Work:
+def _product(stage: Linear | Product, part: str, matrix: WeightsInMemory) -> Work:
     over: Count = {"new": "new", "source": "new", "total": "total", "call": "sequences"}[stage.over]  # type: ignore[assignment]
     if isinstance(stage, Linear):
         read = 0 if stage.over == "total" else int(stage.in_features)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from headwise.costs.formulas.layer import cache_values
 from headwise.costs.formulas.target import (
     Target,
-    conversions,
+    conversion_targets,
     convert_spec,
     parse_target,
     plain_formats,
@@ -112,7 +112,7 @@ def candidates(
     formats |= {
         name: 16 * point.cache_fraction for name, point in measured.items() if point.is_format and name not in listed
     }
-    ladder = conversions(source)
+    ladder = conversion_targets(source)
     others = [name for name, point in measured.items() if not point.is_format and name not in {*ladder, *listed}]
     found = [Candidate(target=AS_IT_IS, model=source, is_exact=True), *own]
     found += [Candidate(target=name, model=source, cache_bits=bits) for name, bits in formats.items()]

@@ -1,7 +1,7 @@
 """Descriptions of a model's architecture: frozen dataclasses, and the readers that fill them. No torch here."""
 
 from headwise.base.hub import fetch_hub
-from headwise.models.specs.base import AttentionSpec, RopeSpec, acts, mechanism_module, spec_from_dict
+from headwise.models.specs.base import AttentionSpec, RopeSpec, hides_tokens, mechanism_module, spec_from_dict
 from headwise.models.specs.compressed import CompressedSpec
 from headwise.models.specs.expert_latent import ExpertLatentSpec
 from headwise.models.specs.gguf.config import GGUF_ARCHITECTURES, GgufModel, gguf_config, gguf_model
@@ -51,7 +51,6 @@ __all__ = [
     "RecurrentSpec",
     "RopeSpec",
     "Source",
-    "acts",
     "as_grouped",
     "as_latent",
     "as_normed",
@@ -59,6 +58,7 @@ __all__ = [
     "fetch_hub",
     "gguf_config",
     "gguf_model",
+    "hides_tokens",
     "hosted_attention",
     "layer_spec",
     "locate",

@@ -40,22 +40,22 @@ class RopeSpec:
     max_position_embeddings: int | None = None
 
     def __post_init__(self) -> None:
-        positive("rope dim", self.dim)
+        check_positive("rope dim", self.dim)
         if self.dim % 2:
             raise SpecError("rope dim", self.dim, "must be an even number of at least 2")
-        positive_number("rope_theta", self.theta)
+        check_positive_number("rope_theta", self.theta)
         if not isinstance(self.rope_type, str):
             raise SpecError("rope_type", self.rope_type, "must be the name of a kind of scaling")
         _check_booleans(self)
         if self.max_position_embeddings is not None:
-            positive("max_position_embeddings", self.max_position_embeddings)
+            check_positive("max_position_embeddings", self.max_position_embeddings)
         for name, value in self.parameters:
             numbers = value if isinstance(value, tuple) else () if isinstance(value, str) else (value,)
             if not all(is_finite(n) for n in numbers):
                 raise SpecError(f"rope {name}", value, "must be a number, a word or a list of numbers")
             if name in _DIVISORS:
                 for one in value if isinstance(value, tuple) else (value,):
-                    positive_number(f"rope {name}", one)
+                    check_positive_number(f"rope {name}", one)
         # Sorted, so that equal embeddings compare equal.
         object.__setattr__(self, "parameters", tuple(sorted(self.parameters, key=lambda pair: pair[0])))
 
@@ -71,10 +71,10 @@ class RopeSpec:
         return None if length is None else int(length)
 
 
-def acts(window: int, longest: int | None) -> bool:
+def hides_tokens(window: int, longest: int | None) -> bool:
     """Whether a sliding window or a chunk hides anything from a text within a model's positions.
 
-    For example ``acts(262144, 131072)`` is False, as in Phi-3.5.
+    For example ``hides_tokens(262144, 131072)`` is False, as in Phi-3.5.
 
     A window as long as the positions hides nothing from any text that the model can read, so that `read_config`
     leaves it out of the spec, and caches keep all tokens.
@@ -120,13 +120,13 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         _check_booleans(self)
-        positive("hidden_size", self.hidden_size)
+        check_positive("hidden_size", self.hidden_size)
         if self.sliding_window is not None:
-            positive("sliding_window", self.sliding_window)
+            check_positive("sliding_window", self.sliding_window)
         elif self.chunked:
             raise SpecError("chunked", True, "needs sliding_window, the number of tokens in a chunk")
         if self.softmax_scale is not None:
-            positive_number("softmax_scale", self.softmax_scale)
+            check_positive_number("softmax_scale", self.softmax_scale)
 
     @property
     def mechanism(self) -> str:
@@ -234,7 +234,7 @@ MAX_HEADS = 2**16
 """The most heads of a spec."""
 
 
-def positive(name: str, value: int, most: int = MAX_SIZE) -> None:
+def check_positive(name: str, value: int, most: int = MAX_SIZE) -> None:
     """Raise a `SpecError` unless ``value`` is a whole number between 1 and ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SpecError(name, value, "must be a whole number of at least 1")
@@ -242,7 +242,7 @@ def positive(name: str, value: int, most: int = MAX_SIZE) -> None:
         raise SpecError(name, value, f"must be at most {most}")
 
 
-def positive_number(name: str, value: float) -> None:
+def check_positive_number(name: str, value: float) -> None:
     """Raise a `SpecError` unless ``value`` is a finite number above 0."""
     if isinstance(value, bool) or not is_finite(value) or value <= 0:
         raise SpecError(name, value, "must be a number above 0")

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from headwise.errors import SpecError
-from headwise.models.specs.base import MAX_HEADS, AttentionSpec, bias_names, positive, positive_number
+from headwise.models.specs.base import MAX_HEADS, AttentionSpec, bias_names, check_positive, check_positive_number
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -50,23 +50,23 @@ class GroupedSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("num_heads", self.num_heads, most=MAX_HEADS)
+        check_positive("num_heads", self.num_heads, most=MAX_HEADS)
         for name in ("num_kv_heads", "head_dim"):
-            positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
-        positive("v_head_dim", self.value_dim)
+        check_positive("v_head_dim", self.value_dim)
         if self.num_heads % self.num_kv_heads:
             raise SpecError("num_kv_heads", self.num_kv_heads, f"must divide num_heads = {self.num_heads}")
         if self.rope is not None and self.rope.dim > self.head_dim:
             raise SpecError("rope dim", self.rope.dim, f"must be at most head_dim = {self.head_dim}")
         if self.softcap is not None:
-            positive_number("softcap", self.softcap)
+            check_positive_number("softcap", self.softcap)
         if self.qk_norm not in (None, "head", "full"):
             raise SpecError("qk_norm", self.qk_norm, 'must be None, "head" or "full"')
         object.__setattr__(self, "bias", grouped_bias(self.bias, output_projection=self.output_projection))
         if self.q_lora_rank is not None:
-            positive("q_lora_rank", self.q_lora_rank)
+            check_positive("q_lora_rank", self.q_lora_rank)
             if "q_proj" in self.bias or self.output_gate:
                 raise SpecError("q_lora_rank", self.q_lora_rank, "goes without a bias of q_proj and an output gate")
 

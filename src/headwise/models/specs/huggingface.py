@@ -8,17 +8,17 @@ from functools import partial
 from typing import Any
 
 from headwise.errors import SpecError
-from headwise.models.specs.base import AttentionSpec, acts, spec_from_dict
-from headwise.models.specs.model import BodySpec, ModelSpec, distinct
+from headwise.models.specs.base import AttentionSpec, hides_tokens, spec_from_dict
+from headwise.models.specs.model import BodySpec, ModelSpec, group_equal_layers
 from headwise.models.specs.readers import READERS, deepseek
 from headwise.models.specs.readers.fields import (
     Config,
     MissingFieldError,
     Reader,
-    flag,
-    num_layers,
-    optional_integer,
-    optional_number,
+    read_flag,
+    read_num_layers,
+    read_optional_integer,
+    read_optional_number,
 )
 from headwise.models.specs.weights.quantizers import read_stored
 
@@ -81,10 +81,12 @@ def read_config(config: Config) -> ModelSpec:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise SpecError("model_type", model_type, "must be present: it names the architecture")
-    optional_number(config, "rms_norm_eps")  # attention does not depend on it, but a NaN here makes every output NaN
+    read_optional_number(
+        config, "rms_norm_eps"
+    )  # attention does not depend on it, but a NaN here makes every output NaN
     reader = _reader(model_type, config)
     config = {**reader.absent, **config}
-    longest = optional_integer(
+    longest = read_optional_integer(
         config,
         "max_position_embeddings",
         "max_position_embedding",
@@ -100,7 +102,7 @@ def read_config(config: Config) -> ModelSpec:
         model_type=model_type,
         hidden_size=layers[0].hidden_size,
         layers=layers,
-        vocab_size=optional_integer(config, "vocab_size"),
+        vocab_size=read_optional_integer(config, "vocab_size"),
         max_position_embeddings=longest,
         dtype=config.get("dtype", config.get("torch_dtype")),
         body=body,
@@ -123,7 +125,7 @@ def _reader(model_type: str, config: Config) -> Reader:
         if model_type in names:
             raise SpecError("model_type", model_type, reason)
     reader = READERS.get(model_type)
-    if flag(config, "is_encoder_decoder", False) and not (reader and reader.cross):
+    if read_flag(config, "is_encoder_decoder", False) and not (reader and reader.cross):
         raise SpecError("is_encoder_decoder", True, "is not understood: the cache of the source is not counted")
     for name, rule in _UNREAD.items():
         if config.get(name) not in (None, False, 0) and model_type not in _READ.get(name, ()):
@@ -135,7 +137,7 @@ def _reader(model_type: str, config: Config) -> Reader:
 
 def _without_idle_window(layer: AttentionSpec, longest: int | None) -> AttentionSpec:
     """A layer without a window as long as the model's positions, which hides nothing."""
-    if layer.sliding_window is None or acts(layer.sliding_window, longest):
+    if layer.sliding_window is None or hides_tokens(layer.sliding_window, longest):
         return layer
     return replace(layer, sliding_window=None, chunked=False)
 
@@ -160,7 +162,7 @@ def hosted_attention(model: ModelSpec, *, cross: bool = False) -> list[dict[str,
         cross: return the field ``headwise.cross_attention`` instead, the attention to an encoder's output.
     """
     layers = model.cross_layers if cross else model.layers
-    return [{"layers": list(indices), **spec.to_dict()} for spec, indices in distinct(layers)]
+    return [{"layers": list(indices), **spec.to_dict()} for spec, indices in group_equal_layers(layers)]
 
 
 def _hosted(config: Config, name: str) -> tuple[AttentionSpec, ...]:
@@ -180,6 +182,6 @@ def _hosted(config: Config, name: str) -> tuple[AttentionSpec, ...]:
     layers.sort(key=lambda layer: layer[0])
     covered = [index for index, _ in layers]
     # In a speech model num_hidden_layers counts its encoder's layers.
-    if covered != list(range(num_layers(config, "decoder_layers", "num_hidden_layers", "n_layer", "n_layers"))):
+    if covered != list(range(read_num_layers(config, "decoder_layers", "num_hidden_layers", "n_layer", "n_layers"))):
         raise SpecError(f"headwise.{name}", covered, "must cover every layer once")
     return tuple(spec for _, spec in layers)

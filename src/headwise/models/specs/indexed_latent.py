@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headwise.errors import SpecError
-from headwise.models.specs.base import positive
+from headwise.models.specs.base import check_positive
 from headwise.models.specs.latent import LatentSpec
 
 
@@ -32,7 +32,7 @@ class IndexedLatentSpec(LatentSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("index_topk", self.index_topk)
+        check_positive("index_topk", self.index_topk)
         for name in ("index_n_heads", "index_head_dim"):
             if type(width := getattr(self, name)) is not int or width < 0:
                 raise SpecError(name, width, "must be a whole number of at least 0")

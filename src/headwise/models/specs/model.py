@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headwise.errors import SpecError
-from headwise.models.specs.base import AttentionSpec, positive
+from headwise.models.specs.base import AttentionSpec, check_positive
 from headwise.models.specs.latent import LatentSpec
 from headwise.models.specs.weights.stored import StoredWeights
 
@@ -46,10 +46,10 @@ class FeedForwardSpec:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size"):
-            positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         for name in ("num_experts", "experts_per_token", "shared_intermediate_size"):
             if (value := getattr(self, name)) is not None:
-                positive(name, value)
+                check_positive(name, value)
         if self.num_experts is None:
             if self.experts_per_token or self.shared_intermediate_size:
                 raise SpecError("num_experts", None, "is required where there are experts")
@@ -87,8 +87,8 @@ class BodySpec:
     streams: int = 1
 
     def __post_init__(self) -> None:
-        positive("vocab_size", self.vocab_size)
-        positive("streams", self.streams)
+        check_positive("vocab_size", self.vocab_size)
+        check_positive("streams", self.streams)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class ModelSpec:
     stored: StoredWeights | None = None
 
     def __post_init__(self) -> None:
-        positive("hidden_size", self.hidden_size)
+        check_positive("hidden_size", self.hidden_size)
         if not self.layers:
             raise SpecError("num_hidden_layers", 0, "must be at least 1")
         if self.body is not None and len(self.body.feed_forward) != len(self.layers):
@@ -164,10 +164,10 @@ class ModelSpec:
 
     def distinct_layers(self) -> list[tuple[AttentionSpec, tuple[int, ...]]]:
         """Each distinct spec and the indices of its layers, in order of first appearance."""
-        return distinct(self.layers)
+        return group_equal_layers(self.layers)
 
 
-def distinct(layers: Sequence[AttentionSpec]) -> list[tuple[AttentionSpec, tuple[int, ...]]]:
+def group_equal_layers(layers: Sequence[AttentionSpec]) -> list[tuple[AttentionSpec, tuple[int, ...]]]:
     """Each distinct spec among ``layers`` and the indices of its layers, in order of first appearance."""
     indices_of: dict[AttentionSpec, list[int]] = {}
     for index, layer in enumerate(layers):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headwise.errors import SpecError
-from headwise.models.specs.base import AttentionSpec, bias_names, positive
+from headwise.models.specs.base import AttentionSpec, bias_names, check_positive
 
 _SIZES = {
     "mamba": ("num_heads", "head_dim", "state_size", "conv_kernel", "dt_rank"),
@@ -65,7 +65,7 @@ class RecurrentSpec(AttentionSpec):
             raise SpecError("form", self.form, f"must be one of {', '.join(_SIZES)}")
         for name in ("num_heads", "head_dim", "state_size", "num_groups", "conv_kernel", "dt_rank"):
             if name in _SIZES[self.form]:
-                positive(name, getattr(self, name))
+                check_positive(name, getattr(self, name))
             elif getattr(self, name) != 0:
                 raise SpecError(name, getattr(self, name), f"must be 0: {self.form} has none")
         projections = () if self.form == "none" else ("in_proj", "conv1d", "out_proj")

@@ -58,9 +58,9 @@ def locate(source: str | Path) -> Source:
         return Source(name, "hub")
     path = Path(source)
     if not (name and _exists(path)):
-        return _named(name)
+        return _source_by_name(name)
     if path.is_dir():
-        return Source(name, "folder", path) if (file := _only_gguf(path)) is None else Source(name, "gguf", file)
+        return Source(name, "folder", path) if (file := _single_gguf(path)) is None else Source(name, "gguf", file)
     if path.suffix == ".gguf":
         return Source(name, "gguf", first_part(path))
     if path.suffix == ".json":
@@ -79,7 +79,7 @@ def _exists(path: Path) -> bool:
     return True
 
 
-def _only_gguf(folder: Path) -> Path | None:
+def _single_gguf(folder: Path) -> Path | None:
     """The file, or the first part, of a folder with one ``.gguf`` model and no config; None for any other folder."""
     try:
         files = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
@@ -88,7 +88,7 @@ def _only_gguf(folder: Path) -> Path | None:
     return files[0] if len(files) == 1 or are_of_one_model(files) else None
 
 
-def _named(name: str) -> Source:
+def _source_by_name(name: str) -> Source:
     if name.lower() == BUNDLED:
         return Source(name, "gguf", bundled_gguf())
     if name.lower() in catalog():

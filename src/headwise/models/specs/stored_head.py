@@ -57,7 +57,7 @@ def with_stored_head(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         The config itself, or a changed copy.
     """
     try:
-        if not _ties(config) or not _has_own_head(_tensors(folder)):
+        if not _ties(config) or not _has_own_head(_folder_tensors(folder)):
             return config
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, HeadwiseError):
         return config
@@ -76,13 +76,13 @@ def _ties(config: dict[str, Any]) -> bool:
 def _has_own_head(tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether a tensor is stored that differs from what it would be tied to."""
     for tied, sources in _TIED:
-        pair = _only(tensors, tied), _only(tensors, sources)
+        pair = _single_tensor(tensors, tied), _single_tensor(tensors, sources)
         if pair[0] is not None and pair[1] is not None and not _are_equal(pair[0], pair[1]):
             return True
     return False
 
 
-def _only(tensors: Mapping[str, StoredTensor], ends: tuple[str, ...]) -> StoredTensor | None:
+def _single_tensor(tensors: Mapping[str, StoredTensor], ends: tuple[str, ...]) -> StoredTensor | None:
     """The one tensor outside layers with one of these ends; None where there are several."""
     found = [
         tensor
@@ -105,7 +105,7 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     return True
 
 
-def _tensors(folder: Path) -> dict[str, StoredTensor]:
+def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a folder's weights; of one that is in two files, that in the file which the index names."""
     named: dict[str, str] = {}
     files = [SINGLE]

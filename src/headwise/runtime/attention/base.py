@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs import AttentionSpec, CompressedSpec, GroupedSpec, RecurrentSpec, mechanism_module
-from headwise.models.specs.base import RopeSpec, positive
+from headwise.models.specs.base import RopeSpec, check_positive
 from headwise.runtime.attention.cache import AttentionCache
 from headwise.runtime.attention.rope import RotaryEmbedding, rotate
 from headwise.runtime.kernels import (
@@ -422,8 +422,8 @@ def default_head_dim(hidden_size: int, num_heads: int) -> int:
     Raises:
         SpecError: that is no whole number.
     """
-    positive("hidden_size", hidden_size)
-    positive("num_heads", num_heads)
+    check_positive("hidden_size", hidden_size)
+    check_positive("num_heads", num_heads)
     if hidden_size % num_heads:
         raise SpecError("num_heads", num_heads, f"must divide hidden_size = {hidden_size}, or give head_dim")
     return hidden_size // num_heads

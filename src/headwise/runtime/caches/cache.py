@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from headwise.errors import ArgumentError
 from headwise.models.checkpoints import family_of, has_family
-from headwise.models.specs import HOSTED_PREFIX, acts
+from headwise.models.specs import HOSTED_PREFIX, hides_tokens
 from headwise.runtime.caches.growing import GrowingLayer, SlidingLayer
 from headwise.runtime.caches.quantized import KiviLayer, QuantizedLayer, TokenwiseLayer, TokenwiseSlidingLayer
 from headwise.runtime.quantization.formats import CacheFormat, EngineFormat, TokenFormat, parse_format
@@ -222,7 +222,7 @@ def _with_room(
     """
     is_read = kernel is not None
     is_sliding = type(layer) is DynamicSlidingWindowLayer
-    if is_sliding and acts(layer.sliding_window, longest):
+    if is_sliding and hides_tokens(layer.sliding_window, longest):
         if isinstance(code, TokenFormat | EngineFormat):
             return TokenwiseSlidingLayer(code, layer.sliding_window, max_length, is_read=is_read)
         return SlidingLayer(layer.sliding_window, max_length)

@@ -45,7 +45,7 @@ def ladder(source: AttentionSpec) -> list[AttentionSpec]:
         designs = _designs(source, layer.cache_values(source), rotary=rotary)
         return list(dict.fromkeys([*_grouped_ladder(source), *_latent_ladder(source), *designs]))
     if isinstance(source, LatentSpec):
-        dense = _dense(source)
+        dense = _as_multi_head(source)
         return [*_grouped_ladder(dense), source, *_designs(dense, layer.cache_values(source), rotary=True)]
     return [source]
 
@@ -62,21 +62,21 @@ def matched(source: AttentionSpec, match: Match) -> list[AttentionSpec]:
         return [source]
     cost: Callable[[AttentionSpec], int] = layer.cache_values if match == "cache" else layer.parameters
     goal = cost(source)
-    candidates = [_nearest(make, cost, goal) for make in _families(source)]
+    candidates = [_nearest_size(make, cost, goal) for make in _makers_by_size(source)]
     others = (spec for spec in candidates if spec is not None and spec.mechanism != source.mechanism)
     return [source, *others]
 
 
-def _families(source: GroupedSpec | LatentSpec) -> list[Callable[[int], AttentionSpec | None]]:
+def _makers_by_size(source: GroupedSpec | LatentSpec) -> list[Callable[[int], AttentionSpec | None]]:
     """For each mechanism, a function that makes a layer of a given size, or None where the size is impossible."""
-    dense = source if isinstance(source, GroupedSpec) else _dense(source)
+    dense = source if isinstance(source, GroupedSpec) else _as_multi_head(source)
     E, H, D = dense.hidden_size, dense.num_heads, dense.head_dim
     rotary = dense.rope is not None or isinstance(source, LatentSpec)
     step = 2 if rotary else 1  # rotation works on pairs
     between = _kv_heads(dense)
 
     def grouped(num_kv_heads: int) -> Callable[[int], AttentionSpec | None]:
-        return lambda size: _widened(dense, num_kv_heads, size * step)
+        return lambda size: _with_head_width(dense, num_kv_heads, size * step)
 
     def latent(size: int) -> LatentSpec:
         bias = ("o_proj",) if "o_proj" in dense.bias else ()
@@ -105,7 +105,7 @@ def _families(source: GroupedSpec | LatentSpec) -> list[Callable[[int], Attentio
     return [grouped(H), *middle, grouped(1), latent, latent_space, expert_latent, single]
 
 
-def _nearest(
+def _nearest_size(
     make: Callable[[int], AttentionSpec | None], cost: Callable[[AttentionSpec], int], goal: int
 ) -> AttentionSpec | None:
     """The layer whose cost is nearest the goal, found by bisection: a larger size never costs less."""
@@ -126,7 +126,7 @@ def _nearest(
     return make(min(around, key=lambda size: abs(around[size] - goal)))
 
 
-def _widened(dense: GroupedSpec, num_kv_heads: int, width: int) -> GroupedSpec:
+def _with_head_width(dense: GroupedSpec, num_kv_heads: int, width: int) -> GroupedSpec:
     """The layer with heads of another width, of which the same share is rotated."""
     rope = dense.rope
     if rope is not None:
@@ -142,7 +142,7 @@ def _kv_heads(dense: GroupedSpec) -> int | None:
     return min(between, key=lambda d: abs(d - dense.num_heads / 4), default=None)
 
 
-def _dense(source: LatentSpec) -> GroupedSpec:
+def _as_multi_head(source: LatentSpec) -> GroupedSpec:
     """The multi-head attention with the heads of an MLA layer."""
     return GroupedSpec(
         hidden_size=source.hidden_size,
@@ -296,13 +296,13 @@ def compare(
     specs = tuple(ladder(original) if match is None else matched(original, match))
     rows = []
     for candidate in specs:
-        stack = spec if candidate == original else _with(spec, candidate)
+        stack = spec if candidate == original else _with_attention(spec, candidate)
         rows.append(
             Row(
                 mechanism=candidate.mechanism,
                 label=candidate.label,
                 is_source=candidate == original,
-                convert_to=_target(original, candidate),
+                convert_to=_convert_arguments(original, candidate),
                 attention_parameters_per_layer=layer.parameters(candidate),
                 prefill_flops=model.attention_flops(stack, context, batch=batch, causal=True),
                 decode_flops=model.attention_flops(stack, 1, context, batch=batch, causal=True),
@@ -340,7 +340,7 @@ def _attention_of(spec: ModelSpec) -> AttentionSpec:
     return attention[0]
 
 
-def _with(spec: ModelSpec, candidate: AttentionSpec) -> ModelSpec:
+def _with_attention(spec: ModelSpec, candidate: AttentionSpec) -> ModelSpec:
     """The model with another attention; each layer keeps its window, and recurrent layers stay as they are."""
     layers = (
         one
@@ -351,7 +351,7 @@ def _with(spec: ModelSpec, candidate: AttentionSpec) -> ModelSpec:
     return replace(spec, layers=tuple(layers), stored=None)
 
 
-def _target(original: AttentionSpec, candidate: AttentionSpec) -> str | None:
+def _convert_arguments(original: AttentionSpec, candidate: AttentionSpec) -> str | None:
     """The arguments of ``headwise convert`` that turn the layer into the candidate, or None."""
     if candidate == original or not isinstance(original, GroupedSpec):
         return None

@@ -161,7 +161,7 @@ def complexity(
         (stage, stage.forward_flops(call, kernel), stage.backward_flops(call, kernel, input_gradient=True))
         for stage in work
     ]
-    per_token = _cached(spec, impl) * value_bytes
+    per_token = _cached_values(spec, impl) * value_bytes
     cached_tokens = layer.held_tokens(spec, new_tokens if total_tokens is None else total_tokens)
     softmax = sum((stage.softmax_flops(call) for stage in work if isinstance(stage, Core)), Size(0))
     return Complexity(
@@ -206,7 +206,7 @@ def _symbols(*amounts: Size) -> dict[str, int]:
     return {name: values[name] for name in (*SYMBOLS, "e") if name in values}
 
 
-def _cached(spec: AttentionSpec, impl: str) -> Size:
+def _cached_values(spec: AttentionSpec, impl: str) -> Size:
     """Values that a token adds to the cache: none in an encoder, every head's where MLA caches decoded keys."""
     if not spec.is_causal:
         return Size(0)

@@ -113,7 +113,9 @@ def _refuse(header: GgufHeader, get: Get, *keys: str) -> None:
             raise SpecError(f"{header.architecture}.{key}", get(key), "is not understood in GGUF")
 
 
-def _number(header: GgufHeader, get: Get, key: str, default: float | None = None, *, whole: bool = False) -> Any:
+def _positive_number(
+    header: GgufHeader, get: Get, key: str, default: float | None = None, *, whole: bool = False
+) -> Any:
     """A finite number above 0, or the default where the key is missing.
 
     Raises:
@@ -127,13 +129,13 @@ def _number(header: GgufHeader, get: Get, key: str, default: float | None = None
     return value
 
 
-def _needed(header: GgufHeader, get: Get, key: str, default: int | None = None) -> int:
+def _required_integer(header: GgufHeader, get: Get, key: str, default: int | None = None) -> int:
     """A whole number above 0.
 
     Raises:
         SpecError: it is none, or missing.
     """
-    value = _number(header, get, key, default, whole=True)
+    value = _positive_number(header, get, key, default, whole=True)
     if value is None:
         raise SpecError(f"{header.architecture}.{key}", None, "is required")
     return int(value)
@@ -161,7 +163,7 @@ def _llama(model_type: str, header: GgufHeader, get: Get) -> dict[str, Any]:
     heads = _heads(header, get)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _theta(get)}
     if get("rope.scaling.type") == "linear":
-        rope |= {"rope_type": "linear", "factor": _number(header, get, "rope.scaling.factor", 1.0)}
+        rope |= {"rope_type": "linear", "factor": _positive_number(header, get, "rope.scaling.factor", 1.0)}
     else:
         _refuse(header, get, "rope.scaling.type")
     if _FREQS in header.factors:
@@ -221,19 +223,19 @@ def _phi3(header: GgufHeader, get: Get) -> dict[str, Any]:
     heads = _heads(header, get, partial=True)
     rotated, head_dim = get("rope.dimension_count"), heads["head_dim"]
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _theta(get)}
-    original = _number(header, get, "rope.scaling.original_context_length", whole=True)
+    original = _positive_number(header, get, "rope.scaling.original_context_length", whole=True)
     if _LONG in header.factors or _SHORT in header.factors:
         long, short = (header.factors.get(name) for name in (_LONG, _SHORT))
         if long is None or short is None:
             raise SpecError("rope_factors", "one of two", "must be given for short and for long texts")
         rope = {"rope_type": "longrope", "rope_theta": _theta(get)}
         rope |= {"long_factor": list(long), "short_factor": list(short)}
-        attention = _number(header, get, "rope.scaling.attn_factor")
+        attention = _positive_number(header, get, "rope.scaling.attn_factor")
         for factors in (long, short):
             if 2 * len(factors) != (rotated or head_dim) or not all(0 < own < math.inf for own in factors):
                 rule = f"must be a factor above 0 for each pair of {rotated or head_dim} rotated dims"
                 raise SpecError("rope_factors", f"{len(factors)} factors", rule)
-        if attention is not None and not _is_usual(attention, original, get("context_length")):
+        if attention is not None and not _is_default_factor(attention, original, get("context_length")):
             rope["attention_factor"] = attention
         if original is not None:
             rope["original_max_position_embeddings"] = original
@@ -249,7 +251,7 @@ def _phi3(header: GgufHeader, get: Get) -> dict[str, Any]:
     return config
 
 
-def _is_usual(attention_factor: Any, original: Any, longest: Any) -> bool:
+def _is_default_factor(attention_factor: Any, original: Any, longest: Any) -> bool:
     """Whether a factor of cos and sin is the one that follows from the lengths, and a config leaves it out."""
     if not all(isinstance(number, int | float) and number > 1 for number in (original, longest)):
         return False
@@ -269,14 +271,14 @@ def _gemma3(header: GgufHeader, get: Get) -> dict[str, Any]:
         raise SpecError("gemma3.rope.scaling.type", get("rope.scaling.type"), "must be linear")
     full: dict[str, Any] = {"rope_type": "default", "rope_theta": float(get("rope.freq_base", 1e6))}
     if get("rope.scaling.type") == "linear":
-        full |= {"rope_type": "linear", "factor": _number(header, get, "rope.scaling.factor", 1.0)}
-    local = {"rope_type": "default", "rope_theta": _number(header, get, "rope.freq_base_swa", 1e4)}
+        full |= {"rope_type": "linear", "factor": _positive_number(header, get, "rope.scaling.factor", 1.0)}
+    local = {"rope_type": "default", "rope_theta": _positive_number(header, get, "rope.freq_base_swa", 1e4)}
     config: dict[str, Any] = {
         "model_type": "gemma3_text",
         **heads,
         "rope_parameters": {"full_attention": full, "sliding_attention": local},
         "query_pre_attn_scalar": heads["head_dim"],
-        "sliding_window": _needed(header, get, "attention.sliding_window"),
+        "sliding_window": _required_integer(header, get, "attention.sliding_window"),
         "final_logit_softcapping": get("final_logit_softcapping") or None,  # 0 is none
         "attention_bias": False,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -285,7 +287,9 @@ def _gemma3(header: GgufHeader, get: Get) -> dict[str, Any]:
         kinds = ["sliding_attention" if (index + 1) % 6 else "full_attention" for index in range(layers)]
         config["layer_types"] = kinds
     if layers == _GEMMA3_27B:
-        width, heads_of_layer = (_needed(header, get, key) for key in ("embedding_length", "attention.head_count"))
+        width, heads_of_layer = (
+            _required_integer(header, get, key) for key in ("embedding_length", "attention.head_count")
+        )
         config["query_pre_attn_scalar"] = width // heads_of_layer
     return config
 
@@ -299,12 +303,12 @@ def _deepseek2(header: GgufHeader, get: Get) -> dict[str, Any]:
         raise SpecError("deepseek2.expert_gating_func", gating, f"must be {_SOFTMAX} or {_SIGMOID}")
     # Files without the lengths of MLA are older, and those of attention are of its heads.
     key = get("attention.key_length_mla", get("attention.key_length"))
-    groups = _needed(header, get, "expert_group_count", 1)
+    groups = _required_integer(header, get, "expert_group_count", 1)
     layers, dense = get("block_count"), get("leading_dense_block_count", 0)
     # A model of dense layers alone has no experts, but its config names the numbers of one.
     has_experts = not (isinstance(layers, int) and isinstance(dense, int) and dense >= layers)
     one = None if has_experts else 1
-    experts = _needed(header, get, "expert_count", one)
+    experts = _required_integer(header, get, "expert_count", one)
     is_v3 = gating == _SIGMOID
     if experts % groups:
         raise SpecError("deepseek2.expert_group_count", groups, f"must divide expert_count = {experts}")
@@ -321,11 +325,11 @@ def _deepseek2(header: GgufHeader, get: Get) -> dict[str, Any]:
         "rope_parameters": _deepseek_rope(header, get),
         "n_routed_experts": experts,
         "n_shared_experts": get("expert_shared_count") or one,
-        "num_experts_per_tok": _needed(header, get, "expert_used_count", one),
-        "moe_intermediate_size": _needed(header, get, "expert_feed_forward_length"),
+        "num_experts_per_tok": _required_integer(header, get, "expert_used_count", one),
+        "moe_intermediate_size": _required_integer(header, get, "expert_feed_forward_length"),
         "first_k_dense_replace": dense,
         "n_group": groups,
-        "topk_group": _needed(header, get, "expert_group_used_count", 1),
+        "topk_group": _required_integer(header, get, "expert_group_used_count", 1),
         "norm_topk_prob": bool(get("expert_weights_norm", False)),
         "routed_scaling_factor": get("expert_weights_scale") or 1.0,  # 0 is no scaling
     }
@@ -339,13 +343,17 @@ def _deepseek_rope(header: GgufHeader, get: Get) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": _theta(get)}
     if get("rope.scaling.type") != "yarn":
         raise SpecError("deepseek2.rope.scaling.type", get("rope.scaling.type"), "must be yarn")
-    rope = {"rope_type": "yarn", "rope_theta": _theta(get), "factor": _number(header, get, "rope.scaling.factor")}
-    rope["original_max_position_embeddings"] = _needed(header, get, "rope.scaling.original_context_length")
-    if (multiplier := _number(header, get, "rope.scaling.yarn_log_multiplier")) is not None:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": _theta(get),
+        "factor": _positive_number(header, get, "rope.scaling.factor"),
+    }
+    rope["original_max_position_embeddings"] = _required_integer(header, get, "rope.scaling.original_context_length")
+    if (multiplier := _positive_number(header, get, "rope.scaling.yarn_log_multiplier")) is not None:
         # The two are equal in every published model, and only one of them is in the file, times 0.1.
         rope["mscale"] = rope["mscale_all_dim"] = round(10 * multiplier, 6)
     for name in ("beta_fast", "beta_slow"):
-        if (value := _number(header, get, f"rope.scaling.yarn_{name}")) is not None:
+        if (value := _positive_number(header, get, f"rope.scaling.yarn_{name}")) is not None:
             rope[name] = value
     return rope
 

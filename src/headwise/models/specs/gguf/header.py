@@ -86,7 +86,7 @@ def read_part_header(path: Path) -> GgufHeader:
             raise CheckpointError(str(path), "not GGUF", "the file must begin with the bytes GGUF")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
-                return _parse(data, path)
+                return _parse_header(data, path)
             except (struct.error, IndexError, UnicodeDecodeError, OverflowError, RecursionError):
                 raise CheckpointError(
                     str(path), f"{len(data)} bytes", "the GGUF header is cut short or damaged"
@@ -146,7 +146,7 @@ class _Reader:
                 self.value(item)
 
 
-def _parse(data: mmap.mmap, path: Path) -> GgufHeader:
+def _parse_header(data: mmap.mmap, path: Path) -> GgufHeader:
     reader = _Reader(data)
     version, tensor_count, entry_count = reader.number("I"), reader.number("Q"), reader.number("Q")
     if version not in (2, 3):
@@ -162,11 +162,11 @@ def _parse(data: mmap.mmap, path: Path) -> GgufHeader:
         raise IndexError
     start = -(-reader.position // alignment) * alignment
     tensors = {name: GgufTensor(name, shape, kind, start + offset, path) for name, shape, kind, offset in table}
-    factors = {name: _floats(data, tensors.pop(name)) for name in _FACTORS if name in tensors}
+    factors = {name: _read_floats(data, tensors.pop(name)) for name in _FACTORS if name in tensors}
     return GgufHeader(metadata, tensors, factors, (path,))
 
 
-def _floats(data: mmap.mmap, tensor: GgufTensor) -> tuple[float, ...]:
+def _read_floats(data: mmap.mmap, tensor: GgufTensor) -> tuple[float, ...]:
     """Read a vector of float32.
 
     Raises:
@@ -248,7 +248,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
         return named
     files = _part_files(path, count)
     parts = [named if file == path else read_part_header(file) for file in files]
-    return _joined(parts)
+    return _join_headers(parts)
 
 
 def _part_files(path: Path, count: object) -> list[Path]:
@@ -274,7 +274,7 @@ def _part_name(stem: str, number: int, count: int) -> str:
     return f"{stem}-{number:05d}-of-{count:05d}.gguf"
 
 
-def _joined(parts: Sequence[GgufHeader]) -> GgufHeader:
+def _join_headers(parts: Sequence[GgufHeader]) -> GgufHeader:
     """The header of the whole model, of the headers of its parts in the order of their names.
 
     Raises:

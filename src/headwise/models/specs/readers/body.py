@@ -9,11 +9,11 @@ from headwise.models.specs.model import BodySpec, FeedForwardSpec
 from headwise.models.specs.readers.fields import (
     Config,
     MissingFieldError,
-    count,
-    flag,
-    integer,
-    listed,
-    optional_integer,
+    read_count,
+    read_flag,
+    read_integer,
+    read_layer_types,
+    read_optional_integer,
 )
 
 FeedForward = tuple[FeedForwardSpec | None, ...]
@@ -44,9 +44,9 @@ def read_body(
         head_bias: whether the head has a bias.
     """
     return BodySpec(
-        vocab_size=integer(config, "vocab_size"),
+        vocab_size=read_integer(config, "vocab_size"),
         feed_forward=feed_forward,
-        tied=flag(config, "tie_word_embeddings", tied),
+        tied=read_flag(config, "tie_word_embeddings", tied),
         norms=norms,
         norm_vectors=norm_vectors,
         positions=positions,
@@ -54,7 +54,7 @@ def read_body(
     )
 
 
-def dense(
+def dense_rule(
     width: str = "intermediate_size", *, gated: bool = True, bias: str | None = None, bias_absent: bool = False
 ) -> Rule:
     """A rule for one dense network in every layer.
@@ -68,17 +68,17 @@ def dense(
 
     def rule(config: Config, num_layers: int) -> FeedForward:
         network = FeedForwardSpec(
-            hidden_size=integer(config, "hidden_size"),
-            intermediate_size=integer(config, width),
+            hidden_size=read_integer(config, "hidden_size"),
+            intermediate_size=read_integer(config, width),
             gated=gated,
-            bias=bias is not None and flag(config, bias, bias_absent),
+            bias=bias is not None and read_flag(config, bias, bias_absent),
         )
         return (network,) * num_layers
 
     return rule
 
 
-def experts(*, count: str = "num_local_experts", bias: bool = False, score_correction: bool = False) -> Rule:
+def experts_rule(*, count: str = "num_local_experts", bias: bool = False, score_correction: bool = False) -> Rule:
     """A rule for experts in every layer, each ``intermediate_size`` wide.
 
     Args:
@@ -89,11 +89,11 @@ def experts(*, count: str = "num_local_experts", bias: bool = False, score_corre
 
     def rule(config: Config, num_layers: int) -> FeedForward:
         network = FeedForwardSpec(
-            hidden_size=integer(config, "hidden_size"),
-            intermediate_size=integer(config, "intermediate_size"),
+            hidden_size=read_integer(config, "hidden_size"),
+            intermediate_size=read_integer(config, "intermediate_size"),
             bias=bias,
-            num_experts=integer(config, count),
-            experts_per_token=integer(config, "num_experts_per_tok"),
+            num_experts=read_integer(config, count),
+            experts_per_token=read_integer(config, "num_experts_per_tok"),
             router_bias=bias,
             score_correction=score_correction,
         )
@@ -102,7 +102,7 @@ def experts(*, count: str = "num_local_experts", bias: bool = False, score_corre
     return rule
 
 
-def qwen_experts(*, shared: bool, dense_layers: bool = True) -> Rule:
+def qwen_experts_rule(*, shared: bool, dense_layers: bool = True) -> Rule:
     """Qwen's rule: experts in every ``decoder_sparse_step``-th layer except ``mlp_only_layers``.
 
     Args:
@@ -112,26 +112,28 @@ def qwen_experts(*, shared: bool, dense_layers: bool = True) -> Rule:
 
     def rule(config: Config, num_layers: int) -> FeedForward:
         sparse = FeedForwardSpec(
-            hidden_size=integer(config, "hidden_size"),
-            intermediate_size=integer(config, "moe_intermediate_size"),
-            num_experts=integer(config, "num_experts", "num_local_experts"),
-            experts_per_token=integer(config, "num_experts_per_tok"),
-            shared_intermediate_size=integer(config, "shared_expert_intermediate_size") if shared else None,
+            hidden_size=read_integer(config, "hidden_size"),
+            intermediate_size=read_integer(config, "moe_intermediate_size"),
+            num_experts=read_integer(config, "num_experts", "num_local_experts"),
+            experts_per_token=read_integer(config, "num_experts_per_tok"),
+            shared_intermediate_size=read_integer(config, "shared_expert_intermediate_size") if shared else None,
             shared_gate=shared,
         )
         if not dense_layers:
             return (sparse,) * num_layers
-        step = optional_integer(config, "decoder_sparse_step") or 1
+        step = read_optional_integer(config, "decoder_sparse_step") or 1
         without = config.get("mlp_only_layers") or []
         if not isinstance(without, list) or any(type(index) is not int for index in without):
             raise SpecError("mlp_only_layers", without, "must list layer numbers")
         is_sparse = [i not in without and (i + 1) % step == 0 for i in range(num_layers)]
-        return mixture(config, sparse, is_sparse)
+        return experts_or_dense(config, sparse, is_sparse)
 
     return rule
 
 
-def deepseek_experts(*, first_dense: int | None = None, score_correction: bool = True, by_type: bool = False) -> Rule:
+def deepseek_experts_rule(
+    *, first_dense: int | None = None, score_correction: bool = True, by_type: bool = False
+) -> Rule:
     """DeepSeek's rule: the first layers dense, then routed experts beside shared ones of the same width.
 
     Args:
@@ -141,61 +143,61 @@ def deepseek_experts(*, first_dense: int | None = None, score_correction: bool =
     """
 
     def rule(config: Config, num_layers: int) -> FeedForward:
-        width = integer(config, "moe_intermediate_size")
-        shared = count(config, "n_shared_experts", count(config, "num_shared_experts", 0))
+        width = read_integer(config, "moe_intermediate_size")
+        shared = read_count(config, "n_shared_experts", read_count(config, "num_shared_experts", 0))
         sparse = FeedForwardSpec(
-            hidden_size=integer(config, "hidden_size"),
+            hidden_size=read_integer(config, "hidden_size"),
             intermediate_size=width,
-            num_experts=integer(config, "n_routed_experts", "num_experts", "num_local_experts"),
-            experts_per_token=integer(config, "num_experts_per_tok", "num_experts_per_token"),
+            num_experts=read_integer(config, "n_routed_experts", "num_experts", "num_local_experts"),
+            experts_per_token=read_integer(config, "num_experts_per_tok", "num_experts_per_token"),
             shared_intermediate_size=shared * width or None,
             score_correction=score_correction,
         )
-        types = listed(config, "mlp_layer_types", num_layers, {"dense": "dense", "sparse": "sparse"})
+        types = read_layer_types(config, "mlp_layer_types", num_layers, {"dense": "dense", "sparse": "sparse"})
         if by_type and types is not None:
-            return mixture(config, sparse, [name == "sparse" for name in types])
+            return experts_or_dense(config, sparse, [name == "sparse" for name in types])
         if config.get("moe_layer_freq", 1) != 1:
             raise MissingFieldError("moe_layer_freq", config["moe_layer_freq"], "is understood only as 1")
         if first_dense is None and config.get("first_k_dense_replace") is None:
             raise MissingFieldError("first_k_dense_replace", None, "is required in config.json")
-        first = count(config, "first_k_dense_replace", first_dense or 0)
-        return mixture(config, sparse, [i >= first for i in range(num_layers)])
+        first = read_count(config, "first_k_dense_replace", first_dense or 0)
+        return experts_or_dense(config, sparse, [i >= first for i in range(num_layers)])
 
     return rule
 
 
 def llama4_experts(config: Config, num_layers: int) -> FeedForward:
     """Llama 4's rule: experts in ``moe_layers``, or every ``interleave_moe_layer_step``-th layer."""
-    width = integer(config, "intermediate_size")
+    width = read_integer(config, "intermediate_size")
     sparse = FeedForwardSpec(
-        hidden_size=integer(config, "hidden_size"),
+        hidden_size=read_integer(config, "hidden_size"),
         intermediate_size=width,
-        num_experts=integer(config, "num_local_experts"),
-        experts_per_token=integer(config, "num_experts_per_tok"),
+        num_experts=read_integer(config, "num_local_experts"),
+        experts_per_token=read_integer(config, "num_experts_per_tok"),
         shared_intermediate_size=width,
     )
     listed_layers = config.get("moe_layers")
     if listed_layers is None:
-        step = optional_integer(config, "interleave_moe_layer_step") or 1
+        step = read_optional_integer(config, "interleave_moe_layer_step") or 1
         listed_layers = [*range(step - 1, num_layers, step)]
-    is_sparse = in_list("moe_layers", listed_layers, num_layers)
-    return mixture(config, sparse, is_sparse, width="intermediate_size_mlp")
+    is_sparse = are_in_list("moe_layers", listed_layers, num_layers)
+    return experts_or_dense(config, sparse, is_sparse, width="intermediate_size_mlp")
 
 
-def in_list(name: str, found: object, num_layers: int) -> list[bool]:
+def are_in_list(name: str, found: object, num_layers: int) -> list[bool]:
     """Whether each layer is in a list of layer numbers, a field of a config."""
     if not isinstance(found, list) or any(type(index) is not int or not 0 <= index < num_layers for index in found):
         raise SpecError(name, found, f"must list layer numbers below {num_layers}")
     return [index in found for index in range(num_layers)]
 
 
-def mixture(
+def experts_or_dense(
     config: Config, sparse: FeedForwardSpec, is_sparse: Sequence[bool], *, width: str = "intermediate_size"
 ) -> FeedForward:
     """Experts in the layers where ``is_sparse``, and in the others a dense network, whose width a field has."""
     if all(is_sparse):
         return (sparse,) * len(is_sparse)
     plain = FeedForwardSpec(
-        hidden_size=sparse.hidden_size, intermediate_size=integer(config, width), gated=sparse.gated
+        hidden_size=sparse.hidden_size, intermediate_size=read_integer(config, width), gated=sparse.gated
     )
     return tuple(sparse if layer else plain for layer in is_sparse)

@@ -13,12 +13,12 @@ from headwise.models.specs.readers.body import read_body
 from headwise.models.specs.readers.fields import (
     Config,
     Reader,
-    count,
-    integer,
-    listed,
-    num_layers,
-    optional_integer,
-    refuse,
+    read_count,
+    read_integer,
+    read_layer_types,
+    read_num_layers,
+    read_optional_integer,
+    refuse_value,
 )
 from headwise.models.specs.readers.positions import read_rope
 
@@ -28,18 +28,18 @@ _RATES = {_SPARSE: 4, _HEAVY: 128}
 
 
 def _layers(config: Config) -> tuple[AttentionSpec, ...]:
-    refuse(config, "num_key_value_heads", unless=(None, 1), rule="must be 1: all heads share one key")
+    refuse_value(config, "num_key_value_heads", unless=(None, 1), rule="must be 1: all heads share one key")
     for name in ("attention_bias", "mlp_bias"):
-        refuse(config, name, unless=(None, False), rule="is not understood in a deepseek_v4 model")
-    refuse(config, "n_shared_experts", unless=(None, 1), rule="is understood only as 1")
+        refuse_value(config, name, unless=(None, False), rule="is not understood in a deepseek_v4 model")
+    refuse_value(config, "n_shared_experts", unless=(None, 1), rule="is understood only as 1")
     plain = CompressedSpec(
-        hidden_size=integer(config, "hidden_size"),
-        num_heads=integer(config, "num_attention_heads"),
-        head_dim=integer(config, "head_dim"),
-        q_lora_rank=integer(config, "q_lora_rank"),
-        output_groups=integer(config, "o_groups"),
-        o_lora_rank=integer(config, "o_lora_rank"),
-        window=integer(config, "sliding_window"),
+        hidden_size=read_integer(config, "hidden_size"),
+        num_heads=read_integer(config, "num_attention_heads"),
+        head_dim=read_integer(config, "head_dim"),
+        q_lora_rank=read_integer(config, "q_lora_rank"),
+        output_groups=read_integer(config, "o_groups"),
+        o_lora_rank=read_integer(config, "o_lora_rank"),
+        window=read_integer(config, "sliding_window"),
     )
     rates = _rates(config)
     rope = {kind: _rope(config, plain.head_dim, kind) for kind in ("main", "compress")}
@@ -50,9 +50,9 @@ def _layers(config: Config) -> tuple[AttentionSpec, ...]:
         _SPARSE: replace(
             heavy,
             rate=rates[_SPARSE],
-            index_topk=integer(config, "index_topk"),
-            index_n_heads=integer(config, "index_n_heads"),
-            index_head_dim=integer(config, "index_head_dim"),
+            index_topk=read_integer(config, "index_topk"),
+            index_n_heads=read_integer(config, "index_n_heads"),
+            index_head_dim=read_integer(config, "index_head_dim"),
         ),
     }
     return tuple(specs[name] for name in _layer_types(config, rates))
@@ -65,7 +65,7 @@ def _rates(config: Config) -> dict[str, int]:
         raise SpecError("compress_rates", found, "must be a JSON object")
     older = {_SPARSE: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
     rates = {
-        name: optional_integer(config, older[name]) or optional_integer(found, name) or usual
+        name: read_optional_integer(config, older[name]) or read_optional_integer(found, name) or usual
         for name, usual in _RATES.items()
     }
     if rates[_SPARSE] == rates[_HEAVY]:
@@ -79,8 +79,8 @@ def _is_rate(ratio: object, by_rate: Mapping[int, str]) -> bool:
 
 def _layer_types(config: Config, rates: dict[str, int]) -> list[str]:
     """Each layer's type: as listed, or by its number of tokens in an entry, or those of DeepSeek-V4-Pro."""
-    layers = num_layers(config)
-    if (types := listed(config, "layer_types", layers, _TYPES)) is not None:
+    layers = read_num_layers(config)
+    if (types := read_layer_types(config, "layer_types", layers, _TYPES)) is not None:
         return types
     by_rate = {0: _SLIDING, **{rate: name for name, rate in rates.items()}}
     ratios = config.get("compress_ratios")
@@ -98,7 +98,7 @@ def _rope(config: Config, head_dim: int, kind: str) -> RopeSpec:
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise SpecError("rope_parameters", given, "must be a JSON object")
-    rotated = optional_integer(config, "qk_rope_head_dim")
+    rotated = read_optional_integer(config, "qk_rope_head_dim")
     part = config.get("partial_rotary_factor") or (1 / 8 if rotated is None else rotated / head_dim)
     if isinstance(given.get("main"), Mapping) and isinstance(given.get("compress"), Mapping):
         own = {**given[kind]}
@@ -118,23 +118,23 @@ def _rope(config: Config, head_dim: int, kind: str) -> RopeSpec:
 
 
 def _body(config: Config, layers: int) -> BodySpec:
-    width = integer(config, "moe_intermediate_size")
+    width = read_integer(config, "moe_intermediate_size")
     chosen = FeedForwardSpec(
-        hidden_size=integer(config, "hidden_size"),
+        hidden_size=read_integer(config, "hidden_size"),
         intermediate_size=width,
-        num_experts=integer(config, "n_routed_experts", "num_local_experts"),
-        experts_per_token=integer(config, "num_experts_per_tok"),
+        num_experts=read_integer(config, "n_routed_experts", "num_local_experts"),
+        experts_per_token=read_integer(config, "num_experts_per_tok"),
         shared_intermediate_size=width,
         score_correction=True,
     )
     # A token's id chooses its experts in the first layers, and nothing balances them.
     hashed = replace(chosen, score_correction=False)
-    types = listed(config, "mlp_layer_types", layers, {"hash_moe": "hash_moe", "moe": "moe"})
+    types = read_layer_types(config, "mlp_layer_types", layers, {"hash_moe": "hash_moe", "moe": "moe"})
     if types is None:
-        first = count(config, "num_hash_layers", 3)
+        first = read_count(config, "num_hash_layers", 3)
         types = ["hash_moe" if index < first else "moe" for index in range(layers)]
     networks = tuple(hashed if name == "hash_moe" else chosen for name in types)
-    return replace(read_body(config, networks), streams=optional_integer(config, "hc_mult") or 4)
+    return replace(read_body(config, networks), streams=read_optional_integer(config, "hc_mult") or 4)
 
 
 READERS = {"deepseek_v4": Reader(_layers, _body)}

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from headwise.errors import SpecError
-from headwise.models.specs.base import AttentionSpec, is_finite, positive, positive_number
+from headwise.models.specs.base import AttentionSpec, check_positive, check_positive_number, is_finite
 from headwise.models.specs.model import BodySpec
 
 Config = Mapping[str, Any]
@@ -39,31 +39,33 @@ class Reader(NamedTuple):
     cross: Callable[[Config], tuple[AttentionSpec, ...]] | None = None
 
 
-def integer(config: Config, *names: str) -> int:
+def read_integer(config: Config, *names: str) -> int:
     """Read a positive whole number, from the first of several names that is present."""
-    value = optional_integer(config, *names)
+    value = read_optional_integer(config, *names)
     if value is None:
         raise MissingFieldError(names[0], None, "is required in config.json")
     return value
 
 
-def optional_integer(config: Config, *names: str, absent: int | None = None) -> int | None:
-    """Read as `integer`; ``absent``, a family's default, where no name is there, and None where they are null."""
+def read_optional_integer(config: Config, *names: str, absent: int | None = None) -> int | None:
+    """Read as `read_integer`; ``absent``, a family's default, where no name is there, and None where one is null."""
     for name in names:
         value = config.get(name)
         if value is not None:
-            positive(name, value)
+            check_positive(name, value)
             return int(value)
     return None if any(name in config for name in names) else absent
 
 
-def head_dim_of(config: Config, absent: int | None = None) -> int:
+def read_head_dim(config: Config, absent: int | None = None) -> int:
     """Read ``head_dim``; where it is absent it is the family's default, or without one E/H."""
-    head_dim = optional_integer(config, "head_dim", absent=absent)
-    return head_dim or divide(integer(config, "hidden_size"), integer(config, "num_attention_heads"))
+    head_dim = read_optional_integer(config, "head_dim", absent=absent)
+    return head_dim or divided_head_dim(
+        read_integer(config, "hidden_size"), read_integer(config, "num_attention_heads")
+    )
 
 
-def count(config: Config, name: str, absent: int) -> int:
+def read_count(config: Config, name: str, absent: int) -> int:
     """Read a whole number that may be 0; ``absent`` where it is not there or null."""
     value = config.get(name)
     if value is None:
@@ -73,22 +75,22 @@ def count(config: Config, name: str, absent: int) -> int:
     return value
 
 
-def optional_number(config: Config, name: str, absent: float | None = None) -> float | None:
+def read_optional_number(config: Config, name: str, absent: float | None = None) -> float | None:
     """Read a number above 0; ``absent`` where it is not there, None where it is null."""
     value = config.get(name, absent)
     if value is not None:
-        positive_number(name, value)
+        check_positive_number(name, value)
     return None if value is None else float(value)
 
 
-def number(name: str, value: Any) -> float:
+def check_number(name: str, value: Any) -> float:
     """Check that a value is a finite number, and return it as a float."""
     if isinstance(value, bool) or not is_finite(value):
         raise SpecError(name, value, "must be a number")
     return float(value)
 
 
-def flag(config: Config, name: str, default: bool) -> bool:
+def read_flag(config: Config, name: str, default: bool) -> bool:
     """Read true or false; ``default`` where it is not there or null."""
     value = config.get(name)
     if value is None:
@@ -98,7 +100,7 @@ def flag(config: Config, name: str, default: bool) -> bool:
     return value
 
 
-def listed(config: Config, name: str, num_layers: int, meanings: Mapping[str, str]) -> list[str] | None:
+def read_layer_types(config: Config, name: str, num_layers: int, meanings: Mapping[str, str]) -> list[str] | None:
     """Read a list with a word for each layer, and return what ``meanings`` maps them to; None where it is absent."""
     words = config.get(name)
     if words is None:
@@ -111,21 +113,21 @@ def listed(config: Config, name: str, num_layers: int, meanings: Mapping[str, st
     return [meanings[word] for word in words]
 
 
-def num_layers(config: Config, *names: str) -> int:
+def read_num_layers(config: Config, *names: str) -> int:
     """Read the number of layers; as a spec is made for each, an absurd number is an error."""
-    value = integer(config, *(names or ("num_hidden_layers", "n_layer", "n_layers")))
-    positive("num_hidden_layers", value, most=_MAX_LAYERS)
+    value = read_integer(config, *(names or ("num_hidden_layers", "n_layer", "n_layers")))
+    check_positive("num_hidden_layers", value, most=_MAX_LAYERS)
     return value
 
 
-def divide(hidden_size: int, num_heads: int) -> int:
+def divided_head_dim(hidden_size: int, num_heads: int) -> int:
     """The head dim of a family whose heads divide the hidden size among them."""
     if hidden_size % num_heads:
         raise SpecError("num_attention_heads", num_heads, f"must divide hidden_size = {hidden_size}")
     return hidden_size // num_heads
 
 
-def refuse(config: Config, name: str, *, unless: tuple[Any, ...], rule: str) -> None:
+def refuse_value(config: Config, name: str, *, unless: tuple[Any, ...], rule: str) -> None:
     """Raise a `SpecError` where a field holds a value that is not null and not among ``unless``."""
     if (value := config.get(name)) is not None and value not in unless:
         raise SpecError(name, value, rule)

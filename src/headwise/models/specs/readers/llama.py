@@ -12,17 +12,23 @@ from headwise.models.specs.base import AttentionSpec
 from headwise.models.specs.grouped import GroupedSpec, grouped_bias
 from headwise.models.specs.model import BodySpec
 from headwise.models.specs.readers.body import Rule as FeedForwardRule
-from headwise.models.specs.readers.body import deepseek_experts, dense, experts, llama4_experts, qwen_experts
+from headwise.models.specs.readers.body import (
+    deepseek_experts_rule,
+    dense_rule,
+    experts_rule,
+    llama4_experts,
+    qwen_experts_rule,
+)
 from headwise.models.specs.readers.body import read_body as read_around
 from headwise.models.specs.readers.fields import (
     Config,
     Reader,
-    divide,
-    flag,
-    integer,
-    num_layers,
-    optional_integer,
-    optional_number,
+    divided_head_dim,
+    read_flag,
+    read_integer,
+    read_num_layers,
+    read_optional_integer,
+    read_optional_number,
 )
 from headwise.models.specs.readers.positions import (
     CHUNKED,
@@ -31,18 +37,18 @@ from headwise.models.specs.readers.positions import (
     Windows,
     above_max_window_layers,
     all_layers,
-    chunks,
-    every_layer,
-    every_nth_full,
     must_be_listed,
     no_window,
     read_rope,
-    switched,
     upper_layers,
+    window_but_every_nth,
+    window_in_every_layer,
+    windows_of_chunks,
+    windows_with_switch,
 )
 from headwise.models.specs.readers.positions import Rule as WindowsRule
 
-_GATED = dense()
+_GATED = dense_rule()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +79,7 @@ class Family:
 
     kv_heads: int | None = None
     head_dim: int | None = None
-    bias: Callable[[Config], bool | str | tuple[str, ...]] = lambda config: flag(config, "attention_bias", False)
+    bias: Callable[[Config], bool | str | tuple[str, ...]] = lambda config: read_flag(config, "attention_bias", False)
     qk_norm: str | None = None
     qk_norm_switch: str | None = None
     rope_required: bool = False
@@ -92,23 +98,23 @@ class Family:
 def read_layers(family: Family, config: Config) -> tuple[AttentionSpec, ...]:
     """Read the attention of each layer."""
     for name in family.refused:
-        if flag(config, name, False):
+        if read_flag(config, name, False):
             raise SpecError(name, True, f"is not understood in a {config['model_type']} model")
     if family.rope_required and not (config.get("rope_parameters") or config.get("rope_scaling")):
         raise SpecError("rope_parameters", None, f"is required in a {config['model_type']} config.json")
-    num_heads = integer(config, "num_attention_heads")
-    hidden_size = integer(config, "hidden_size")
-    head_dim = optional_integer(config, "head_dim", absent=family.head_dim)
+    num_heads = read_integer(config, "num_attention_heads")
+    hidden_size = read_integer(config, "hidden_size")
+    head_dim = read_optional_integer(config, "head_dim", absent=family.head_dim)
     if head_dim is None:
-        head_dim = divide(hidden_size, num_heads)
-    num_kv_heads = optional_integer(config, "num_key_value_heads", absent=family.kv_heads)
-    layer_windows = family.windows(config, num_layers(config))
-    has_norm = family.qk_norm_switch is None or flag(config, family.qk_norm_switch, False)
+        head_dim = divided_head_dim(hidden_size, num_heads)
+    num_kv_heads = read_optional_integer(config, "num_key_value_heads", absent=family.kv_heads)
+    layer_windows = family.windows(config, read_num_layers(config))
+    has_norm = family.qk_norm_switch is None or read_flag(config, family.qk_norm_switch, False)
     qk_norm = family.qk_norm if has_norm else None
     # The field is read only in families that have a softcap.
     softcap = None
     if family.softcap is not None:
-        softcap = optional_number(config, "attn_logit_softcapping", absent=family.softcap)
+        softcap = read_optional_number(config, "attn_logit_softcapping", absent=family.softcap)
 
     def layer(window: int | None, unrotated: bool) -> GroupedSpec:
         layer_type = FULL if window is None else SLIDING
@@ -139,7 +145,7 @@ def read_body(family: Family, config: Config, layers: int) -> BodySpec:
 
 def _bias(name: str, default: bool, covers: bool | str = True) -> Callable[[Config], bool | str]:
     """A reader of a switch that gives ``covers`` a bias."""
-    return lambda config: covers if flag(config, name, default) else False
+    return lambda config: covers if read_flag(config, name, default) else False
 
 
 def _no_bias(config: Config) -> bool:
@@ -151,24 +157,24 @@ def _qkv(config: Config) -> str:
 
 
 def _seed_bias(config: Config) -> tuple[str, ...]:
-    qkv = ("q_proj", "k_proj", "v_proj") if flag(config, "attention_bias", True) else ()
-    return (*qkv, "o_proj") if flag(config, "attention_out_bias", False) else qkv
+    qkv = ("q_proj", "k_proj", "v_proj") if read_flag(config, "attention_bias", True) else ()
+    return (*qkv, "o_proj") if read_flag(config, "attention_out_bias", False) else qkv
 
 
 def _scalar(config: Config) -> float | None:
-    scalar = optional_number(config, "query_pre_attn_scalar", absent=256.0)
+    scalar = read_optional_number(config, "query_pre_attn_scalar", absent=256.0)
     return None if scalar is None else float(scalar**-0.5)
 
 
 def _multiplier(config: Config) -> float | None:
-    return optional_number(config, "attention_multiplier", absent=1.0)
+    return read_optional_number(config, "attention_multiplier", absent=1.0)
 
 
 def _unrotated_layers(config: Config, windows: Windows) -> list[bool]:
     """SmolLM3, Llama 4: a 0 in ``no_rope_layers`` marks a layer without positions."""
     flags, layers = config.get("no_rope_layers"), len(windows)
     if flags is None or (flags == [] and config["model_type"] == "llama4_text"):
-        interval = optional_integer(config, "no_rope_layer_interval") or 4
+        interval = read_optional_integer(config, "no_rope_layer_interval") or 4
         return [(i + 1) % interval == 0 for i in range(layers)]
     if not isinstance(flags, list) or len(flags) != layers or any(flag not in (0, 1) for flag in flags):
         raise SpecError("no_rope_layers", flags, f"must list 0 or 1 for each of {layers} layers")
@@ -194,10 +200,10 @@ def _smollm3_windows(config: Config, layers: int) -> Windows:
         is_unrotated = _unrotated_layers(config, [None] * layers)
         return [SLIDING if unrotated else FULL for unrotated in is_unrotated]
 
-    return switched(unrotated)(config, layers)
+    return windows_with_switch(unrotated)(config, layers)
 
 
-_QWEN_WINDOWS = switched(partial(upper_layers, absent=28), absent=4096)
+_QWEN_WINDOWS = windows_with_switch(partial(upper_layers, absent=28), absent=4096)
 _GEMMA: dict[str, Any] = {"head_dim": 256, "refused": ("use_bidirectional_attention",)}
 _FOUR_NORMS = {"norms": 4, "tied": True}
 _PHI3_KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
@@ -210,82 +216,84 @@ _GLM: dict[str, Any] = {
 }
 
 FAMILIES = {
-    "llama": Family(feed_forward=dense(bias="mlp_bias")),
+    "llama": Family(feed_forward=dense_rule(bias="mlp_bias")),
     "llama4_text": Family(
         kv_heads=8,
         head_dim=128,
-        windows=chunks(_llama4_types, absent=8192),
+        windows=windows_of_chunks(_llama4_types, absent=8192),
         chunked=True,
         rope={"theta": 5e5, "interleaved": True},
         unrotated=_unrotated_layers,
         feed_forward=llama4_experts,
     ),
-    "mistral": Family(kv_heads=8, bias=_no_bias, windows=every_layer(absent=4096)),
-    "ministral": Family(kv_heads=8, bias=_no_bias, windows=every_layer(absent=4096)),
+    "mistral": Family(kv_heads=8, bias=_no_bias, windows=window_in_every_layer(absent=4096)),
+    "ministral": Family(kv_heads=8, bias=_no_bias, windows=window_in_every_layer(absent=4096)),
     "ministral3": Family(
         kv_heads=8,
         head_dim=128,
         bias=_no_bias,
         rope_required=True,
-        windows=every_layer(),
+        windows=window_in_every_layer(),
     ),
-    "mixtral": Family(kv_heads=8, windows=every_layer(), rope={"theta": 1e6}, feed_forward=experts(), bias=_no_bias),
+    "mixtral": Family(
+        kv_heads=8, windows=window_in_every_layer(), rope={"theta": 1e6}, feed_forward=experts_rule(), bias=_no_bias
+    ),
     "qwen2": Family(bias=_qkv, windows=_QWEN_WINDOWS),
     "qwen2_moe": Family(
         bias=_bias("qkv_bias", True, "qkv"),
-        windows=switched(must_be_listed, absent=4096),
-        feed_forward=qwen_experts(shared=True),
+        windows=windows_with_switch(must_be_listed, absent=4096),
+        feed_forward=qwen_experts_rule(shared=True),
     ),
     "qwen3": Family(head_dim=128, qk_norm="head", windows=_QWEN_WINDOWS),
     "qwen3_moe": Family(
         kv_heads=4,
         qk_norm="head",
-        windows=switched(all_layers, absent=4096),
-        feed_forward=qwen_experts(shared=False),
+        windows=windows_with_switch(all_layers, absent=4096),
+        feed_forward=qwen_experts_rule(shared=False),
     ),
     "gemma": Family(**_GEMMA, around={"tied": True}),
     "gemma2": Family(
-        **_GEMMA, kv_heads=4, scale=_scalar, softcap=50.0, windows=every_nth_full(2), around=_FOUR_NORMS
+        **_GEMMA, kv_heads=4, scale=_scalar, softcap=50.0, windows=window_but_every_nth(2), around=_FOUR_NORMS
     ),
     "gemma3_text": Family(
         **_GEMMA,
         kv_heads=4,
         qk_norm="head",
         scale=_scalar,
-        windows=every_nth_full(6, field="sliding_window_pattern"),
+        windows=window_but_every_nth(6, field="sliding_window_pattern"),
         rope={"theta": 1e6, "local": ("rope_local_base_freq", 1e4)},
         around=_FOUR_NORMS,
     ),
-    "phi3": Family(bias=_no_bias, windows=every_layer(), rope={"fraction": 1.0, "kinds": _PHI3_KINDS}),
+    "phi3": Family(bias=_no_bias, windows=window_in_every_layer(), rope={"fraction": 1.0, "kinds": _PHI3_KINDS}),
     "gpt_oss": Family(
         kv_heads=8,
         head_dim=64,
         bias=_bias("attention_bias", True),
         sinks=True,
-        windows=every_nth_full(2),
+        windows=window_but_every_nth(2),
         rope={"theta": 150000.0},
         rope_required=True,
-        feed_forward=experts(bias=True),
+        feed_forward=experts_rule(bias=True),
     ),
     "olmo": Family(around={"norm_vectors": 0}),
     "olmo2": Family(qk_norm="full"),
-    "olmo3": Family(qk_norm="full", windows=every_nth_full(4), rope={"theta": 5e5, "local": ("", 5e5)}),
-    "olmoe": Family(qk_norm="full", feed_forward=experts(count="num_experts")),
-    "granite": Family(scale=_multiplier, feed_forward=dense(bias="mlp_bias")),
-    "granitemoe": Family(scale=_multiplier, feed_forward=experts()),
+    "olmo3": Family(qk_norm="full", windows=window_but_every_nth(4), rope={"theta": 5e5, "local": ("", 5e5)}),
+    "olmoe": Family(qk_norm="full", feed_forward=experts_rule(count="num_experts")),
+    "granite": Family(scale=_multiplier, feed_forward=dense_rule(bias="mlp_bias")),
+    "granitemoe": Family(scale=_multiplier, feed_forward=experts_rule()),
     "smollm3": Family(
         kv_heads=4,
         windows=_smollm3_windows,
         rope={"theta": 2e6},
         unrotated=_unrotated_layers,
-        feed_forward=dense(bias="mlp_bias"),
+        feed_forward=dense_rule(bias="mlp_bias"),
         around={"tied": True},
     ),
     "starcoder2": Family(
         kv_heads=2,
         bias=_bias("use_bias", True),
-        windows=every_layer(),
-        feed_forward=dense(gated=False, bias="use_bias", bias_absent=True),
+        windows=window_in_every_layer(),
+        feed_forward=dense_rule(gated=False, bias="use_bias", bias_absent=True),
         around={"norm_vectors": 2, "tied": True},
     ),
     "stablelm": Family(
@@ -297,7 +305,7 @@ FAMILIES = {
         refused=("use_qk_norm",), rope={"theta": 5e5, "interleaved": True}, around={"norms": 1, "tied": True}
     ),
     "cohere2": Family(
-        windows=every_nth_full(4, field="sliding_window_pattern"),
+        windows=window_but_every_nth(4, field="sliding_window_pattern"),
         rope={"interleaved": True},
         unrotated=_full_unrotated,
         around={"norms": 1, "tied": True},
@@ -309,27 +317,29 @@ FAMILIES = {
         qk_norm="head",
         qk_norm_switch="use_qk_norm",
         rope={"fraction": 0.5},
-        feed_forward=deepseek_experts(first_dense=1),
+        feed_forward=deepseek_experts_rule(first_dense=1),
     ),
     "exaone4": Family(
         bias=_no_bias,
         qk_norm="head",
-        windows=every_nth_full(4, field="sliding_window_pattern", may_be_null=True),
+        windows=window_but_every_nth(4, field="sliding_window_pattern", may_be_null=True),
         unrotated=_full_unrotated_among_sliding,
     ),
-    "seed_oss": Family(kv_heads=8, head_dim=128, bias=_seed_bias, feed_forward=dense(bias="mlp_bias")),
-    "dots1": Family(qk_norm="head", windows=above_max_window_layers, feed_forward=deepseek_experts(first_dense=0)),
+    "seed_oss": Family(kv_heads=8, head_dim=128, bias=_seed_bias, feed_forward=dense_rule(bias="mlp_bias")),
+    "dots1": Family(
+        qk_norm="head", windows=above_max_window_layers, feed_forward=deepseek_experts_rule(first_dense=0)
+    ),
     "minimax_m2": Family(
         kv_heads=8,
         head_dim=128,
         bias=_no_bias,
         qk_norm="full",
         rope={"theta": 5e6, "fraction": 1.0},
-        feed_forward=experts(score_correction=True),
+        feed_forward=experts_rule(score_correction=True),
     ),
     "nemotron": Family(
         rope={"fraction": 0.5},
-        feed_forward=dense(gated=False, bias="mlp_bias"),
+        feed_forward=dense_rule(gated=False, bias="mlp_bias"),
         around={"norm_vectors": 2},
     ),
     "hunyuan_v1_dense": Family(qk_norm="head"),
@@ -338,10 +348,10 @@ FAMILIES = {
         head_dim=128,
         bias=_bias("use_bias", False),
         rope={"theta": 5e5, "interleaved": True},
-        feed_forward=dense(bias="use_bias"),
+        feed_forward=dense_rule(bias="use_bias"),
         around={"tied": True},
     ),
-    "arcee": Family(feed_forward=dense(gated=False, bias="mlp_bias")),
+    "arcee": Family(feed_forward=dense_rule(gated=False, bias="mlp_bias")),
 }
 READERS = {
     name: Reader(partial(read_layers, family), partial(read_body, family)) for name, family in FAMILIES.items()
@@ -350,8 +360,8 @@ READERS = {
 
 def _stablelm_body(config: Config, layers: int) -> BodySpec:
     """StableLM: attention and network side by side share one norm."""
-    norms = 1 if flag(config, "use_parallel_residual", False) else 2
-    return read_around(config, dense()(config, layers), norms=norms, norm_vectors=2)
+    norms = 1 if read_flag(config, "use_parallel_residual", False) else 2
+    return read_around(config, dense_rule()(config, layers), norms=norms, norm_vectors=2)
 
 
 READERS["stablelm"] = READERS["stablelm"]._replace(body=_stablelm_body)
@@ -365,8 +375,8 @@ READERS["phi3"] = READERS["phi3"]._replace(absent={"original_max_position_embedd
 def _minimax_layers(config: Config) -> tuple[AttentionSpec, ...]:
     """MiniMax-M2: ``rotary_dim`` says how many dims of a head are rotated, where nothing else does."""
     family = FAMILIES["minimax_m2"]
-    if (rotated := optional_integer(config, "rotary_dim")) is not None:
-        head_dim = optional_integer(config, "head_dim", absent=family.head_dim)
+    if (rotated := read_optional_integer(config, "rotary_dim")) is not None:
+        head_dim = read_optional_integer(config, "head_dim", absent=family.head_dim)
         config = {"partial_rotary_factor": rotated / (head_dim or rotated), **config}
     return read_layers(family, config)
 

@@ -14,55 +14,55 @@ from headwise.models.specs.readers.fields import (
     Config,
     MissingFieldError,
     Reader,
-    count,
-    divide,
-    flag,
-    integer,
-    listed,
-    num_layers,
-    number,
-    optional_integer,
-    refuse,
+    check_number,
+    divided_head_dim,
+    read_count,
+    read_flag,
+    read_integer,
+    read_layer_types,
+    read_num_layers,
+    read_optional_integer,
+    refuse_value,
 )
-from headwise.models.specs.readers.mixed import RECURRENT, TYPES, attention_layer, read_body, stack
+from headwise.models.specs.readers.mixed import RECURRENT, TYPES, attention_layer, layers_by_type, read_body
 from headwise.models.specs.readers.positions import FULL, read_rope
 from headwise.models.specs.recurrent import RecurrentSpec
 
 
 def _jamba_layers(config: Config) -> tuple[AttentionSpec, ...]:
     """Jamba's attention has no positions: its Mamba layers encode the order of tokens."""
-    hidden_size = integer(config, "hidden_size")
-    period, offset = integer(config, "attn_layer_period"), count(config, "attn_layer_offset", 4)
+    hidden_size = read_integer(config, "hidden_size")
+    period, offset = read_integer(config, "attn_layer_period"), read_count(config, "attn_layer_offset", 4)
     rank = config.get("mamba_dt_rank", "auto")
     recurrent = RecurrentSpec(
         form="mamba",
         hidden_size=hidden_size,
-        num_heads=integer(config, "mamba_expand") * hidden_size,
+        num_heads=read_integer(config, "mamba_expand") * hidden_size,
         head_dim=1,
-        state_size=integer(config, "mamba_d_state"),
-        conv_kernel=integer(config, "mamba_d_conv"),
-        dt_rank=math.ceil(hidden_size / 16) if rank == "auto" else integer(config, "mamba_dt_rank"),
+        state_size=read_integer(config, "mamba_d_state"),
+        conv_kernel=read_integer(config, "mamba_d_conv"),
+        dt_rank=math.ceil(hidden_size / 16) if rank == "auto" else read_integer(config, "mamba_dt_rank"),
         bias=_mamba_bias(config, "mamba_conv_bias", "mamba_proj_bias"),
     )
     attention = attention_layer(config, bias=())
-    return tuple(attention if i % period == offset else recurrent for i in range(num_layers(config)))
+    return tuple(attention if i % period == offset else recurrent for i in range(read_num_layers(config)))
 
 
 def _jamba_body(config: Config, layers: int) -> BodySpec:
-    period, offset = integer(config, "expert_layer_period"), count(config, "expert_layer_offset", 1)
-    num_experts = integer(config, "num_experts", "num_local_experts")
+    period, offset = read_integer(config, "expert_layer_period"), read_count(config, "expert_layer_offset", 1)
+    num_experts = read_integer(config, "num_experts", "num_local_experts")
     if num_experts == 1:
-        return body.read_body(config, body.dense()(config, layers))
-    sparse = body.experts(count="num_experts")(config, 1)[0]
+        return body.read_body(config, body.dense_rule()(config, layers))
+    sparse = body.experts_rule(count="num_experts")(config, 1)[0]
     assert sparse is not None
-    networks = body.mixture(config, sparse, [i % period == offset for i in range(layers)])
+    networks = body.experts_or_dense(config, sparse, [i % period == offset for i in range(layers)])
     return body.read_body(config, networks)
 
 
 def _mamba2(config: Config) -> RecurrentSpec:
     """Read a Mamba-2 layer from Bamba's field names."""
-    hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "mamba_n_heads")
-    width = (optional_integer(config, "mamba_expand") or 2) * hidden_size
+    hidden_size, num_heads = read_integer(config, "hidden_size"), read_integer(config, "mamba_n_heads")
+    width = (read_optional_integer(config, "mamba_expand") or 2) * hidden_size
     if width % num_heads or config.get("mamba_d_head", "auto") not in ("auto", width // num_heads):
         rule = f"times mamba_n_heads = {num_heads} must be mamba_expand · hidden_size = {width}"
         raise SpecError("mamba_d_head", config.get("mamba_d_head"), rule)
@@ -71,57 +71,59 @@ def _mamba2(config: Config) -> RecurrentSpec:
         hidden_size=hidden_size,
         num_heads=num_heads,
         head_dim=width // num_heads,
-        state_size=integer(config, "mamba_d_state"),
-        num_groups=integer(config, "mamba_n_groups"),
-        conv_kernel=integer(config, "mamba_d_conv"),
+        state_size=read_integer(config, "mamba_d_state"),
+        num_groups=read_integer(config, "mamba_n_groups"),
+        conv_kernel=read_integer(config, "mamba_d_conv"),
         bias=_mamba_bias(config, "mamba_conv_bias", "mamba_proj_bias"),
     )
 
 
 def _mamba_bias(config: Config, conv: str, projections: str) -> tuple[str, ...]:
-    both = ("in_proj", "out_proj") if flag(config, projections, False) else ()
-    return (*both, "conv1d") if flag(config, conv, True) else both
+    both = ("in_proj", "out_proj") if read_flag(config, projections, False) else ()
+    return (*both, "conv1d") if read_flag(config, conv, True) else both
 
 
 def _bamba_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    layers, indices = num_layers(config), config.get("attn_layer_indices") or []
+    layers, indices = read_num_layers(config), config.get("attn_layer_indices") or []
     if not isinstance(indices, list) or any(type(i) is not int or not 0 <= i < layers for i in indices):
         raise SpecError("attn_layer_indices", indices, f"must list layers of 0 to {layers - 1}")
-    head_dim = divide(integer(config, "hidden_size"), integer(config, "num_attention_heads"))
+    head_dim = divided_head_dim(read_integer(config, "hidden_size"), read_integer(config, "num_attention_heads"))
     # Half of a head is rotated, whatever the file has.
     plain = {key: value for key, value in config.items() if key != "partial_rotary_factor"}
     attention = attention_layer(config, read_rope(plain, head_dim, fraction=0.5))
-    return stack([FULL if i in indices else RECURRENT for i in range(layers)], attention, _mamba2(config))
+    return layers_by_type([FULL if i in indices else RECURRENT for i in range(layers)], attention, _mamba2(config))
 
 
 def _granite_layers(config: Config) -> tuple[AttentionSpec, ...]:
     """Granite 4 has RoPE only where ``position_embedding_type`` is rope."""
-    layers = num_layers(config)
-    types = listed(config, "layer_types", layers, TYPES) or listed(config, "layers_block_type", layers, TYPES)
+    layers = read_num_layers(config)
+    types = read_layer_types(config, "layer_types", layers, TYPES) or read_layer_types(
+        config, "layers_block_type", layers, TYPES
+    )
     if types is None:
         raise MissingFieldError("layer_types", None, "is required in config.json")
-    refuse(config, "position_embedding_type", unless=("rope", "nope"), rule="must be rope, nope or null")
-    head_dim = divide(integer(config, "hidden_size"), integer(config, "num_attention_heads"))
+    refuse_value(config, "position_embedding_type", unless=("rope", "nope"), rule="must be rope, nope or null")
+    head_dim = divided_head_dim(read_integer(config, "hidden_size"), read_integer(config, "num_attention_heads"))
     rotated = config.get("position_embedding_type") == "rope"
-    scale = number("attention_multiplier", config.get("attention_multiplier", 1.0))
+    scale = check_number("attention_multiplier", config.get("attention_multiplier", 1.0))
     attention = replace(
         attention_layer(config, read_rope(config, head_dim) if rotated else None), softmax_scale=scale
     )
     # A stack may be all attention, and then has no fields of Mamba.
-    return stack(types, attention, _mamba2(config) if RECURRENT in types else attention)
+    return layers_by_type(types, attention, _mamba2(config) if RECURRENT in types else attention)
 
 
 def _granite_body(config: Config, layers: int) -> BodySpec:
-    hidden_size, shared = integer(config, "hidden_size"), integer(config, "shared_intermediate_size")
-    num_experts = count(config, "num_local_experts", 8)
+    hidden_size, shared = read_integer(config, "hidden_size"), read_integer(config, "shared_intermediate_size")
+    num_experts = read_count(config, "num_local_experts", 8)
     if num_experts == 0:
         network = FeedForwardSpec(hidden_size=hidden_size, intermediate_size=shared)
     else:
         network = FeedForwardSpec(
             hidden_size=hidden_size,
-            intermediate_size=integer(config, "intermediate_size"),
+            intermediate_size=read_integer(config, "intermediate_size"),
             num_experts=num_experts,
-            experts_per_token=integer(config, "num_experts_per_tok"),
+            experts_per_token=read_integer(config, "num_experts_per_tok"),
             shared_intermediate_size=shared,
         )
     return body.read_body(config, (network,) * layers)
@@ -146,22 +148,22 @@ def _nemotron_types(config: Config) -> list[str]:
 
 def _nemotron_layers(config: Config) -> tuple[AttentionSpec, ...]:
     """Nemotron-H's attention has no positions."""
-    refuse(config, "sliding_window", unless=(), rule="must be null: a nemotron_h model has none")
-    hidden_size, types = integer(config, "hidden_size"), _nemotron_types(config)
+    refuse_value(config, "sliding_window", unless=(), rule="must be null: a nemotron_h model has none")
+    hidden_size, types = read_integer(config, "hidden_size"), _nemotron_types(config)
     specs: dict[str, AttentionSpec] = {"mlp": RecurrentSpec(form="none", hidden_size=hidden_size)}
     specs["moe"] = specs["mlp"]
     if "attention" in types:
-        head_dim = integer(config, "head_dim", "attention_head_dim")
+        head_dim = read_integer(config, "head_dim", "attention_head_dim")
         specs["attention"] = attention_layer(config, head_dim=head_dim)
     if "mamba" in types:
         specs["mamba"] = RecurrentSpec(
             form="mamba2",
             hidden_size=hidden_size,
-            num_heads=integer(config, "mamba_num_heads"),
-            head_dim=integer(config, "mamba_head_dim"),
-            state_size=integer(config, "ssm_state_size"),
-            num_groups=integer(config, "n_groups", "mamba_n_groups"),
-            conv_kernel=integer(config, "conv_kernel", "mamba_d_conv"),
+            num_heads=read_integer(config, "mamba_num_heads"),
+            head_dim=read_integer(config, "mamba_head_dim"),
+            state_size=read_integer(config, "ssm_state_size"),
+            num_groups=read_integer(config, "n_groups", "mamba_n_groups"),
+            conv_kernel=read_integer(config, "conv_kernel", "mamba_d_conv"),
             bias=_mamba_bias(config, "use_conv_bias", "use_bias"),
         )
     return tuple(specs[name] for name in types)
@@ -170,13 +172,13 @@ def _nemotron_layers(config: Config) -> tuple[AttentionSpec, ...]:
 def _nemotron_body(config: Config, layers: int) -> BodySpec:
     if config.get("moe_latent_size") is not None:
         raise MissingFieldError("moe_latent_size", config["moe_latent_size"], "is not supported in a body")
-    hidden_size, has_bias = integer(config, "hidden_size"), flag(config, "mlp_bias", False)
+    hidden_size, has_bias = read_integer(config, "hidden_size"), read_flag(config, "mlp_bias", False)
     types = _nemotron_types(config)
     networks: dict[str, FeedForwardSpec | None] = {"mamba": None, "attention": None}
     if "mlp" in types:
         networks["mlp"] = FeedForwardSpec(
             hidden_size=hidden_size,
-            intermediate_size=integer(config, "intermediate_size"),
+            intermediate_size=read_integer(config, "intermediate_size"),
             gated=False,
             bias=has_bias,
         )
@@ -185,11 +187,11 @@ def _nemotron_body(config: Config, layers: int) -> BodySpec:
             raise MissingFieldError("mlp_bias", True, "is not supported beside experts")
         networks["moe"] = FeedForwardSpec(
             hidden_size=hidden_size,
-            intermediate_size=integer(config, "moe_intermediate_size"),
+            intermediate_size=read_integer(config, "moe_intermediate_size"),
             gated=False,
-            num_experts=integer(config, "n_routed_experts", "num_local_experts"),
-            experts_per_token=integer(config, "num_experts_per_tok"),
-            shared_intermediate_size=integer(config, "moe_shared_expert_intermediate_size"),
+            num_experts=read_integer(config, "n_routed_experts", "num_local_experts"),
+            experts_per_token=read_integer(config, "num_experts_per_tok"),
+            shared_intermediate_size=read_integer(config, "moe_shared_expert_intermediate_size"),
             score_correction=True,
         )
     return body.read_body(config, tuple(networks[name] for name in types), norms=1)
@@ -197,7 +199,7 @@ def _nemotron_body(config: Config, layers: int) -> BodySpec:
 
 READERS = {
     "jamba": Reader(_jamba_layers, _jamba_body),
-    "bamba": Reader(_bamba_layers, partial(read_body, body.dense(bias="mlp_bias"))),
+    "bamba": Reader(_bamba_layers, partial(read_body, body.dense_rule(bias="mlp_bias"))),
     "granitemoehybrid": Reader(_granite_layers, _granite_body),
     "nemotron_h": Reader(_nemotron_layers, _nemotron_body),
 }

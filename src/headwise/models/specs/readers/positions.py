@@ -21,12 +21,12 @@ from headwise.models.specs.base import RopeSpec
 from headwise.models.specs.readers.fields import (
     Config,
     MissingFieldError,
-    count,
-    flag,
-    integer,
-    listed,
-    number,
-    optional_integer,
+    check_number,
+    read_count,
+    read_flag,
+    read_integer,
+    read_layer_types,
+    read_optional_integer,
 )
 
 Windows = list[int | None]
@@ -40,23 +40,23 @@ def no_window(config: Config, num_layers: int) -> Windows:
 
     Its attention would see every token, while a cache made from the config kept only some.
     """
-    window = optional_integer(config, "sliding_window")
+    window = read_optional_integer(config, "sliding_window")
     if window is not None:
         raise SpecError("sliding_window", window, f"must be null: a {config['model_type']} model has none")
     return _by_type(config, num_layers, window, [FULL] * num_layers)
 
 
-def every_layer(absent: int | None = None) -> Rule:
+def window_in_every_layer(absent: int | None = None) -> Rule:
     """A rule for one window in all layers; ``absent`` is its default, and null means no window."""
 
     def rule(config: Config, num_layers: int) -> Windows:
-        window = optional_integer(config, "sliding_window", absent=absent)
+        window = read_optional_integer(config, "sliding_window", absent=absent)
         return _by_type(config, num_layers, window, [FULL if window is None else SLIDING] * num_layers)
 
     return rule
 
 
-def every_nth_full(period: int, *, field: str | None = None, may_be_null: bool = False) -> Rule:
+def window_but_every_nth(period: int, *, field: str | None = None, may_be_null: bool = False) -> Rule:
     """A rule for windows in all layers but every ``period``-th, where the file does not list the layers' types.
 
     Args:
@@ -66,18 +66,18 @@ def every_nth_full(period: int, *, field: str | None = None, may_be_null: bool =
     """
 
     def rule(config: Config, num_layers: int) -> Windows:
-        window = optional_integer(config, "sliding_window")
+        window = read_optional_integer(config, "sliding_window")
         if window is None and may_be_null and "sliding_window" in config:
             return [None] * num_layers
         is_listed = config.get("layer_types") is not None  # the field then says nothing, whatever it holds
-        nth = period if field is None or is_listed else optional_integer(config, field) or period
+        nth = period if field is None or is_listed else read_optional_integer(config, field) or period
         types = [FULL if (i + 1) % nth == 0 else SLIDING for i in range(num_layers)]
         return _by_type(config, num_layers, window, types)
 
     return rule
 
 
-def switched(default: Callable[[Config, int], list[str]], *, absent: int | None = None) -> Rule:
+def windows_with_switch(default: Callable[[Config, int], list[str]], *, absent: int | None = None) -> Rule:
     """Qwen's rule: windows only with ``use_sliding_window``; without, ``sliding_window`` may be any number, even 0.
 
     Args:
@@ -86,8 +86,8 @@ def switched(default: Callable[[Config, int], list[str]], *, absent: int | None 
     """
 
     def rule(config: Config, num_layers: int) -> Windows:
-        is_on = flag(config, "use_sliding_window", False)
-        window = optional_integer(config, "sliding_window", absent=absent) if is_on else None
+        is_on = read_flag(config, "use_sliding_window", False)
+        window = read_optional_integer(config, "sliding_window", absent=absent) if is_on else None
         types = (
             [FULL] * num_layers
             if window is None or config.get("layer_types") is not None
@@ -102,7 +102,7 @@ def upper_layers(config: Config, num_layers: int, absent: int | None = None) -> 
     """Layer types with windows from layer ``max_window_layers`` on, which is ``absent`` where the file has none."""
     if config.get("max_window_layers", absent) is None:
         raise MissingFieldError("max_window_layers", None, "must be a whole number of at least 0")
-    first = count({"max_window_layers": absent, **config}, "max_window_layers", 0)
+    first = read_count({"max_window_layers": absent, **config}, "max_window_layers", 0)
     return [SLIDING if i >= first else FULL for i in range(num_layers)]
 
 
@@ -118,7 +118,7 @@ def must_be_listed(config: Config, num_layers: int) -> list[str]:
 
 def above_max_window_layers(config: Config, num_layers: int) -> Windows:
     """The rule of dots.llm1, which has no switch: a file without ``sliding_window`` has no windows."""
-    window = optional_integer(config, "sliding_window")
+    window = read_optional_integer(config, "sliding_window")
     types = (
         [FULL] * num_layers
         if window is None or config.get("layer_types") is not None
@@ -127,7 +127,7 @@ def above_max_window_layers(config: Config, num_layers: int) -> Windows:
     return _by_type(config, num_layers, window, types)
 
 
-def chunks(default: Callable[[Config, int], list[str]], *, absent: int) -> Rule:
+def windows_of_chunks(default: Callable[[Config, int], list[str]], *, absent: int) -> Rule:
     """A rule for layers that attend within chunks, of ``attention_chunk_size`` tokens.
 
     Args:
@@ -136,15 +136,15 @@ def chunks(default: Callable[[Config, int], list[str]], *, absent: int) -> Rule:
     """
 
     def rule(config: Config, num_layers: int) -> Windows:
-        chunk = optional_integer(config, "attention_chunk_size", absent=absent)
-        types = listed(config, "layer_types", num_layers, {FULL: FULL, CHUNKED: CHUNKED})
+        chunk = read_optional_integer(config, "attention_chunk_size", absent=absent)
+        types = read_layer_types(config, "layer_types", num_layers, {FULL: FULL, CHUNKED: CHUNKED})
         return [chunk if name == CHUNKED else None for name in types or default(config, num_layers)]
 
     return rule
 
 
 def _by_type(config: Config, num_layers: int, window: int | None, types: list[str], *, off: bool = False) -> Windows:
-    types = listed(config, "layer_types", num_layers, _TYPES) or types
+    types = read_layer_types(config, "layer_types", num_layers, _TYPES) or types
     if SLIDING in types and window is None and not off:
         raise SpecError("sliding_window", None, "is required where layer_types has sliding_attention")
     return [window if name == SLIDING else None for name in types]
@@ -202,10 +202,10 @@ def read_rope(
         if local is None and _LENGTH in config:
             values[_LENGTH] = config[_LENGTH]
         elif _LENGTH not in values:
-            values[_LENGTH] = integer(config, "max_position_embeddings")
+            values[_LENGTH] = read_integer(config, "max_position_embeddings")
     return RopeSpec(
         dim=dim,
-        theta=number("rope_theta", base),
+        theta=check_number("rope_theta", base),
         rope_type=kind,
         parameters=tuple(
             (key, tuple(value) if isinstance(value, list) else value)
@@ -213,7 +213,7 @@ def read_rope(
             if value is not None
         ),
         interleaved=interleaved,
-        max_position_embeddings=optional_integer(config, "max_position_embeddings"),
+        max_position_embeddings=read_optional_integer(config, "max_position_embeddings"),
     )
 
 
@@ -223,7 +223,7 @@ def _rotated_dims(config: Config, head_dim: int, kind: str, values: dict[str, An
     part = values.pop(_PART, 1.0 if beside is None else beside)
     if fraction is None and kind == "default":
         return head_dim  # transformers does not read the fraction here, while every kind of scaling does
-    part = number(_PART, part)
+    part = check_number(_PART, part)
     if not 0 < part <= 1:
         raise SpecError(_PART, part, "must be above 0 and at most 1")
     if kind == "proportional":  # rotates all of the head, with frequencies of 0 beyond the fraction
@@ -279,8 +279,8 @@ def yarn_softmax_scale(rope: RopeSpec | None, qk_head_dim: int) -> float | None:
     parameters = dict(rope.parameters)
     if not parameters.get("mscale_all_dim"):
         return None
-    all_dim = number("mscale_all_dim", parameters["mscale_all_dim"])
-    if (factor := number("rope factor", parameters.get("factor"))) <= 1:
+    all_dim = check_number("mscale_all_dim", parameters["mscale_all_dim"])
+    if (factor := check_number("rope factor", parameters.get("factor"))) <= 1:
         return None
     mscale = 0.1 * all_dim * math.log(factor) + 1.0
     return float(qk_head_dim**-0.5 * mscale * mscale)

@@ -14,33 +14,33 @@ from headwise.models.specs.readers.fields import (
     Config,
     MissingFieldError,
     Reader,
-    count,
-    divide,
-    flag,
-    head_dim_of,
-    integer,
-    num_layers,
-    number,
-    optional_integer,
+    check_number,
+    divided_head_dim,
+    read_count,
+    read_flag,
+    read_head_dim,
+    read_integer,
+    read_num_layers,
+    read_optional_integer,
 )
 from headwise.models.specs.readers.mixed import attention_layer
-from headwise.models.specs.readers.positions import FULL, SLIDING, every_nth_full, read_rope
+from headwise.models.specs.readers.positions import FULL, SLIDING, read_rope, window_but_every_nth
 from headwise.models.specs.recurrent import RecurrentSpec
 
 
 def _gemma3n_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    windows = every_nth_full(5)(config, num_layers(config))
-    shared = count(config, "num_kv_shared_layers", 15)
+    windows = window_but_every_nth(5)(config, read_num_layers(config))
+    shared = read_count(config, "num_kv_shared_layers", 15)
     first = len(windows) - shared
     if shared and not set(windows[first:]) <= set(windows[: max(first, 0)]):
         rule = f"must leave a layer of each type below, of {len(windows)}"
         raise SpecError("num_kv_shared_layers", shared, rule)
-    head_dim = head_dim_of(config, absent=256)
+    head_dim = read_head_dim(config, absent=256)
 
     def layer(window: int | None, shares: bool) -> GroupedSpec:
         kind = FULL if window is None else SLIDING
         rope = read_rope(config, head_dim, theta=1e6, local=("rope_local_base_freq", 1e4), layer_type=kind)
-        kv_heads = integer(config, "num_key_value_heads")
+        kv_heads = read_integer(config, "num_key_value_heads")
         return replace(
             attention_layer(config, rope, num_kv_heads=kv_heads, head_dim=head_dim),
             qk_norm="head",
@@ -53,31 +53,33 @@ def _gemma3n_layers(config: Config) -> tuple[AttentionSpec, ...]:
 
 
 def _nemotron_nas_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    layers, blocks = num_layers(config), config.get("block_configs")
+    layers, blocks = read_num_layers(config), config.get("block_configs")
     if not isinstance(blocks, list) or len(blocks) != layers:
         raise SpecError("block_configs", blocks, f"must list one for each of {layers} layers")
-    num_heads = integer(config, "num_attention_heads")
-    head_dim = head_dim_of(config)
+    num_heads = read_integer(config, "num_attention_heads")
+    head_dim = read_head_dim(config)
     rope = read_rope(config, head_dim)
 
     def layer(block: object) -> AttentionSpec:
         attention = block.get("attention") if isinstance(block, Mapping) else None
         if not isinstance(attention, Mapping):
             raise SpecError("block_configs", block, "must have each layer's attention")
-        if flag(attention, "replace_with_linear", False):
+        if read_flag(attention, "replace_with_linear", False):
             raise SpecError("replace_with_linear", True, "is not understood")
-        if flag(attention, "no_op", False):
-            return RecurrentSpec(form="none", hidden_size=integer(config, "hidden_size"))
-        return attention_layer(config, rope, num_kv_heads=divide(num_heads, integer(attention, "n_heads_in_group")))
+        if read_flag(attention, "no_op", False):
+            return RecurrentSpec(form="none", hidden_size=read_integer(config, "hidden_size"))
+        return attention_layer(
+            config, rope, num_kv_heads=divided_head_dim(num_heads, read_integer(attention, "n_heads_in_group"))
+        )
 
     return tuple(map(layer, blocks))
 
 
 def _openelm_layers(config: Config) -> tuple[AttentionSpec, ...]:
     """OpenELM lists query and key–value heads layer by layer."""
-    layers = num_layers(config, "num_transformer_layers")
-    head_dim = integer(config, "head_dim")
-    theta = number("rope_freq_constant", config.get("rope_freq_constant", 10000))
+    layers = read_num_layers(config, "num_transformer_layers")
+    head_dim = read_integer(config, "head_dim")
+    theta = check_number("rope_freq_constant", config.get("rope_freq_constant", 10000))
 
     def heads(name: str) -> list[int]:
         counts = config.get(name)
@@ -87,15 +89,15 @@ def _openelm_layers(config: Config) -> tuple[AttentionSpec, ...]:
 
     return tuple(
         GroupedSpec(
-            hidden_size=integer(config, "model_dim"),
+            hidden_size=read_integer(config, "model_dim"),
             num_heads=queries,
             num_kv_heads=keys,
             head_dim=head_dim,
-            qk_norm="head" if flag(config, "normalize_qk_projections", True) else None,
+            qk_norm="head" if read_flag(config, "normalize_qk_projections", True) else None,
             rope=RopeSpec(
                 dim=head_dim,
                 theta=theta,
-                max_position_embeddings=optional_integer(config, "max_context_length"),
+                max_position_embeddings=read_optional_integer(config, "max_context_length"),
             ),
         )
         for queries, keys in zip(heads("num_query_heads"), heads("num_kv_heads"), strict=True)
@@ -104,18 +106,18 @@ def _openelm_layers(config: Config) -> tuple[AttentionSpec, ...]:
 
 def _openelm_body(config: Config, layers: int) -> BodySpec:
     """OpenELM's widths are multiples of E, rounded to ``ffn_dim_divisor`` and never down by more than a tenth."""
-    E, divisor = integer(config, "model_dim"), integer(config, "ffn_dim_divisor")
+    E, divisor = read_integer(config, "model_dim"), read_integer(config, "ffn_dim_divisor")
     multipliers = config.get("ffn_multipliers")
     if not isinstance(multipliers, list) or len(multipliers) != layers:
         raise MissingFieldError("ffn_multipliers", multipliers, f"must list one number for each of {layers} layers")
     widths = []
     for multiplier in multipliers:
-        exact = number("ffn_multipliers", multiplier) * E
+        exact = check_number("ffn_multipliers", multiplier) * E
         width = max(divisor, int(exact + divisor / 2) // divisor * divisor)
         widths.append(width + divisor if width < 0.9 * exact else width)
-    gated = flag(config, "ffn_with_glu", True)
+    gated = read_flag(config, "ffn_with_glu", True)
     networks = tuple(FeedForwardSpec(hidden_size=E, intermediate_size=width, gated=gated) for width in widths)
-    tied = flag(config, "share_input_output_layers", True)
+    tied = read_flag(config, "share_input_output_layers", True)
     return read_body({**config, "tie_word_embeddings": tied}, networks)
 
 

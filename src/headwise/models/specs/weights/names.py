@@ -125,7 +125,7 @@ _Names = tuple[tuple[str, tuple[str, ...]], ...]
 @cache
 def _of_attention(model_type: str, kind: str) -> _Names:
     places = _MIXERS if _OWN.get(kind) is _SCANNED else _ATTENTION
-    return _own_names(model_type, {stage: _under(places, names) for stage, names in _OWN.get(kind, {}).items()})
+    return _own_names(model_type, {stage: _join_names(places, names) for stage, names in _OWN.get(kind, {}).items()})
 
 
 @cache
@@ -136,19 +136,19 @@ def _of_network(model_type: str, network: FeedForwardSpec | None) -> _Names:
     for stage, names in _MATRICES.items():
         if network.num_experts is None:
             plain = tuple(name for name in names if name.startswith("fc"))  # OPT's stand in the layer itself
-            found[f"feed_forward {stage}"] = (*_under(_NETWORKS, names), *plain)
+            found[f"feed_forward {stage}"] = (*_join_names(_NETWORKS, names), *plain)
             continue
         experts = tuple(f"experts.0.{name}" for name in names)
-        found[f"experts {stage}"] = _under(_NETWORKS, (*experts, "experts"))
+        found[f"experts {stage}"] = _join_names(_NETWORKS, (*experts, "experts"))
         shared = tuple(f"{place}.{name}" for place in ("shared_experts", "shared_expert") for name in names)
-        found[f"shared_experts {stage}"] = (*_under(_NETWORKS, shared), "shared_mlp")
+        found[f"shared_experts {stage}"] = (*_join_names(_NETWORKS, shared), "shared_mlp")
     if network.num_experts is not None:
-        found[ROUTER] = _under(_NETWORKS, ("gate", "router"))
-        found[SHARED_GATE] = _under(_NETWORKS, ("shared_expert_gate",))
+        found[ROUTER] = _join_names(_NETWORKS, ("gate", "router"))
+        found[SHARED_GATE] = _join_names(_NETWORKS, ("shared_expert_gate",))
     return _own_names(model_type, found)
 
 
-def _under(places: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+def _join_names(places: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{place}.{name}" for place in places for name in names)
 
 
@@ -191,7 +191,7 @@ class Patterns:
     def unmatched(self, modules: Iterable[Module]) -> Iterator[str]:
         """The patterns that match none of the matrices."""
         names = {name for module in modules for name in module.names}
-        starts = {start for name in names for start in _starts(name)}
+        starts = {start for name in names for start in _beginnings(name)}
         for pattern in sorted({*self.names, *self.starts, *self.ends, *self.expressions}):
             is_found = (
                 pattern in (names if pattern in self.names else starts)
@@ -205,7 +205,7 @@ class Patterns:
         return (
             name in self.names
             or name.endswith(self.ends)
-            or (bool(self.starts) and not self.starts.isdisjoint(_starts(name)))
+            or (bool(self.starts) and not self.starts.isdisjoint(_beginnings(name)))
             or any(pattern.match(name) for pattern in self.expressions.values())
         )
 
@@ -252,7 +252,7 @@ def _as_model(pattern: str) -> str:
     return _OTHER_LAYERS.sub("model.layers", _TEXT_PART.sub("model.", pattern))
 
 
-def _starts(name: str) -> Iterator[str]:
+def _beginnings(name: str) -> Iterator[str]:
     end = name.find(".")
     while end >= 0:
         yield name[:end]

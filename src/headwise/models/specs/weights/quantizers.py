@@ -92,11 +92,11 @@ def read_stored(
     for module in every:
         if (form := scheme.of(module)) is not None:
             (outside if module.layer is None else inside[module.layer])[module.stage] = form
-    notes = (*scheme.unknown, *_not_found(scheme, every, len(layers)))
+    notes = (*scheme.unknown, *_skip_notes(scheme, every, len(layers)))
     return StoredWeights.of_layers(scheme.name, inside, outside, is_bound=bool(scheme.unknown), notes=notes)
 
 
-def _not_found(scheme: _Scheme, every: Sequence[Module], num_layers: int) -> Iterator[str]:
+def _skip_notes(scheme: _Scheme, every: Sequence[Module], num_layers: int) -> Iterator[str]:
     """A note for each pattern of matrices to skip that matches none of those that are counted."""
     for pattern in scheme.skipped.unmatched(every) if scheme.skipped else ():
         layer = re.search(r"\.(\d+)(\.|$)", pattern)
@@ -119,7 +119,7 @@ def _read(given: object, config: Config) -> _Scheme:
 # --- Rules that several schemes share
 
 
-def _every(module: Module) -> bool:
+def _is_counted(module: Module) -> bool:
     return module.stage != ROUTER
 
 
@@ -148,7 +148,7 @@ def _by_transformers(
     """A scheme of all matrices but those that a list names; where there is no list, all but the head."""
     listed = _patterns(given, *(lists or ("modules_to_not_convert",)))
     skipped = None if listed is None else by_boundary(listed)
-    return _Scheme(name, [(skipped or _is_head, None), *first, (_every, form)], skipped)
+    return _Scheme(name, [(skipped or _is_head, None), *first, (_is_counted, form)], skipped)
 
 
 def _number(given: Config, name: str, known: Sequence[int], absent: int | None = None) -> int:
@@ -243,8 +243,8 @@ def _gptq(given: Config, config: Config) -> _Scheme:
         rules.append((by_name([f"re:{expression}"]), own))
     if (inside := given.get("modules_in_block_to_quantize")) is not None:
         listed = [name for part in inside for name in (part if isinstance(part, list) else [part])]
-        rules += [(by_boundary(listed), form), (_every, None)]
-    return _Scheme(form.name, [*rules, (_every, form)])
+        rules += [(by_boundary(listed), form), (_is_counted, None)]
+    return _Scheme(form.name, [*rules, (_is_counted, form)])
 
 
 def _awq(given: Config, config: Config) -> _Scheme:
@@ -252,7 +252,7 @@ def _awq(given: Config, config: Config) -> _Scheme:
     group = _group(given, "group_size" if "group_size" in given else "q_group_size", 128)
     form = MatrixFormat(name=f"AWQ {bits} bits{_in_groups(group)}", bits=bits, block=(1, group), scale_bits=16 + bits)
     skipped = by_boundary(_patterns(given, "modules_to_not_convert") or [])
-    rules: list[Rule] = [(_is_narrow, None), (_is_head, None), (skipped, None), (_every, form)]
+    rules: list[Rule] = [(_is_narrow, None), (_is_head, None), (skipped, None), (_is_counted, form)]
     return _Scheme(form.name, rules, skipped)
 
 
@@ -306,7 +306,7 @@ def _modelopt(given: Config, config: Config) -> _Scheme:
     else:
         raise _UnknownError("quant_algo", kind)
     skipped = by_wildcard(_patterns(given, "ignore", "exclude_modules") or [])
-    return _Scheme(f"ModelOpt {form.name}", [(skipped, None), (_every, form)], skipped)
+    return _Scheme(f"ModelOpt {form.name}", [(skipped, None), (_is_counted, form)], skipped)
 
 
 # --- compressed-tensors, whose groups of matrices each have a format
@@ -340,11 +340,11 @@ def _targets(group: Config) -> Matcher:
     """The matrices of a group; class names other than that of all linear layers are not known."""
     targets = _patterns(group, "targets") or []
     if "Linear" in targets:
-        return _every
+        return _is_counted
     if not targets or any(target.isidentifier() and target != "lm_head" for target in targets):
         raise _UnknownError("targets", targets)
     named = by_name(targets)
-    return lambda module: _every(module) and named(module)
+    return lambda module: _is_counted(module) and named(module)
 
 
 def _group_format(group: object, layout: object) -> MatrixFormat | None:

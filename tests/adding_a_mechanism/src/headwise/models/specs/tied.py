@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headwise.models.specs.base import AttentionSpec, positive
+from headwise.models.specs.base import AttentionSpec, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +16,8 @@ class TiedSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("num_heads", self.num_heads)
-        positive("head_dim", self.head_dim)
+        check_positive("num_heads", self.num_heads)
+        check_positive("head_dim", self.head_dim)
 
     @property
     def label(self) -> str:
