@@ -22,7 +22,7 @@ from torch import Tensor
 
 import headwise
 from headwise.measure.timing.machine import Probes
-from headwise.measure.timing.timing import seconds
+from headwise.measure.timing.timing import time_call
 from headwise.runtime.hf import HeadwiseCache
 from headwise.runtime.kernels import attend
 from headwise.runtime.kernels.native.build import TURN
@@ -153,7 +153,7 @@ def time_case(coded: Call, plain: Call, nbytes: int, plain_bytes: int, rounds: i
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 2):
         for name in random.sample(list(calls), len(calls)):
-            times[name].append(seconds(lambda call=calls[name], i=turn % COPIES: call(i)))
+            times[name].append(time_call(lambda call=calls[name], i=turn % COPIES: call(i)))
     rate = 256 * 1024**2 / statistics.median(times["read"][2:])
     result = medians({name: times[name] for name in ("codes", "bfloat16")})
     for name, size in (("codes", nbytes), ("bfloat16", plain_bytes)):
@@ -197,7 +197,7 @@ def models(options: argparse.Namespace) -> dict[str, Any]:
     times: dict[tuple[str, str], list[float]] = {call: [] for call in calls}
     for _ in range(options.rounds + 2):
         for call in random.sample(list(calls), len(calls)):
-            times[call].append(seconds(calls[call]))
+            times[call].append(time_call(calls[call]))
     ways: dict[str, Any] = {name: {"cache_fraction": nbytes[name] / nbytes[OWN]} for name in sources}
     for dtype in ("float32", "bfloat16"):
         for name, measured in medians({name: times[name, dtype] for name in sources}).items():

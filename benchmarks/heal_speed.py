@@ -27,7 +27,7 @@ from headwise.conversion.healing.optimizer import optimizer_of
 from headwise.conversion.healing.state import Progressed
 from headwise.conversion.healing.windows import open_windows
 from headwise.measure.timing.machine import Probes
-from headwise.measure.timing.timing import seconds
+from headwise.measure.timing.timing import time_call
 from headwise.runtime.hf import as_dtype, load, open_decoder
 
 REPEATS = {"step": 1, "product": 10}
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(options.steps):
             for name, call in calls.items():
-                times[name].append(seconds(call, REPEATS[name]))
+                times[name].append(time_call(call, REPEATS[name]))
         took, peak = median(times["step"]), probes.limits(1.0, median(times["product"])).flops_per_second
         row = {
             "tokens_per_second": batch * options.window / took,

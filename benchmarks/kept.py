@@ -15,7 +15,7 @@ import transformers
 
 import headwise
 from headwise.base.disk import write_whole
-from headwise.measure.timing.machine import machine
+from headwise.measure.timing.machine import describe_machine
 
 
 class OtherSettingsError(ValueError):
@@ -63,7 +63,7 @@ def run() -> dict[str, Any]:
     return {
         "commit": _commit(),
         "command": " ".join(["python", "-m", f"benchmarks.{_module()}", *sys.argv[1:]]),
-        "machine": machine(),
+        "machine": describe_machine(),
         "versions": {
             "headwise": headwise.__version__,
             "torch": torch.__version__,

@@ -25,7 +25,7 @@ from benchmarks.shared import shared_fractions
 import headwise
 from benchmarks import data
 from headwise.measure.evaluation import load_encoder
-from headwise.measure.evaluation.retrieval import Questions, rated
+from headwise.measure.evaluation.retrieval import Questions, rank_scores
 from headwise.measure.texts import read_jsonl, token_ids
 from headwise.measure.texts.calibration import CalibrationTexts
 from headwise.models.checkpoints import load_tokenizer, open_checkpoint
@@ -103,9 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seconds = round(time.perf_counter() - start, 1)
         texts = (study(row.text, options.cache, options.work),) if row.text else ()
         shared = shared_passages(source, exam.passages, CalibrationTexts(texts, row.tokens))
-        scores = rated(exam.ranks(load_encoder(folder, like=reference)), original)
+        scores = rank_scores(exam.ranks(load_encoder(folder, like=reference)), original)
         rates = {name: scores[name].to_dict() for name in ("recall_at_1", "recall_at_10")}
-        mrr = {"mrr": scores["mrr"], "reference_mrr": rated(original)["mrr"]}
+        mrr = {"mrr": scores["mrr"], "reference_mrr": rank_scores(original)["mrr"]}
         kept.add(row.name, {**asdict(row), "conversion_seconds": seconds, **shared, **rates, **mrr})
         recall = {key: 100 * value for key, value in rates["recall_at_1"].items()}
         say(

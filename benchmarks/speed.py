@@ -29,7 +29,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import headwise
 from headwise.measure.timing.machine import Probes
-from headwise.measure.timing.timing import seconds, spread_interleaved
+from headwise.measure.timing.timing import spread_interleaved, time_call
 from headwise.runtime.hf import HeadwiseCache
 from headwise.runtime.hf.optimize import FewTokensLinear
 from headwise.runtime.kernels import attend
@@ -99,7 +99,7 @@ def parts(model: Any, cache: HeadwiseCache, rounds: int) -> dict[str, Any]:
     cache.activate_past_recording()
     for _ in range(rounds + 3):
         for call in random.sample(list(calls), len(calls)):
-            times[call].append(seconds(calls[call]))
+            times[call].append(time_call(calls[call]))
         cache.crop(-1)
     median = {call: statistics.median(values[3:]) for call, values in times.items()}
     bandwidth = probes.limits(median["read"], median["product"]).bytes_per_second
@@ -140,7 +140,7 @@ def _memory(way: str, tokens: int, kv_heads: int, dtype: str) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     with torch.inference_mode():
-        duration = seconds(calls[way])
+        duration = time_call(calls[way])
     extra = _status("VmHWM") - before
     return {
         "tokens": tokens,

@@ -25,7 +25,7 @@ from benchmarks.kept import Kept, say
 from torch import Tensor
 
 from headwise.measure.timing.machine import Probes
-from headwise.measure.timing.timing import recorded, seconds
+from headwise.measure.timing.timing import record_graph, time_call
 from headwise.runtime.kernels import attend
 from headwise.runtime.kernels.gpu import attend_split, split
 
@@ -90,9 +90,9 @@ def compiled(job: tuple[str, str, split.Tile]) -> None:
 def milliseconds(call: Callable[..., Tensor], query: Tensor, caches: Sequence[tuple[Tensor, Tensor]]) -> float:
     """The median time of one call."""
     following = itertools.cycle(caches)
-    replay = recorded(lambda: call(query, *next(following)), len(caches))
+    replay = record_graph(lambda: call(query, *next(following)), len(caches))
     replay()
-    return median(seconds(replay) for _ in range(5)) / len(caches) * 1e3
+    return median(time_call(replay) for _ in range(5)) / len(caches) * 1e3
 
 
 def measure(shape: str, dtype: torch.dtype, T: int) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def measure(shape: str, dtype: torch.dtype, T: int) -> dict[str, Any]:
         except RuntimeError:
             continue
     probe = Probes(dtype, "cuda")
-    read = median(seconds(probe.calls()["read"]) for _ in range(5))
+    read = median(time_call(probe.calls()["read"]) for _ in range(5))
     row = {
         "limit_ms": nbytes / probe.limits(read, 1.0).bytes_per_second * 1e3,
         "packed_ms": milliseconds(partial(attend, backend="packed"), query, caches),

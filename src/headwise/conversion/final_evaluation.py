@@ -15,16 +15,16 @@ from headwise.base.progress import Progress, silent
 from headwise.errors import ArgumentError, SpecError
 from headwise.measure.evaluation import WINDOW, Evaluation, Pair, evaluate_windows, open_pair
 from headwise.measure.texts import (
-    begun,
     cut_windows,
+    default_window,
     first_ids,
     language_reference,
     overlap_note,
+    put_begin_before,
     read_source,
     refuse_twice,
     text_identity,
     token_ids,
-    usual_window,
     windows_beyond,
 )
 from headwise.measure.texts.calibration import NO_TEXTS, CalibrationTexts, open_windows, refuse_unknown_tokens
@@ -129,7 +129,7 @@ def choose_evaluation_set(
             for text, text_ids in zip(named, ids, strict=True)
         ]
     elif calibrate:
-        taken = usual_window(positions, calibrate.widest, around=len(begin))
+        taken = default_window(positions, calibrate.widest, around=len(begin))
         tokens = calibrate.text_tokens(taken, len(begin))
         beyond = partial(windows_beyond, tokenizer, calibrate.sources, tokens=tokens, window=taken, windows=windows)
         # The widest windows for which no more texts are too short than for the usual ones.
@@ -141,7 +141,7 @@ def choose_evaluation_set(
         most = None if windows is None else widths[0] * windows
         reference = token_ids(tokenizer, language_reference(), at_most=most)
         evaluation_set = [(REFERENCE, cut_windows(reference, window=widths[0], windows=windows))]
-    evaluation_set = [(name, begun(batch, begin)) for name, batch in evaluation_set]
+    evaluation_set = [(name, put_begin_before(batch, begin)) for name, batch in evaluation_set]
     refuse_unknown_tokens(checkpoint, *(batch for _, batch in evaluation_set))
     return evaluation_set
 
@@ -149,7 +149,7 @@ def choose_evaluation_set(
 def _usual_widths(spec: ModelSpec) -> list[int]:
     """The tokens of a window where the user says nothing, the best number first."""
     positions, change = spec.max_position_embeddings, spec.changes_at
-    usual = usual_window(positions, WINDOW)
+    usual = default_window(positions, WINDOW)
     if change is None or not usual <= change <= FARTHEST:
         return [usual]
     # Positions limit no model whose frequencies are stretched from them on.

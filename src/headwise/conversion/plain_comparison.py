@@ -13,7 +13,13 @@ from headwise.conversion.final_evaluation import EVALUATING, EvaluationSet, eval
 from headwise.costs.prediction import check_engine
 from headwise.errors import HeadwiseError
 from headwise.measure.evaluation import Evaluation
-from headwise.measure.evaluation.plain_cache import A_POINT, bfloat16_bytes, margin, nearest_formats, served_bytes
+from headwise.measure.evaluation.plain_cache import (
+    SIMILAR_BYTES,
+    bfloat16_bytes,
+    log_perplexity_margin,
+    nearest_formats,
+    served_bytes,
+)
 from headwise.models.checkpoints import Checkpoint, open_checkpoint
 
 COMPARING = "comparing with plain quantisation"
@@ -127,7 +133,7 @@ def _loses(plain: Evaluation, converted: Evaluation) -> Loses:
     assert plain.kl is not None
     assert converted.kl is not None
     gain = math.log(plain.perplexity / converted.perplexity)  # above 0 where the conversion loses less
-    chance = margin(plain.kl, converted.kl, converted.tokens)
+    chance = log_perplexity_margin(plain.kl, converted.kl, converted.tokens)
     return "more" if gain > chance else "less" if gain < -chance else "as much"
 
 
@@ -143,7 +149,7 @@ def _line(
     clauses: list[str] = []
     for each in formats:
         beyond = (each.bytes_per_token - converted) / own
-        where = "these" if abs(beyond) <= A_POINT else "more" if beyond > 0 else "fewer"
+        where = "these" if abs(beyond) <= SIMILAR_BYTES else "more" if beyond > 0 else "fewer"
         if where == "more" and not clauses:
             clauses.append("none is so small")
         loses = "as much, within chance," if each.loses == "as much" else each.loses

@@ -147,11 +147,11 @@ def read_points(
         rule = f"must be this model's frontier: it measured {reprlib.repr(label)}, and the model has {model.label}"
         raise CheckpointError("measured", name, rule)
     is_predicted = document.get("is_predicted") is True
-    points = (_point(entry, name, is_predicted=is_predicted) for entry in listed if not _is_variant(entry))
+    points = (_point(entry, name, is_predicted=is_predicted) for entry in listed if not _is_other_method(entry))
     return {point.target: point for point in points}
 
 
-def _is_variant(entry: Any) -> bool:
+def _is_other_method(entry: Any) -> bool:
     """Whether a point is of a method other than headwise's own, which `headwise convert` does not take by itself."""
     return isinstance(entry, Mapping) and entry.get("way") not in ("headwise", "plain quantisation", None)
 

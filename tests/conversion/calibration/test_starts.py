@@ -14,7 +14,7 @@ from headwise.conversion.calibration.windows import DRAWN, Starts, plain_windows
 from headwise.conversion.plan import Place, read_layer
 from headwise.conversion.solvers.layer import rotation_tables
 from headwise.conversion.solvers.refit import OUTLIER, Cost, OutputRefit
-from headwise.measure.texts.windows import begun
+from headwise.measure.texts.windows import put_begin_before
 from headwise.models.checkpoints import open_checkpoint
 from headwise.models.specs import GroupedSpec
 from headwise.runtime.hf import LayerwiseModel
@@ -39,7 +39,7 @@ def test_a_few_tokens_begin_several_texts() -> None:
 
 
 def test_one_in_four_is_the_token_before_any_text() -> None:
-    windows = begun(ids(4, 29) + 2, [1])
+    windows = put_begin_before(ids(4, 29) + 2, [1])
     starts, without = (start_ids(plain_windows(windows, 1, begin)) for begin in (1, 0))
     others = torch.arange(30) % 4 != 0
     assert bool((starts[~others] == 1).all())

@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from headwise.measure.evaluation import DepthScore, Evaluation, PositionScore, RetrievalEvaluation, TextScore, rate
+from headwise.measure.evaluation import (
+    DepthScore,
+    Evaluation,
+    PositionScore,
+    RetrievalEvaluation,
+    TextScore,
+    compare_rates,
+)
 from headwise.measure.evaluation.results import Paired
 
 
@@ -79,10 +86,10 @@ def test_the_keys_of_every_result_and_their_order(kind: type[Paired]) -> None:
 
 
 def test_the_keys_of_a_rate() -> None:
-    beside = rate([True, False], [True, True])
+    beside = compare_rates([True, False], [True, True])
     assert list(beside.to_dict()) == [
         *("items", "rate", "low", "high", "reference_rate", "reference_low", "reference_high", "only_model"),
         *("only_reference", "difference", "difference_low", "difference_high", "p_value"),
     ]
-    assert beside.reference == rate([True, True])
-    assert beside.to_dict()["reference_high"] == rate([True, True]).high
+    assert beside.reference == compare_rates([True, True])
+    assert beside.to_dict()["reference_high"] == compare_rates([True, True]).high

@@ -11,7 +11,12 @@ import torch
 import headwise
 from headwise.costs.formulas import model as cost
 from headwise.costs.formulas.target import PLAIN_FORMATS, plain_formats
-from headwise.measure.evaluation.plain_cache import bfloat16_bytes, compared_formats, margin, nearest_formats
+from headwise.measure.evaluation.plain_cache import (
+    bfloat16_bytes,
+    compared_formats,
+    log_perplexity_margin,
+    nearest_formats,
+)
 from headwise.models.checkpoints import Checkpoint, open_checkpoint
 from headwise.runtime.quantization.formats import TokenFormat, parse_format
 from headwise.runtime.quantization.kivi import KiviCode
@@ -122,7 +127,7 @@ def test_the_margin_is_two_standard_errors_of_a_difference_of_logits() -> None:
         divergences.append(float((source.exp() * (source - model)).sum(-1).mean()))
     difference = costs[1] - costs[0]
     measured = 2 * float(difference.std()) / len(difference) ** 0.5
-    assert margin(*divergences, len(difference)) == pytest.approx(measured, rel=0.05)
+    assert log_perplexity_margin(*divergences, len(difference)) == pytest.approx(measured, rel=0.05)
 
 
 def test_an_engines_own_caches_are_what_its_user_compares_with(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from headwise.measure.evaluation.planted import (
     FACT,
     QUESTION,
     _Answer,
-    _ask,
+    _answer_all,
     _Context,
     _context,
     _Question,
     _sentences,
-    _spread,
+    _spread_depths,
     _strings,
 )
 from headwise.models.checkpoints import load_tokenizer
@@ -65,7 +65,7 @@ def test_several_facts_are_told_apart_by_name(root: Path, depth: float) -> None:
     """Each stands once, the one asked for at its depth; without the facts the text is as it was."""
     tokenizer, names = load_tokenizer(root / "source"), ["Oslo", "Lima", "Cairo"]
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:400]
-    context = _context(tokenizer, stretch, _spread(depth, 3), _sentences(tokenizer, CODES, names))
+    context = _context(tokenizer, stretch, _spread_depths(depth, 3), _sentences(tokenizer, CODES, names))
 
     def tokens(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -101,7 +101,7 @@ def test_random_strings_of_the_texts_tokens_are_begun_again_at_the_end(root: Pat
     assert len({tuple(question.candidates[0]) for question in questions}) == facts
     assert all(sorted(question.candidates) == sorted(questions[0].candidates) for question in questions)
     stretch = stretches[0].tolist()
-    rest = list(_context(tokenizer, stretch, _spread(0.5, facts), questions).ids)
+    rest = list(_context(tokenizer, stretch, _spread_depths(0.5, facts), questions).ids)
     assert len(rest) + 5 + 6 == 200
     for question in questions:
         (at,) = (at for at in range(len(rest)) if rest[at : at + 11] == question.fact)
@@ -115,7 +115,7 @@ def test_only_the_same_tokens_repeat_a_string(root: Path) -> None:
     asked = _Question([5, 6, 7, 8], [5, 6], [[7, 8], [9, 8]], None)
     context = _context(tokenizer, stretch, [0.5], [asked])
     for said, found in (([7, 8], True), ([7, 9], False), ([9, 7, 8], False)):
-        (answer,) = _ask(_Parrot(said, len(context.ids) + 2, 97), tokenizer, context)
+        (answer,) = _answer_all(_Parrot(said, len(context.ids) + 2, 97), tokenizer, context)
         assert answer.found == found
 
 
@@ -127,7 +127,7 @@ def test_facts_together_are_asked_for_each_as_if_alone(
     """What one question adds to the cache is gone when the next is asked."""
     options: dict[str, Any] = {"text": root / "text.txt", "context": 250, "trials": 2, "codes": 4}
     options["depths"] = (0.0, 0.5, 1.0)
-    asked, contexts = planted._ask, []
+    asked, contexts = planted._answer_all, []
 
     def one_by_one(model: Any, tokenizer: Any, context: _Context) -> list[_Answer]:
         contexts.append(context)
@@ -135,7 +135,7 @@ def test_facts_together_are_asked_for_each_as_if_alone(
 
     pair = open_pair(root / "source", dtype="float32")
     together = evaluate_planted(pair, **options, cache=cache, strings=strings, together=True)
-    monkeypatch.setattr(planted, "_ask", one_by_one)
+    monkeypatch.setattr(planted, "_answer_all", one_by_one)
     alone = evaluate_planted(pair, **options, cache=cache, strings=strings, together=True)
     assert len(contexts) == 2
     assert [len(context.questions) for context in contexts] == [3, 3]
@@ -154,7 +154,7 @@ def test_an_answer_by_hand(root: Path, name: str) -> None:
     for codes in (CODES, CODES[::-1]):
         context = _context(tokenizer, stretch, [0.5], _sentences(tokenizer, codes))
         with torch.inference_mode():
-            (answer,) = _ask(model, tokenizer, context)
+            (answer,) = _answer_all(model, tokenizer, context)
         (asked,) = context.questions
         prompt = context.ids + asked.ids
         scores = torch.tensor([scores_by_hand(model, prompt, candidate) for candidate in asked.candidates])
@@ -195,12 +195,12 @@ def test_a_model_that_knows_the_code_is_right_and_one_that_says_another_is_not(r
     context = _context(tokenizer, stretch, [0.5], _sentences(tokenizer, CODES))
     (asked,) = context.questions
     prompt = len(context.ids) + len(asked.ids)
-    (knows,) = _ask(_Parrot(asked.candidates[0], prompt, 97), tokenizer, context)
+    (knows,) = _answer_all(_Parrot(asked.candidates[0], prompt, 97), tokenizer, context)
     assert (knows.rank, knows.probability) == (1, pytest.approx(1.0))
-    (wrong,) = _ask(_Parrot(asked.candidates[2], prompt, 97), tokenizer, context)
+    (wrong,) = _answer_all(_Parrot(asked.candidates[2], prompt, 97), tokenizer, context)
     assert wrong.rank == 4
     assert not wrong.found
-    (silent,) = _ask(_Parrot([], prompt, 97), tokenizer, context)
+    (silent,) = _answer_all(_Parrot([], prompt, 97), tokenizer, context)
     assert (silent.rank, silent.probability) == (4, pytest.approx(0.25))  # a tie counts against it
 
 

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModel, BertConfig, BertModel
 
 import headwise
-from headwise.measure.evaluation import Encoder, Pooling, embed, evaluate_retrieval, load_encoder, read_pooling
-from headwise.measure.evaluation.retrieval import Questions, answer_ranks, pool, rated
+from headwise.measure.evaluation import Encoder, Pooling, embed_texts, evaluate_retrieval, load_encoder, read_pooling
+from headwise.measure.evaluation.retrieval import Questions, answer_ranks, pool_states, rank_scores
 from tests.real_models import exchange_tokens, save_character_tokenizer, save_tiny
 
 TEXTS = ["a jar", "where is it dark", "x", "the quick brown fox jumps over the lazy dog", "a jar, open"]
@@ -45,7 +45,7 @@ def test_embeddings_in_batches_are_those_of_each_text_by_itself(
     monkeypatch.setattr("headwise.measure.evaluation.retrieval._BATCH", 60)  # the longest alone, the others together
     loaded = load_encoder(root / "source", dtype="float64")
     encoder = Encoder(name="x", model=loaded.model, tokenizer=loaded.tokenizer, pooling=Pooling(mode=mode))
-    embeddings = embed(encoder, TEXTS)
+    embeddings = embed_texts(encoder, TEXTS)
     for text, row in zip(TEXTS, embeddings, strict=True):
         ids = torch.tensor([loaded.tokenizer(text)["input_ids"][:40]])
         with torch.inference_mode():
@@ -58,9 +58,9 @@ def test_a_text_is_embedded_with_the_frequencies_of_its_own_length(tmp_path: Pat
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     encoder = load_encoder(save_tiny(tmp_path / "model", rope_parameters=rope, max_position_embeddings=12))
     encoder = replace(encoder, pooling=Pooling(max_length=64))
-    for text, row in zip(TEXTS, embed(encoder, TEXTS), strict=True):
+    for text, row in zip(TEXTS, embed_texts(encoder, TEXTS), strict=True):
         alone = replace(encoder, model=AutoModel.from_pretrained(tmp_path / "model"))
-        torch.testing.assert_close(row, embed(alone, [text])[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(row, embed_texts(alone, [text])[0], atol=1e-5, rtol=1e-5)
 
 
 def test_a_reference_that_numbers_tokens_otherwise_is_refused(root: Path, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_padding_is_not_pooled() -> None:
     states = torch.tensor([[[1.0, -2.0], [3.0, -4.0], [torch.nan, 99.0]]])
     mask = torch.tensor([[1, 1, 0]])
     for mode, expected in (("mean", [2.0, -3.0]), ("max", [3.0, -2.0]), ("cls", [1.0, -2.0])):
-        assert pool(states, mask, Pooling(mode=mode, normalize=False))[0].tolist() == expected
+        assert pool_states(states, mask, Pooling(mode=mode, normalize=False))[0].tolist() == expected
 
 
 def test_ranks_and_ties() -> None:
@@ -89,8 +89,8 @@ def test_every_number_by_hand(root: Path) -> None:
     ranks = {}
     for name in ("source", "other"):
         encoder = load_encoder(root / name)
-        questions = embed(encoder, [text[:9] for text in TEXTS] + ["jar"])
-        scores = questions @ embed(encoder, TEXTS).T
+        questions = embed_texts(encoder, [text[:9] for text in TEXTS] + ["jar"])
+        scores = questions @ embed_texts(encoder, TEXTS).T
         ranks[name] = [int((row >= row[place]).sum()) for row, place in zip(scores, answers, strict=True)]
     assert evaluation.mrr == pytest.approx(sum(1 / rank for rank in ranks["other"]) / 6)
     assert evaluation.reference is not None
@@ -185,7 +185,7 @@ def test_equal_passages_count_once_and_each_question_has_one(tmp_path: Path) -> 
 
 
 def test_ranks_side_by_side() -> None:
-    scores = rated(torch.tensor([1, 2, 1, 11]), torch.tensor([1, 1, 2, 1]))
+    scores = rank_scores(torch.tensor([1, 2, 1, 11]), torch.tensor([1, 1, 2, 1]))
     near, wider = scores["recall_at_1"], scores["recall_at_10"]
     assert (near.rate, near.reference.rate) == (0.5, 0.75)
     assert (near.only_model, near.only_reference) == (1, 2)

@@ -31,9 +31,9 @@ from headwise.measure.profiling import (
     profile,
     write_profile,
 )
-from headwise.measure.profiling.check import kinds, memory_point
+from headwise.measure.profiling.check import attention_kinds, memory_point
 from headwise.measure.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
-from headwise.measure.timing.timing import recorded
+from headwise.measure.timing.timing import record_graph
 from headwise.models.specs import read_config
 from tests.cli.conftest import cli, here, refused
 from tests.costs.prediction.test_curves import measured_gpu, some_curves
@@ -179,7 +179,7 @@ def test_a_gpu_is_measured_and_checked() -> None:
     assert found.memory_error < 0.5
 
 
-@pytest.mark.parametrize("kind", kinds(grids.CPU.places).values(), ids=kinds(grids.CPU.places))
+@pytest.mark.parametrize("kind", attention_kinds(grids.CPU.places).values(), ids=attention_kinds(grids.CPU.places))
 def test_nothing_in_a_pass_waits_for_the_device(kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a CUDA graph can record it."""
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # which the device is not made for
@@ -243,7 +243,7 @@ def test_codes_take_what_layers_of_the_same_heads_take_more(monkeypatch: pytest.
 
     monkeypatch.setattr(measure, "_after_contexts", found)
     machine = measure._Machine(torch.float32, device("laptop"), FEW, pace.HERE)
-    core, coded = measure._cores(machine)
+    core, coded = measure._measure_attention(machine)
     assert coded == pytest.approx({8.5: 2e-6, 5.0: 2e-6})
     for bits, grid in core.items():
         token = 2 * 64 * (bits / 8 if bits else 4)
@@ -259,7 +259,7 @@ def test_latents_in_codes_take_as_long_for_each_value(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(measure, "_after_contexts", found)
     machine = measure._Machine(torch.float32, device("laptop"), FEW, pace.HERE)
-    _, codes, besides = measure._latent_cores(machine)
+    _, codes, besides = measure._measure_latent_attention(machine)
     assert besides == {4.0: pytest.approx(measure._LEAST)}
     curves = replace(some_curves(), coded_latent_core=codes, coded_latent=besides)
     mine = replace(device("laptop"), name="mine", curves={"float32": curves})
@@ -274,12 +274,12 @@ def test_whole_decoders_correct_what_comes_from_memory_and_prompts(monkeypatch: 
     def ratio(*of: Any) -> float:
         return 1.25 if of[3].new == 1 else 0.75
 
-    monkeypatch.setattr(measure, "_of_projections", ratio)
+    monkeypatch.setattr(measure, "_projection_ratio", ratio)
     grid = Grid(x=(1, 64), y=(1 << 20, 1 << 28), seconds=((1.0, 2.0), (3.0, 4.0)))
     whole = replace(some_curves(), few={64.0: grid, 128.0: grid}, many=grid)
     sizes = replace(FEW, few_reads=(1 << 20, 1 << 28), weights=(1 << 20, 1 << 28))
     machine = measure._Machine(torch.float32, device("laptop"), sizes, pace.HERE)
-    found = measure._in_models(machine, whole)
+    found = measure._scale_to_models(machine, whole)
     assert found.few[64.0].seconds == found.few[128.0].seconds == ((1.0, 2.5), (3.0, 5.0))
     assert found.many.seconds == ((0.75, 1.5), (2.25, 3.0))
 
@@ -343,7 +343,7 @@ def test_what_slows_the_yardstick_as_much_changes_nothing(monkeypatch: pytest.Mo
         call()
         return slower * (0.003 if call is slept else 0.001)
 
-    monkeypatch.setattr(pace, "seconds", clock)
+    monkeypatch.setattr(pace, "time_call", clock)
     monkeypatch.setattr(pace, "READING", 1 << 16)
     monkeypatch.setattr(pace, "_WEIGHTS", 1 << 12)
     monkeypatch.setattr(pace, "PRODUCTS", (64, 1 << 12))
@@ -364,7 +364,7 @@ def test_predicted_memory_is_that_of_all_tensors(name: str, dtype: str, inner: i
     if dtype == "bfloat16" and not QUICK:
         pytest.skip("a processor that does not multiply bfloat16 copies weights to float32, which is not predicted")
     sizes = {"hidden_size": 512, "num_layers": 2, "num_heads": 8, "vocab_size": 512, "intermediate_size": inner}
-    found = memory_point(name, Decoder(**{**sizes, **kinds(grids.CPU.places)[name]}), dtype)
+    found = memory_point(name, Decoder(**{**sizes, **attention_kinds(grids.CPU.places)[name]}), dtype)
     assert abs(found.error) < 0.05
 
 
@@ -376,7 +376,7 @@ def test_a_call_has_the_pace_of_its_own_round(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(pace, "PRODUCTS", (64, 1 << 12))
     mine = pace.Pace(torch.float32)
     times, paces = iter([3e-3, 9e-3, 5e-3]), iter([7.0, 1.0, 1.0, 2.0, 2.0, 1.0, 1.0])
-    monkeypatch.setattr(pace, "_timed", lambda *_: next(times))
+    monkeypatch.setattr(pace, "_median_seconds", lambda *_: next(times))
     monkeypatch.setattr(pace.Pace, "_now", lambda _: next(paces))
     assert mine.measure([lambda: None]) == [(9e-3, pytest.approx(2.0))]
 
@@ -414,11 +414,13 @@ def test_recorded_calls_keep_what_they_read(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=lambda: None))
-    call, count = pace.repeated(pace.projections(torch.float32, 1, 1 << 12, 1), types.SimpleNamespace(type="cuda"))  # type: ignore[arg-type]
+    call, count = pace.repeat_for_clock(
+        pace.project_in_turn(torch.float32, 1, 1 << 12, 1), types.SimpleNamespace(type="cuda")
+    )  # type: ignore[arg-type]
     call()
     assert count == pace._MOST
-    yardstick = pace.projections(torch.float32, 1, 1 << 12, 1)
-    alive, held = weakref.ref(yardstick), recorded(yardstick, 2)
+    yardstick = pace.project_in_turn(torch.float32, 1, 1 << 12, 1)
+    alive, held = weakref.ref(yardstick), record_graph(yardstick, 2)
     del yardstick
     gc.collect()
     assert alive() is not None

@@ -19,7 +19,7 @@ from headwise.conversion.final_evaluation import choose_evaluation_set
 from headwise.conversion.healing.windows import open_windows as open_healing_windows
 from headwise.errors import CheckpointError
 from headwise.measure.texts.calibration import CalibrationTexts, open_windows
-from headwise.measure.texts.windows import begun, first_ids, token_windows
+from headwise.measure.texts.windows import first_ids, put_begin_before, token_windows
 from headwise.models.checkpoints import load_tokenizer, open_checkpoint
 from tests.tiny_families import save_family
 
@@ -79,7 +79,7 @@ def test_calibration_windows_begin_with_bos_and_repeat_text_alone(source: Path, 
     windows = recall_windows(ids, held, checkpoint.spec, begin=begin)
     assert bool(windows.repeats.any())
     assert not bool((windows.ids[:, 1:] == BOS).any())
-    pieces = repeating_pieces(begun(torch.arange(3, 152).repeat(2, 1), [BOS]), begin)
+    pieces = repeating_pieces(put_begin_before(torch.arange(3, 152).repeat(2, 1), [BOS]), begin)
     assert bool((pieces[:, 0] == BOS).all())
     assert not bool((pieces[:, 1:] == BOS).any())
 

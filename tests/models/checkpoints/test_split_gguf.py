@@ -17,7 +17,7 @@ from headwise.errors import ArgumentError, CheckpointError
 from headwise.models.checkpoints import load_tokenizer, model_identity, open_checkpoint, run_identity
 from headwise.models.specs import read_gguf_header, read_spec
 from headwise.serving.engines import engines
-from headwise.study.bench.engines import widen
+from headwise.study.bench.engines import write_in_float32
 from tests.byte_level import save_byte_level
 from tests.models.checkpoints.split_gguf import split
 from tests.models.checkpoints.tiny_gguf import write_tiny_gguf
@@ -64,7 +64,7 @@ def test_what_is_made_of_the_parts(parts: list[Path], whole: Path, tmp_path: Pat
     for name, source in (("whole", whole), ("parts", parts[1])):
         export_gguf(source, tmp_path / f"{name}-again.gguf", outtype="f32")
     assert (tmp_path / "parts-again.gguf").read_bytes() == (tmp_path / "whole-again.gguf").read_bytes()
-    widen(parts[0], tmp_path / "wide.gguf")
+    write_in_float32(parts[0], tmp_path / "wide.gguf")
     assert torch.equal(logits(tmp_path / "wide.gguf"), logits(whole))
     with pytest.raises(ArgumentError, match="must not be the source"):
         export_gguf(parts[0], parts[2], overwrite=True)

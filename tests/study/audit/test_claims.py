@@ -11,7 +11,16 @@ import pytest
 
 from headwise.errors import HeadwiseError
 from headwise.study.audit import Check, Claim, all_claims
-from headwise.study.audit.claim import Number, Range, UntestableError, about, at_least, at_most, between, exact
+from headwise.study.audit.claim import (
+    Number,
+    Range,
+    UntestableError,
+    at_least,
+    at_most,
+    exact_number,
+    printed_range,
+    rounded_number,
+)
 
 BUSY = ("C9", "C10", "C12", "C13", "C17", "C23", "C25")
 """Claims that time, convert or start processes; others are closed forms and small samples."""
@@ -101,7 +110,7 @@ def test_every_statement_can_hold_and_can_fail(claim: Claim) -> None:
     for check in claim.checks:
         printed = check.printed
         if isinstance(printed, Number):
-            right, wrong = printed.value, printed.value + 3 * printed.room + 1
+            right, wrong = printed.value, printed.value + 3 * printed.tolerance + 1
         elif isinstance(printed, Range):
             right = printed.low if printed.low > -math.inf else printed.high
             wrong = printed.high + 1 if printed.high < math.inf else printed.low - 1
@@ -139,14 +148,14 @@ def _other(found: Any) -> Any:
 
 
 def test_printed_numbers_allow_a_unit_of_their_last_digit() -> None:
-    assert about("2.1", 1e6).allows(2.2e6)
-    assert not about("2.1", 1e6).allows(2.21e6)
-    assert about(".13", 1e6).allows(131_072)
-    assert exact(7).allows(7)
-    assert not exact(7).allows(8)
-    assert not exact(7).allows("7")
-    assert between("0.3", "1.0").allows(0.5)
-    assert not between("0.3", "1.0").allows(1.2)
+    assert rounded_number("2.1", 1e6).allows(2.2e6)
+    assert not rounded_number("2.1", 1e6).allows(2.21e6)
+    assert rounded_number(".13", 1e6).allows(131_072)
+    assert exact_number(7).allows(7)
+    assert not exact_number(7).allows(8)
+    assert not exact_number(7).allows("7")
+    assert printed_range("0.3", "1.0").allows(0.5)
+    assert not printed_range("0.3", "1.0").allows(1.2)
     assert at_most(0.1).allows(0.1)
     assert not at_most(0.1).allows(0.11)
     assert at_least(1).allows(1.0)
@@ -161,7 +170,7 @@ def _claim(*found: Any) -> Claim:
         return value
 
     checks = [
-        Check(states=f"statement {at}", printed=exact(1), measure=measure, inputs={"value": value})
+        Check(states=f"statement {at}", printed=exact_number(1), measure=measure, inputs={"value": value})
         for at, value in enumerate(found)
     ]
     return Claim(id="C1", guide="G1", says="one", how="looking", checks=checks)

@@ -13,9 +13,9 @@ import torch
 from headwise import cost
 from headwise.errors import ArgumentError
 from headwise.study.audit import training
-from headwise.study.audit.audit import Effort, working
+from headwise.study.audit.audit import Effort, with_effort
 from headwise.study.audit.decoder import Decoder, Sizes, mechanisms, width_for
-from headwise.study.audit.training import FromScratch, Trained, interval, spec_decoder, train, trained
+from headwise.study.audit.training import FromScratch, Trained, half_interval, spec_decoder, train, trained_decoders
 
 SMALL = Sizes(hidden_size=32, num_heads=4, num_layers=2, intermediate_size=64)
 
@@ -65,9 +65,9 @@ def test_training_lowers_the_loss_and_is_kept(text: Path, tmp_path: Path, monkey
     assert again.row("MHA") == row
     assert len(calls) == 2
     assert set(json.loads(file.read_text())["rows"]) == {"MHA", "MQA"}
-    with working(Effort(trained=file)):  # what the checks of an audit read
-        assert trained() == replace(again, rows=trained().rows)
-        assert trained().row("MQA").losses == (2.0, 2.0)
+    with with_effort(Effort(trained=file)):  # what the checks of an audit read
+        assert trained_decoders() == replace(again, rows=trained_decoders().rows)
+        assert trained_decoders().row("MQA").losses == (2.0, 2.0)
     with pytest.raises(ArgumentError, match="another run"):
         train(file, names=["MHA"], **{**options, "tokens": 1})
 
@@ -86,8 +86,8 @@ def test_a_mechanism_is_compared_with_mha_seed_by_seed() -> None:
     assert half == pytest.approx(0, abs=1e-9)  # seeds differ by 1, and the differences not at all
     assert report.kept("MQA") == pytest.approx(100 * math.exp(-0.1))
     assert report.row("latent").mechanism == "latent-128"
-    assert interval([0.0, 2.0]) == pytest.approx(12.706)
-    assert interval([1.0]) == math.inf
+    assert half_interval([0.0, 2.0]) == pytest.approx(12.706)
+    assert half_interval([1.0]) == math.inf
 
 
 @pytest.mark.parametrize(

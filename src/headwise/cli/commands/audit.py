@@ -47,9 +47,9 @@ def audit(
     """Test every claim of the guides that headwise began with, and say which hold, with the evidence."""
     refuse_no_page(html, has_plots=False)
     from headwise.study.audit.audit import audit as run_audit
-    from headwise.study.audit.audit import chosen
+    from headwise.study.audit.audit import select_claims
 
-    chosen(claim)
+    select_claims(claim)
     losses = trained or (TRAINED if train or TRAINED.is_file() else None)
     scratch: FromScratch | None = None
     with progress_bar() as progress:

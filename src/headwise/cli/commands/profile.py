@@ -86,10 +86,10 @@ def profile(
 
 
 def _print_check(result: Check) -> None:
-    from headwise.measure.profiling.check import by_kind
+    from headwise.measure.profiling.check import points_by_mechanism
 
     table = numbers_table("ms", "measured", "predicted", "error")
-    for name, points in by_kind(result.points).items():
+    for name, points in points_by_mechanism(result.points).items():
         table.add_section()
         table.add_row(f"[bold]{name}[/bold]", "", "", "")
         for point in points:

@@ -18,7 +18,7 @@ from headwise.base.documents import finite
 from headwise.conversion.frontiers.candidate import Kind, Tried
 from headwise.conversion.methods import find_method
 from headwise.errors import ArgumentError
-from headwise.measure.evaluation.plain_cache import SAME_BYTES, margin
+from headwise.measure.evaluation.plain_cache import SAME_BYTES, log_perplexity_margin
 
 LOSSES = (1.05, 1.15, 1.5)
 """The ratios of perplexity that recommendations are made for."""
@@ -371,7 +371,8 @@ def _at(least: float, most: float, points: Iterable[Measured], tokens: int) -> S
     as_good = {
         kind: point.target
         for kind, point in own.items()
-        if point is not None and math.log(point.ratio / best.ratio) <= margin(point.kl, best.kl, tokens)
+        if point is not None
+        and math.log(point.ratio / best.ratio) <= log_perplexity_margin(point.kl, best.kl, tokens)
     }
     return SizeRange(most=most, least=least, kinds=tuple(as_good), best=tuple(as_good.values()), ratio=best.ratio)
 

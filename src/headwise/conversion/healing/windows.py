@@ -17,7 +17,7 @@ from headwise.conversion.calibration.windows import CalibrationWindows, plain_wi
 from headwise.errors import ArgumentError
 from headwise.measure.texts import named_texts, refuse_twice
 from headwise.measure.texts.calibration import calibration_windows, hold_out, refuse_unknown_tokens
-from headwise.measure.texts.windows import begun, first_ids, usual_window
+from headwise.measure.texts.windows import default_window, first_ids, put_begin_before
 from headwise.models.checkpoints import Checkpoint, load_tokenizer
 from headwise.models.specs import ModelSpec
 from headwise.runtime.quantization.transform_code import FILE as CODES
@@ -106,14 +106,14 @@ def open_windows(
         raise ArgumentError("window", options.window, f"must be at most {positions}, the {whose}'s positions")
     tokenizer = load_tokenizer(checkpoint.path)
     begin = first_ids(tokenizer)
-    width = usual_window(positions, options.window or WINDOW, around=len(begin))  # of text alone
+    width = default_window(positions, options.window or WINDOW, around=len(begin))  # of text alone
     wanted = step_count(options, width + len(begin)) * options.batch
     read = (wanted + HELD) * width
     ids = calibration_windows(tokenizer, sources, tokens=read, window=width, name=name)
     if len(ids) < 2:
         rule = f"must be more than {width}, for one window to train on and one that is held out"
         raise ArgumentError(name, f"{ids.numel()} tokens", rule)
-    ids = begun(ids, begin)
+    ids = put_begin_before(ids, begin)
     train, held_out = hold_out(ids, max(len(ids) // HELD, 2), sources=len(sources))
     train, held_out = torch.cat((train, held_out[HELD:])), held_out[:HELD]
     refuse_unknown_tokens(checkpoint, ids)

@@ -10,12 +10,12 @@ from headwise.measure.evaluation.choices import (
 from headwise.measure.evaluation.evaluate import WINDOW, evaluate, evaluate_windows
 from headwise.measure.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.measure.evaluation.planted import DepthScore, PlantedEvaluation, evaluate_planted
-from headwise.measure.evaluation.results import Evaluation, PositionScore, Rate, TextScore, rate
+from headwise.measure.evaluation.results import Evaluation, PositionScore, Rate, TextScore, compare_rates
 from headwise.measure.evaluation.retrieval import (
     Encoder,
     Pooling,
     RetrievalEvaluation,
-    embed,
+    embed_texts,
     evaluate_retrieval,
     load_encoder,
     read_pooling,
@@ -39,8 +39,9 @@ __all__ = [
     "Speed",
     "TextScore",
     "check_vocabulary",
+    "compare_rates",
     "decode_times",
-    "embed",
+    "embed_texts",
     "evaluate",
     "evaluate_choices",
     "evaluate_planted",
@@ -49,7 +50,6 @@ __all__ = [
     "load_encoder",
     "log_likelihoods",
     "open_pair",
-    "rate",
     "read_choices",
     "read_pooling",
     "score_window",

@@ -15,8 +15,8 @@ from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError
 from headwise.measure.evaluation.model_pair import Pair, check_vocabulary, open_pair
-from headwise.measure.evaluation.results import Rate, rate
-from headwise.measure.evaluation.scoring import batches
+from headwise.measure.evaluation.results import Rate, compare_rates
+from headwise.measure.evaluation.scoring import similar_length_batches
 from headwise.measure.texts.sources import read_jsonl
 from headwise.measure.texts.windows import ending_ids, first_ids
 from headwise.runtime.hf import check_logits
@@ -114,8 +114,8 @@ def evaluate_choices(
     return ChoiceEvaluation(
         file=str(options.file),
         items=len(items),
-        accuracy=rate(by_total["model"], by_total.get("against"), seed=options.seed),
-        accuracy_norm=rate(by_character["model"], by_character.get("against"), seed=options.seed),
+        accuracy=compare_rates(by_total["model"], by_total.get("against"), seed=options.seed),
+        accuracy_norm=compare_rates(by_character["model"], by_character.get("against"), seed=options.seed),
         cache=options.cache,
         **pair.about(),
     )
@@ -177,7 +177,7 @@ def log_likelihoods(
     lengths = [len(prompt) + len(ending) for prompt, ending in sequences]
     scores = [0.0] * len(sequences)
     done = 0
-    for batch in batches(model, lengths, tokens=_BATCH):
+    for batch in similar_length_batches(model, lengths, tokens=_BATCH):
         progress("choices", done, len(sequences))
         for index, score in zip(batch, _batch([sequences[index] for index in batch], model), strict=True):
             scores[index] = score

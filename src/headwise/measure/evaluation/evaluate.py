@@ -20,7 +20,7 @@ from headwise.measure.evaluation.results import Evaluation, Scores, evaluation_o
 from headwise.measure.evaluation.scoring import score_window
 from headwise.measure.evaluation.speed import Speed, allocated_bytes, decode_times
 from headwise.measure.texts.sources import named_texts, read_text, refuse_twice
-from headwise.measure.texts.windows import first_ids, token_windows, usual_window
+from headwise.measure.texts.windows import default_window, first_ids, token_windows
 from headwise.runtime.hf import check_logits, has_codes
 
 WINDOW = 2048
@@ -58,7 +58,7 @@ def evaluate(
     contents = read_texts(options.text)
     # Models are opened before the tokenizer, whose errors say less about what is wrong with a folder.
     pair = open_pair(model, against=options.against, dtype=options.dtype, device=options.device, progress=progress)
-    batches, context = windows_of(contents, pair, options)
+    batches, context = evaluation_windows(contents, pair, options)
     return evaluate_windows(pair, batches, context=context, cache=options.cache, progress=progress, shared=shared)
 
 
@@ -76,10 +76,10 @@ def read_texts(texts: str | Path | Sequence[str | Path]) -> dict[str, str]:
     return dict(zip(files, contents, strict=True))
 
 
-def windows_of(contents: dict[str, str], pair: Pair, options: PassageOptions) -> tuple[Windows, int]:
+def evaluation_windows(contents: dict[str, str], pair: Pair, options: PassageOptions) -> tuple[Windows, int]:
     """The windows of each text that models are evaluated on, and the context at which decoding is timed.
 
-    For example ``windows_of(read_texts("wiki.txt"), open_pair("./model"), EvaluateOptions(text="wiki.txt"))``.
+    For example ``evaluation_windows(read_texts("a.txt"), open_pair("./model"), EvaluateOptions(text="a.txt"))``.
 
     Args:
         contents: the content of each text, by its file.
@@ -90,9 +90,9 @@ def windows_of(contents: dict[str, str], pair: Pair, options: PassageOptions) ->
         ArgumentError: a text is shorter than a window, or a number is out of range.
     """
     longest = pair.positions
-    window = _within("window", options.window, usual_window(longest, WINDOW), 2, longest)
+    window = _checked_count("window", options.window, default_window(longest, WINDOW), 2, longest)
     # The timed token needs a position too.
-    context = _within("context", options.context, CONTEXT, 1, None if longest is None else longest - 1)
+    context = _checked_count("context", options.context, CONTEXT, 1, None if longest is None else longest - 1)
     batches = [
         (file, token_windows(pair.tokenizer, content, window=window, windows=options.windows, name=f"text {file}"))
         for file, content in contents.items()
@@ -100,18 +100,18 @@ def windows_of(contents: dict[str, str], pair: Pair, options: PassageOptions) ->
     return batches, context
 
 
-def usual_context(pair: Pair) -> int:
+def default_context(pair: Pair) -> int:
     """The context at which decoding is timed where the user says nothing: 512, or one less than the positions.
 
-    For example ``usual_context(open_pair("smollm2-135m"))`` is 512.
+    For example ``default_context(open_pair("smollm2-135m"))`` is 512.
     """
     return CONTEXT if pair.positions is None else min(CONTEXT, pair.positions - 1)
 
 
-def prompt_of(texts: Windows, context: int) -> Tensor:
+def timing_prompt(texts: Windows, context: int) -> Tensor:
     """The tokens ``[1, context]`` behind which decoding is timed: a text from its beginning, repeated if need be.
 
-    For example ``prompt_of([("text.txt", windows)], 512)``.
+    For example ``timing_prompt([("text.txt", windows)], 512)``.
     """
     prompt = texts[0][1].flatten()[None, :context]
     return prompt.repeat(1, -(-context // prompt.shape[1]))[:, :context]
@@ -139,8 +139,8 @@ def evaluate_windows(
         progress: the callback that reports each window.
         shared: whether each of several processes scores its share of the windows; all of them have to call this.
     """
-    context = usual_context(pair) if context is None else context
-    prompt = prompt_of(texts, context)
+    context = default_context(pair) if context is None else context
+    prompt = timing_prompt(texts, context)
     with pair.caching(cache):
         check_vocabulary(pair.models, max(int(batch.max()) for _, batch in texts))
         scores = _scores(pair, texts, progress, shared=shared)
@@ -148,7 +148,7 @@ def evaluate_windows(
     if cache is not None or has_codes(pair.models["model"]):
         allocated = allocated_bytes(pair.models["model"], texts[0][1][0], cache)
         speed["model"] = replace(speed["model"], bytes_per_token=allocated)
-    about = {"window": texts[0][1].shape[1], "begin": begin_of(pair, texts), "context": context}
+    about = {"window": texts[0][1].shape[1], "begin": leading_tokens(pair, texts), "context": context}
     reference = None
     if "against" in speed:
         alone = [(name, {"nll": score["reference_nll"]}) for name, score in scores]
@@ -156,10 +156,10 @@ def evaluate_windows(
     return evaluation_of(scores, speed["model"], about | pair.about() | {"cache": cache}, reference)
 
 
-def begin_of(pair: Pair, texts: Windows) -> tuple[str, ...]:
+def leading_tokens(pair: Pair, texts: Windows) -> tuple[str, ...]:
     """The tokens that the tokenizer puts before every text, if all windows begin with them.
 
-    For example ``begin_of(open_pair("./gemma"), [("text.txt", windows)])`` is ``("<bos>",)``.
+    For example ``leading_tokens(open_pair("./gemma"), [("text.txt", windows)])`` is ``("<bos>",)``.
     """
     with suppress(CheckpointError):  # windows of tokens need no tokenizer
         ids = first_ids(pair.tokenizer)
@@ -204,7 +204,7 @@ def _speed(pair: Pair, prompt: Tensor, progress: Progress, *, shared: bool) -> d
     return {name: Speed(*row) for name, row in zip(pair.models, all_sum(measured).tolist(), strict=True)}
 
 
-def _within(name: str, value: int | None, default: int, least: int, most: int | None) -> int:
+def _checked_count(name: str, value: int | None, default: int, least: int, most: int | None) -> int:
     """Check a number of tokens against the models' positions; when None, the default or as many as they have.
 
     Raises:

@@ -24,7 +24,7 @@ from headwise.runtime.quantization.transform_code import FILE as CODES
 SAME_BYTES = 1.01
 """A cache that takes at most this many times the bytes of another is no larger: sizes cannot be met exactly."""
 
-A_POINT = 0.01
+SIMILAR_BYTES = 0.01
 """Two caches are said to have the same bytes where they differ by at most this part of the cache in bfloat16."""
 
 
@@ -116,12 +116,12 @@ def nearest_formats(checkpoint: Checkpoint, tokens: int, size: float, engine: st
     return {spelling: sizes[spelling] for spelling in nearest}
 
 
-def margin(kl: float, other_kl: float, tokens: int) -> float:
+def log_perplexity_margin(kl: float, other_kl: float, tokens: int) -> float:
     """The difference of two models' log-perplexities that chance explains: two standard errors, in nats.
 
     A token's cost in a model that lies KL from the source differs from its cost in the source by a mean of about KL
     and a variance of about 2 KL (both by the second order of the divergence). The errors of two ways to store a cache
-    are taken as independent. For example ``margin(0.01, 0.02, 12_282)`` is 0.0044.
+    are taken as independent. For example ``log_perplexity_margin(0.01, 0.02, 12_282)`` is 0.0044.
 
     Args:
         kl: mean KL(source ‖ model) a token, in nats.

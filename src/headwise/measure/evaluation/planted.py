@@ -21,7 +21,7 @@ from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError
 from headwise.measure.evaluation.model_pair import Pair, check_vocabulary, open_pair
-from headwise.measure.evaluation.results import Paired, Rate, rate
+from headwise.measure.evaluation.results import Paired, Rate, compare_rates
 from headwise.measure.texts.sources import read_text
 from headwise.measure.texts.windows import cut_windows, ending_ids, first_ids, token_ids
 from headwise.models.checkpoints import decode
@@ -201,8 +201,8 @@ def evaluate_planted(
         codes=options.codes,
         trials=trials,
         seed=options.seed,
-        found=rate(generated["model"], generated.get("against"), seed=options.seed),
-        first=rate(first["model"], first.get("against"), seed=options.seed),
+        found=compare_rates(generated["model"], generated.get("against"), seed=options.seed),
+        first=compare_rates(first["model"], first.get("against"), seed=options.seed),
         depths=tuple(
             _depth_score(depth, *(rows[index] for rows in (answers["model"], answers.get("against")) if rows))
             for index, depth in enumerate(options.depths)
@@ -221,7 +221,9 @@ def _answers(
     """The answers of each model in the same contexts, a list for each depth."""
     random = np.random.default_rng(options.seed)
     answers: dict[str, list[list[_Answer]]] = {name: [[] for _ in options.depths] for name in pair.models}
-    contexts = [[*options.depths]] if options.together else [_spread(depth, options.keys) for depth in options.depths]
+    contexts = (
+        [[*options.depths]] if options.together else [_spread_depths(depth, options.keys) for depth in options.depths]
+    )
     total = len(contexts) * options.trials
     for step, (index, trial) in enumerate(product(range(len(contexts)), range(options.trials))):
         progress("planted facts", step, total)
@@ -233,13 +235,13 @@ def _answers(
         asked = len(places) if options.together else 1
         context = _context(pair.tokenizer, stretches[trial % len(stretches)].tolist(), places, questions, asked=asked)
         for name, model in pair.models.items():
-            for depth, answer in enumerate(_ask(model, pair.tokenizer, context), start=index):
+            for depth, answer in enumerate(_answer_all(model, pair.tokenizer, context), start=index):
                 answers[name][depth].append(answer)
     progress("planted facts", total, total)
     return answers
 
 
-def _spread(depth: float, facts: int) -> list[float]:
+def _spread_depths(depth: float, facts: int) -> list[float]:
     """The depth of a fact, and those of others, evenly over the rest of the text."""
     return [depth, *((depth + number / facts) % 1 for number in range(1, facts))]
 
@@ -253,7 +255,7 @@ def _codes(tokenizer: Any, options: PlantedOptions, random: np.random.Generator,
 def _sentences(tokenizer: Any, codes: Sequence[str], names: Sequence[str] = ("",)) -> list[_Question]:
     """A sentence with a code for each name, and the question for it."""
     questions = []
-    for name, code, others in zip(names, codes, _others(codes), strict=False):
+    for name, code, others in zip(names, codes, _each_with_others(codes), strict=False):
         of = f" of {name}" if name else ""
         split = [ending_ids(tokenizer, QUESTION.format(of=of), f" {answer}") for answer in (code, *others)]
         fact, candidates = token_ids(tokenizer, FACT.format(of=of, code=code)), [ending for _, ending in split]
@@ -268,11 +270,11 @@ def _strings(stretches: Tensor, options: PlantedOptions, random: np.random.Gener
     half = length // 2
     return [
         _Question(string, string[:half], [answer[half:] for answer in (string, *others)], None)
-        for string, others in zip(drawn[:facts], _others(drawn), strict=False)
+        for string, others in zip(drawn[:facts], _each_with_others(drawn), strict=False)
     ]
 
 
-def _others(items: Sequence[Any]) -> Iterator[list[Any]]:
+def _each_with_others(items: Sequence[Any]) -> Iterator[list[Any]]:
     """For each item, all others."""
     return ([*items[:number], *items[number + 1 :]] for number in range(len(items)))
 
@@ -298,42 +300,42 @@ def _context(
     return _Context([*ids, *stretch[before:room]], questions[:asked])
 
 
-def _ask(model: Any, tokenizer: Any, context: _Context) -> list[_Answer]:
+def _answer_all(model: Any, tokenizer: Any, context: _Context) -> list[_Answer]:
     """The answers to each question of a context, whose text is read once."""
     (question, *more), answers = context.questions, []
-    out = model(_row(model, [*context.ids, *([] if more else question.ids)]), use_cache=True, logits_to_keep=1)
+    out = model(_as_batch(model, [*context.ids, *([] if more else question.ids)]), use_cache=True, logits_to_keep=1)
     cache = out.past_key_values
     cache.activate_past_recording()  # lets layers with a sliding window undo the cropped tokens
     for number, question in enumerate(context.questions):
         if more:
-            out = model(_row(model, question.ids), past_key_values=cache, use_cache=True, logits_to_keep=1)
-        answer, tokens = _answer(model, tokenizer, question, cache, out.logits[0, -1].float())
+            out = model(_as_batch(model, question.ids), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        answer, tokens = _answer_one(model, tokenizer, question, cache, out.logits[0, -1].float())
         answers.append(answer)
         if number < len(more):
             cache.crop(-(len(question.ids) + tokens))
     return answers
 
 
-def _answer(model: Any, tokenizer: Any, question: _Question, cache: Any, last: Tensor) -> tuple[_Answer, int]:
+def _answer_one(model: Any, tokenizer: Any, question: _Question, cache: Any, last: Tensor) -> tuple[_Answer, int]:
     """The answer after the question's last logits, and the tokens that the cache has then beside the question's."""
     scores = []
     for candidate in question.candidates:
         rows = last[None]
         if len(candidate) > 1:
-            logits = model(_row(model, candidate[:-1]), past_key_values=cache, use_cache=True).logits[0].float()
+            logits = model(_as_batch(model, candidate[:-1]), past_key_values=cache, use_cache=True).logits[0].float()
             cache.crop(1 - len(candidate))
             rows = torch.cat([rows, logits])
-        scores.append(rows.log_softmax(-1).gather(-1, _row(model, candidate).mT).double().sum())
+        scores.append(rows.log_softmax(-1).gather(-1, _as_batch(model, candidate).mT).double().sum())
     likelihoods = torch.stack(scores)
     check_logits(-likelihoods, model)
     continuation = [int(last.argmax())]
     tokens = max(map(len, question.candidates))  # one more than a code has, as a space may be a token
     for _ in range(tokens):
-        step = model(_row(model, continuation[-1:]), past_key_values=cache, use_cache=True)
+        step = model(_as_batch(model, continuation[-1:]), past_key_values=cache, use_cache=True)
         check_logits(step.logits[0, -1], model)
         continuation.append(int(step.logits[0, -1].argmax()))
     answer = _Answer(
-        found=_found(question, tokenizer, continuation),
+        found=_holds_code(question, tokenizer, continuation),
         rank=int((likelihoods >= likelihoods[0]).sum()),  # a tie counts against the code
         probability=float(likelihoods.softmax(0)[0]),
         nll=-float(likelihoods[0]),
@@ -341,11 +343,11 @@ def _answer(model: Any, tokenizer: Any, question: _Question, cache: Any, last: T
     return answer, tokens
 
 
-def _row(model: Any, ids: list[int]) -> Tensor:
+def _as_batch(model: Any, ids: list[int]) -> Tensor:
     return torch.tensor([ids], device=model.device)
 
 
-def _found(question: _Question, tokenizer: Any, continuation: list[int]) -> bool:
+def _holds_code(question: _Question, tokenizer: Any, continuation: list[int]) -> bool:
     """Whether a continuation holds the code, or begins with the tokens that are asked for."""
     if question.code is None:
         (right, *_) = question.candidates

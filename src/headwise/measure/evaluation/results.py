@@ -87,7 +87,7 @@ class Rate(Paired, compared=("rate", "low", "high")):
     """
 
     items: int
-    rate: float
+    compare_rates: float
     low: float
     high: float
     only_model: int | None = None
@@ -98,10 +98,10 @@ class Rate(Paired, compared=("rate", "low", "high")):
     p_value: float | None = None
 
 
-def rate(right: Sequence[bool], reference: Sequence[bool] | None = None, *, seed: int = 0) -> Rate:
+def compare_rates(right: Sequence[bool], reference: Sequence[bool] | None = None, *, seed: int = 0) -> Rate:
     """Summarise whether a model was right on each item, beside its reference on the same items.
 
-    For example ``rate([True, False], [True, True]).difference`` is -0.5.
+    For example ``compare_rates([True, False], [True, True]).difference`` is -0.5.
 
     Args:
         right: whether the model has each item right; not empty.
@@ -109,7 +109,7 @@ def rate(right: Sequence[bool], reference: Sequence[bool] | None = None, *, seed
         seed: the seed of the bootstrap interval.
     """
     items = len(right)
-    low, high = wilson(sum(right), items)
+    low, high = wilson_interval(sum(right), items)
     alone = Rate(items=items, rate=sum(right) / items, low=low, high=high)
     if reference is None:
         return alone
@@ -122,17 +122,17 @@ def rate(right: Sequence[bool], reference: Sequence[bool] | None = None, *, seed
     difference_low, difference_high = np.percentile((counts[:, 0] - counts[:, 1]) / items, [2.5, 97.5])
     return replace(
         alone,
-        reference=rate(reference),
+        reference=compare_rates(reference),
         only_model=only_model,
         only_reference=only_reference,
         difference=(only_model - only_reference) / items,
         difference_low=float(difference_low),
         difference_high=float(difference_high),
-        p_value=mcnemar(only_model, only_reference),
+        p_value=mcnemar_p_value(only_model, only_reference),
     )
 
 
-def wilson(right: int, items: int) -> tuple[float, float]:
+def wilson_interval(right: int, items: int) -> tuple[float, float]:
     """The 95 % interval of a fraction. Source: Wilson 1927.
 
     Args:
@@ -149,7 +149,7 @@ def wilson(right: int, items: int) -> tuple[float, float]:
     return max(low, 0.0), min(high, 1.0)
 
 
-def mcnemar(first: int, second: int) -> float:
+def mcnemar_p_value(first: int, second: int) -> float:
     """The two-sided p-value of McNemar's exact test: the probability of a split at least as uneven by chance.
 
     Args:

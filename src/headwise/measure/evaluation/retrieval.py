@@ -17,8 +17,8 @@ from headwise.base.options import RetrievalOptions, takes_options
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.measure.evaluation.results import Paired, Rate, rate
-from headwise.measure.evaluation.scoring import batches
+from headwise.measure.evaluation.results import Paired, Rate, compare_rates
+from headwise.measure.evaluation.scoring import similar_length_batches
 from headwise.measure.texts.sources import read_jsonl
 from headwise.models.checkpoints import (
     dtype_name,
@@ -148,11 +148,11 @@ def evaluate_retrieval(
     reference = None
     if "against" in encoders:
         name = encoders["against"].name
-        reference = RetrievalEvaluation(model=name, against=None, **rated(ranks["against"]), **run)
+        reference = RetrievalEvaluation(model=name, against=None, **rank_scores(ranks["against"]), **run)
     return RetrievalEvaluation(
         model=encoders["model"].name,
         against=None if reference is None else reference.model,
-        **rated(ranks["model"], ranks.get("against"), seed=options.seed),
+        **rank_scores(ranks["model"], ranks.get("against"), seed=options.seed),
         **run,
         reference=reference,
     )
@@ -194,11 +194,11 @@ class Questions:
 
     def ranks(self, encoder: Encoder, progress: Progress = silent) -> Tensor:
         """The rank ``[Q]`` of each question's passage; 1 is the nearest."""
-        questions = embed(encoder, self.questions, progress=progress)
-        return answer_ranks(questions, embed(encoder, self.passages, progress=progress), self.answers)
+        questions = embed_texts(encoder, self.questions, progress=progress)
+        return answer_ranks(questions, embed_texts(encoder, self.passages, progress=progress), self.answers)
 
 
-def rated(ranks: Tensor, reference: Tensor | None = None, *, seed: int = 0) -> dict[str, Any]:
+def rank_scores(ranks: Tensor, reference: Tensor | None = None, *, seed: int = 0) -> dict[str, Any]:
     """Recall and mean reciprocal rank, as fields of `RetrievalEvaluation`.
 
     Args:
@@ -207,7 +207,7 @@ def rated(ranks: Tensor, reference: Tensor | None = None, *, seed: int = 0) -> d
         seed: the seed of the bootstrap intervals.
     """
     recall = {
-        f"recall_at_{count}": rate(
+        f"recall_at_{count}": compare_rates(
             (ranks <= count).tolist(), None if reference is None else (reference <= count).tolist(), seed=seed
         )
         for count in (1, 10)
@@ -216,10 +216,10 @@ def rated(ranks: Tensor, reference: Tensor | None = None, *, seed: int = 0) -> d
 
 
 @torch.inference_mode()
-def embed(encoder: Encoder, texts: Sequence[str], *, progress: Progress = silent) -> Tensor:
+def embed_texts(encoder: Encoder, texts: Sequence[str], *, progress: Progress = silent) -> Tensor:
     """Embed texts.
 
-    For example ``embed(load_encoder("./minilm"), ["a question", "a passage"])``.
+    For example ``embed_texts(load_encoder("./minilm"), ["a question", "a passage"])``.
 
     Args:
         encoder: the model with its tokenizer and pooling.
@@ -239,7 +239,7 @@ def embed(encoder: Encoder, texts: Sequence[str], *, progress: Progress = silent
     rows: list[list[int]] = tokenize(tokenizer, list(texts), **options)["input_ids"]
     embeddings: dict[int, Tensor] = {}
     done = 0
-    for batch in batches(model, list(map(len, rows)), tokens=_BATCH):
+    for batch in similar_length_batches(model, list(map(len, rows)), tokens=_BATCH):
         progress("embedding", done, len(rows))
         ids = torch.full((len(batch), len(rows[batch[0]])), tokenizer.pad_token_id or 0)
         mask = torch.zeros_like(ids)
@@ -248,7 +248,7 @@ def embed(encoder: Encoder, texts: Sequence[str], *, progress: Progress = silent
             mask[place, : len(rows[index])] = 1
         mask = mask.to(model.device)
         states = model(input_ids=ids.to(model.device), attention_mask=mask).last_hidden_state
-        pooled = pool(states, mask, pooling).float().cpu()
+        pooled = pool_states(states, mask, pooling).float().cpu()
         if not bool(pooled.isfinite().all()):
             raise CheckpointError("model", encoder.name, "computes NaN or infinite embeddings")
         embeddings |= dict(zip(batch, pooled, strict=True))
@@ -257,7 +257,7 @@ def embed(encoder: Encoder, texts: Sequence[str], *, progress: Progress = silent
     return torch.stack([embeddings[index] for index in range(len(rows))])
 
 
-def pool(states: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
+def pool_states(states: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     """Pool the hidden states of sentences to embeddings ``[B, E]``.
 
     Args:

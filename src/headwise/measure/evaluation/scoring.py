@@ -18,7 +18,7 @@ from headwise.base.threads import map_in_threads
 from headwise.runtime.caches.frequencies import changes_at
 
 
-def batches(model: Any, lengths: Sequence[int], *, tokens: int) -> Iterator[list[int]]:
+def similar_length_batches(model: Any, lengths: Sequence[int], *, tokens: int) -> Iterator[list[int]]:
     """Put texts of similar lengths together, the longest first.
 
     For example ``list(batches(model, [3, 8, 4], tokens=8))`` is ``[[1], [2, 0]]``.

@@ -84,7 +84,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device = HERE) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         call()
         return torch.cuda.max_memory_allocated(device) - before
-    with _silenced(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         call()
     found = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = most = 0
@@ -95,7 +95,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device = HERE) -> int:
 
 
 @contextmanager
-def _silenced() -> Iterator[None]:
+def _quiet_profiler() -> Iterator[None]:
     """Keep what torch's profiler writes to stderr from the user."""
     kept = os.dup(2)
     with open(os.devnull, "wb") as nowhere:
@@ -114,7 +114,7 @@ KV_HEADS = {"MHA": None, "GQA": 4, "MQA": 1}
 """The number of key–value heads of mechanisms that cache heads; None for as many as query heads."""
 
 
-def kinds(places: Places) -> dict[str, dict[str, Any]]:
+def attention_kinds(places: Places) -> dict[str, dict[str, Any]]:
     """The arguments of `Decoder` for each mechanism."""
     return {**{name: {"num_kv_heads": heads} for name, heads in KV_HEADS.items()}, "MLA": {"latent": places.latent}}
 
@@ -252,10 +252,10 @@ def check(
     points: list[Point] = []
     for index in range(places):
         progress("checking", index, places + 1)
-        points += _place(chosen, device, paces, grids)
+        points += _measure_place(chosen, device, paces, grids)
     progress("checking", places, places + 1)
     memory = []
-    for name, kind in kinds(grids.places).items():
+    for name, kind in attention_kinds(grids.places).items():
         heads = chosen.choice(grids.places.heads)
         sizes = _sizes(grids, heads) | {"vocab_size": chosen.choice(grids.places.vocabularies)}
         inner = chosen.choice([2, 3, 4]) * grids.head_dim * heads
@@ -270,7 +270,7 @@ def _sizes(grids: Grids, heads: int) -> dict[str, Any]:
     return {"hidden_size": grids.head_dim * heads, "num_heads": heads, "head_dim": grids.head_dim}
 
 
-def _place(chosen: random.Random, device: Device, paces: Mapping[str, Pace], grids: Grids) -> list[Point]:
+def _measure_place(chosen: random.Random, device: Device, paces: Mapping[str, Pace], grids: Grids) -> list[Point]:
     """Measure and predict all mechanisms at one place."""
     choices = grids.places
     heads = chosen.choice(choices.heads)
@@ -288,7 +288,7 @@ def _place(chosen: random.Random, device: Device, paces: Mapping[str, Pace], gri
     stored = {cache: bits for bits, cache in BITS.items()}
     decoders = [
         (name, Decoder(**sizes, **kind, code_bits=bits))
-        for name, kind in kinds(choices).items()
+        for name, kind in attention_kinds(choices).items()
         for bits in (code_bits if "latent" in kind else (None,))
     ]
     caches = [
@@ -300,7 +300,9 @@ def _place(chosen: random.Random, device: Device, paces: Mapping[str, Pace], gri
     def step(bits: float) -> Pass:
         return Pass(batch=batch, total=context + 1, dtype=dtype, cache_bits=bits or None)
 
-    while batch > 1 and _held([(decoder, step(bits)) for _, decoder, _, bits in caches]) > device.memory_bytes / 2:
+    while (
+        batch > 1 and _held_bytes([(decoder, step(bits)) for _, decoder, _, bits in caches]) > device.memory_bytes / 2
+    ):
         batch //= 2
     label = f"{layers} × {hidden}, {sizes['intermediate_size']}, {sizes['vocab_size']}"
     gc.collect()  # optimised models refer to themselves, and those of the last place still take memory
@@ -344,7 +346,7 @@ class _Call:
         return Point(**self.about, is_prompt=is_prompt, measured=measured, pace=pace, predicted=predicted)
 
 
-def _held(steps: Sequence[tuple[Decoder, Pass]]) -> int:
+def _held_bytes(steps: Sequence[tuple[Decoder, Pass]]) -> int:
     """The most bytes that decoders and their caches take, all of which are in memory at once."""
     each = [(decoder, peak_memory(decoder.spec(), step)) for decoder, step in steps]
     weights = {decoder: memory.weights for decoder, memory in each}
@@ -352,7 +354,7 @@ def _held(steps: Sequence[tuple[Decoder, Pass]]) -> int:
     return sum(weights.values()) + caches + max(memory.workspace for _, memory in each)
 
 
-def by_kind(points: Sequence[Point]) -> dict[str, list[Point]]:
+def points_by_mechanism(points: Sequence[Point]) -> dict[str, list[Point]]:
     """The points of each mechanism, decoding and prompts apart."""
     kinds: dict[str, list[Point]] = {}
     for point in points:

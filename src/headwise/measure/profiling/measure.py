@@ -19,7 +19,7 @@ from headwise.costs.prediction import MANY, Curves, Device, Grid, Pass, operator
 from headwise.costs.prediction import seconds as predicted
 from headwise.measure.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
 from headwise.measure.profiling.grids import BITS, CPU, Grids
-from headwise.measure.profiling.pace import HERE, Pace, alike, in_turn, projections, through
+from headwise.measure.profiling.pace import HERE, Pace, equal_projections, make_in_turn, pass_through, project_in_turn
 from headwise.models.checkpoints import dtype_name
 from headwise.models.specs import ModelSpec
 from headwise.runtime.attention.base import per_head
@@ -29,7 +29,7 @@ PATIENCE = 0.03
 """Seconds for which a call is repeated."""
 
 _WIDEST = 512
-"""The widest latent of the decoders that `_around` measures."""
+"""The widest latent of the decoders that `_measure_other_work` measures."""
 
 _LEAST_FOR_A_BYTE = 1e-13
 _LEAST = 1e-7
@@ -78,16 +78,16 @@ def measure_curves(
     machine = _Machine(dtype, device, grids, place)
     steps = 7
     progress("profiling", 0, steps)
-    few = _few_tokens(machine)
+    few = _measure_few_tokens(machine)
     progress("profiling", 1, steps)
-    many = _grid(grids.tokens, grids.weights, partial(_many, machine))
-    product = _grid(grids.product_tokens, grids.product_weights, partial(_products, machine))
+    many = _grid(grids.tokens, grids.weights, partial(_measure_many_tokens, machine))
+    product = _grid(grids.product_tokens, grids.product_weights, partial(_measure_products, machine))
     progress("profiling", 2, steps)
-    prompt = _prompts(machine)
+    prompt = _measure_prompts(machine)
     progress("profiling", 3, steps)
-    core, coded = _cores(machine)
+    core, coded = _measure_attention(machine)
     progress("profiling", 4, steps)
-    latent_core, coded_latent_core, coded_latent = _latent_cores(machine)
+    latent_core, coded_latent_core, coded_latent = _measure_latent_attention(machine)
     progress("profiling", 5, steps)
     nothing = Grid(x=(1, 2), y=(1, 2), seconds=((_LEAST, _LEAST), (_LEAST, _LEAST)))
     parts = Curves(
@@ -105,10 +105,10 @@ def measure_curves(
         embedding=nothing,
         pace=machine.pace.reference,
     )
-    whole = _around(machine, parts)
+    whole = _measure_other_work(machine, parts)
     progress("profiling", 6, steps)
     if grids.few_reads:
-        whole = _in_models(machine, whole)
+        whole = _scale_to_models(machine, whole)
     progress("profiling", steps, steps)
     return whole
 
@@ -117,16 +117,16 @@ def _grid(x: Sequence[int], y: Sequence[int], row: Callable[[int, Sequence[int]]
     return Grid(x=tuple(x), y=tuple(y), seconds=tuple(tuple(row(a, y)) for a in x))
 
 
-def _few_tokens(machine: _Machine) -> dict[float, Grid]:
+def _measure_few_tokens(machine: _Machine) -> dict[float, Grid]:
     """Seconds of a projection of few tokens by its number of weights, over tokens and the bytes that take turns."""
     grids = machine.grids
     calls, copies = [], []
     for weights in grids.few_weights:
         counts = [max(read // (weights * machine.dtype.itemsize), 1) for read in grids.few_reads]
-        layers = alike(machine.dtype, weights, max(counts), machine.place)
-        calls += [through(layers[:count], tokens) for tokens in grids.few_tokens for count in counts]
+        layers = equal_projections(machine.dtype, weights, max(counts), machine.place)
+        calls += [pass_through(layers[:count], tokens) for tokens in grids.few_tokens for count in counts]
         copies += counts * len(grids.few_tokens)
-    times = iter(_for_each(machine, calls, copies) if calls else ())
+    times = iter(_seconds_of_one(machine, calls, copies) if calls else ())
     return {
         float(weights): Grid(
             x=grids.few_tokens,
@@ -137,23 +137,23 @@ def _few_tokens(machine: _Machine) -> dict[float, Grid]:
     }
 
 
-def _for_each(machine: _Machine, calls: Sequence[Callable[[], object]], copies: Sequence[int]) -> list[float]:
+def _seconds_of_one(machine: _Machine, calls: Sequence[Callable[[], object]], copies: Sequence[int]) -> list[float]:
     """Seconds of one operator, where each call runs a number of equal ones (``copies``)."""
     times = machine.pace.medians(calls, least=3, patience=PATIENCE)
     return [seconds / count for seconds, count in zip(times, copies, strict=True)]
 
 
-def _many(machine: _Machine, tokens: int, weights: Sequence[int]) -> list[float]:
+def _measure_many_tokens(machine: _Machine, tokens: int, weights: Sequence[int]) -> list[float]:
     """Seconds of projections of many tokens."""
     copies = [max(machine.grids.turns // (each * machine.dtype.itemsize), 2) for each in weights]
     calls = [
-        projections(machine.dtype, tokens, each, count, machine.place)
+        project_in_turn(machine.dtype, tokens, each, count, machine.place)
         for each, count in zip(weights, copies, strict=True)
     ]
-    return _for_each(machine, calls, copies)
+    return _seconds_of_one(machine, calls, copies)
 
 
-def _products(machine: _Machine, tokens: int, weights: Sequence[int]) -> list[float]:
+def _measure_products(machine: _Machine, tokens: int, weights: Sequence[int]) -> list[float]:
     """Seconds of products of each of several heads with a matrix of its own."""
     heads, inner = 8, 64
     noise = partial(torch.randn, device=machine.place)
@@ -162,11 +162,11 @@ def _products(machine: _Machine, tokens: int, weights: Sequence[int]) -> list[fl
     for each, count in zip(weights, copies, strict=True):
         matrices = [noise(heads, inner, each // heads // inner).to(machine.dtype) for _ in range(count)]
         states = noise(tokens, heads, 1, inner).to(machine.dtype)
-        calls.append(in_turn([partial(per_head, states, matrix) for matrix in matrices]))
-    return _for_each(machine, calls, copies)
+        calls.append(make_in_turn([partial(per_head, states, matrix) for matrix in matrices]))
+    return _seconds_of_one(machine, calls, copies)
 
 
-def _prompts(machine: _Machine) -> Grid:
+def _measure_prompts(machine: _Machine) -> Grid:
     """Seconds of the attention of prompts, over their tokens and the FLOPs for each pair of tokens."""
     grids = machine.grids
     of_a_head = 4 * grids.head_dim
@@ -212,10 +212,10 @@ class _Contexts:
     tokens: tuple[int, ...]
 
 
-def _cores(machine: _Machine) -> tuple[dict[float, Grid], dict[float, float]]:
+def _measure_attention(machine: _Machine) -> tuple[dict[float, Grid], dict[float, float]]:
     """Seconds of attention of one token to heads, by the cache's bits, and of a quantising layer's other work."""
     grids = machine.grids
-    one = replace(_cached(machine, grids.head_dim * grids.heads), num_heads=grids.heads)
+    one = replace(_decoder_with_cache(machine, grids.head_dim * grids.heads), num_heads=grids.heads)
     columns: dict[float, list[list[float]]] = {bits: [] for bits in BITS}
     besides: dict[float, list[float]] = {bits: [] for bits in BITS}
     intensities: dict[float, list[float]] = {bits: [] for bits in BITS}
@@ -228,21 +228,21 @@ def _cores(machine: _Machine) -> tuple[dict[float, Grid], dict[float, float]]:
     found = _after_contexts(machine, kinds)
     plain = {kind.decoder: short for kind, (short, _) in zip(kinds, found, strict=True) if not kind.bits}
     for kind, (short, more) in zip(kinds, found, strict=True):
-        columns[kind.bits].append(_for_a_byte(machine, kind, more))
+        columns[kind.bits].append(_seconds_a_byte(machine, kind, more))
         besides[kind.bits].append(short - plain[kind.decoder])
         intensities[kind.bits].append(_intensity(machine, kind))
     core = {
-        bits: _of_columns(grids.coded_caches if bits else grids.caches, intensities[bits], columns[bits], grids)
+        bits: _grid_of_columns(grids.coded_caches if bits else grids.caches, intensities[bits], columns[bits], grids)
         for bits in BITS
     }
     return core, {bits: max(statistics.median(times), _LEAST) for bits, times in besides.items() if bits}
 
 
-def _latent_cores(machine: _Machine) -> tuple[Grid, dict[float, Grid], dict[float, float]]:
+def _measure_latent_attention(machine: _Machine) -> tuple[Grid, dict[float, Grid], dict[float, float]]:
     """Absorbed attention of one token to latents: seconds for each byte in the dtype, seconds of a run in codes by
     their bits, and seconds of a coding layer's other work by bits."""
     grids = machine.grids
-    one = replace(_cached(machine, grids.latent_hidden), latent=grids.latent)
+    one = replace(_decoder_with_cache(machine, grids.latent_hidden), latent=grids.latent)
     of_codes: dict[float, list[list[float]]] = {float(bits): [] for bits in grids.code_bits}
     besides: dict[float, list[float]] = {bits: [] for bits in of_codes}
     code_intensities: dict[float, list[float]] = {bits: [] for bits in of_codes}
@@ -252,7 +252,7 @@ def _latent_cores(machine: _Machine) -> tuple[Grid, dict[float, Grid], dict[floa
         _Contexts(
             decoder=replace(decoder, code_bits=bits),
             bits=bits,
-            token=_token(decoder) * bits / 8,
+            token=_values_of_token(decoder) * bits / 8,
             tokens=grids.code_tokens,
         )
         for decoder in decoders
@@ -260,14 +260,14 @@ def _latent_cores(machine: _Machine) -> tuple[Grid, dict[float, Grid], dict[floa
     ]
     found = _after_contexts(machine, [*plain, *codes])
     of_plain, of_all_codes = found[: len(plain)], found[len(plain) :]
-    columns = [_for_a_byte(machine, kind, more) for kind, (_, more) in zip(plain, of_plain, strict=True)]
+    columns = [_seconds_a_byte(machine, kind, more) for kind, (_, more) in zip(plain, of_plain, strict=True)]
     intensities = [_intensity(machine, kind) for kind in plain]
     shorts = {kind.decoder.num_heads: short for kind, (short, _) in zip(plain, of_plain, strict=True)}
     for kind, (short, more) in zip(codes, of_all_codes, strict=True):
         of_codes[kind.bits].append([max(seconds, _LEAST) for seconds in more])
         besides[kind.bits].append(short - shorts[kind.decoder.num_heads])
         code_intensities[kind.bits].append(_intensity(machine, kind))
-    values = _token(one) / one.num_layers
+    values = _values_of_token(one) / one.num_layers
     coded = {
         bits: Grid(
             x=tuple(tokens * values * bits / 8 for tokens in grids.code_tokens),
@@ -276,29 +276,29 @@ def _latent_cores(machine: _Machine) -> tuple[Grid, dict[float, Grid], dict[floa
         )
         for bits in of_codes
     }
-    latent_core = _of_columns(grids.caches, intensities, columns, grids)
+    latent_core = _grid_of_columns(grids.caches, intensities, columns, grids)
     return latent_core, coded, {bits: max(statistics.median(times), _LEAST) for bits, times in besides.items()}
 
 
-def _cached(machine: _Machine, hidden: int) -> Decoder:
+def _decoder_with_cache(machine: _Machine, hidden: int) -> Decoder:
     """A decoder whose networks read enough weights between one layer's cache and the next's."""
-    inner = max(_between(machine, hidden), 64)
+    inner = max(_inner_width_between(machine, hidden), 64)
     return Decoder(hidden_size=hidden, num_layers=2, head_dim=machine.grids.head_dim, intermediate_size=inner)
 
 
-def _between(machine: _Machine, hidden: int) -> int:
+def _inner_width_between(machine: _Machine, hidden: int) -> int:
     """The inner width of the feed-forward network whose weights a layer reads between two caches."""
     return machine.grids.between // (3 * hidden * machine.dtype.itemsize) // 64 * 64
 
 
-def _token(decoder: Decoder) -> int:
+def _values_of_token(decoder: Decoder) -> int:
     """The number of values that a decoder caches for one token."""
     return sum(map(cache_values, decoder.spec().layers))
 
 
 def _by_bytes(machine: _Machine, decoder: Decoder, bits: float, reads: Sequence[int]) -> _Contexts:
     """Contexts whose caches have given numbers of bytes in all layers."""
-    token = _token(decoder) * (bits / 8 or machine.dtype.itemsize)
+    token = _values_of_token(decoder) * (bits / 8 or machine.dtype.itemsize)
     tokens = tuple(max(int(read / token), 2 * machine.grids.short) for read in reads)
     return _Contexts(decoder=decoder, bits=bits, token=token, tokens=tokens)
 
@@ -308,7 +308,7 @@ def _after_contexts(machine: _Machine, kinds: Sequence[_Contexts]) -> list[tuple
 
     All are measured in turns, because their differences count.
     """
-    groups = _together(machine, kinds, lambda kind: replace(kind.decoder, code_bits=None))
+    groups = _groups_in_turn(machine, kinds, lambda kind: replace(kind.decoder, code_bits=None))
     seconds = iter([time for group in groups for time in _steps_after(machine, group)])
     found = []
     for kind in kinds:
@@ -330,7 +330,9 @@ def _steps_after(machine: _Machine, kinds: Sequence[_Contexts]) -> list[float]:
     return machine.pace.medians(calls, patience=4 * PATIENCE)
 
 
-def _together(machine: _Machine, items: Sequence[_Item], decoder_of: Callable[[_Item], Decoder]) -> list[list[_Item]]:
+def _groups_in_turn(
+    machine: _Machine, items: Sequence[_Item], decoder_of: Callable[[_Item], Decoder]
+) -> list[list[_Item]]:
     """Groups of items to measure in turns: all on a processor, whose pace changes; one decoder's on a GPU, to save
     memory."""
     if machine.grids.few_reads:
@@ -338,7 +340,7 @@ def _together(machine: _Machine, items: Sequence[_Item], decoder_of: Callable[[_
     return [list(group) for _, group in groupby(items, decoder_of)]
 
 
-def _for_a_byte(machine: _Machine, kind: _Contexts, more: Sequence[float]) -> list[float]:
+def _seconds_a_byte(machine: _Machine, kind: _Contexts, more: Sequence[float]) -> list[float]:
     """A layer's seconds for each byte of its cache, from those that contexts take more than a short one."""
     of_a_layer = kind.token / kind.decoder.num_layers
     column = [
@@ -358,7 +360,7 @@ def _intensity(machine: _Machine, kind: _Contexts) -> float:
     return core.flops / core.cache_bytes
 
 
-def _of_columns(
+def _grid_of_columns(
     caches: Sequence[int], intensities: Sequence[float], columns: Sequence[Sequence[float]], grids: Grids
 ) -> Grid:
     """Seconds for each byte, over intensities and the bytes that a pass of two layers reads (on a GPU, a run)."""
@@ -381,7 +383,7 @@ class _Pass:
     head: float
 
 
-def _around(machine: _Machine, parts: Curves) -> Curves:
+def _measure_other_work(machine: _Machine, parts: Curves) -> Curves:
     """The curves with all other work of models: the times of whole decoders less those of their operators."""
     grids = machine.grids
     plain = [
@@ -394,7 +396,7 @@ def _around(machine: _Machine, parts: Curves) -> Curves:
         for hidden in grids.hidden
     ]
     latent = [replace(each, latent=(min(each.hidden_size // 4, _WIDEST), 32)) for each in plain]
-    rest, around = _rest(machine, [*plain, *latent], parts)
+    rest, around = _remaining_times(machine, [*plain, *latent], parts)
     latent_input = {
         (values, one.hidden_size): rest[other, values] - rest[one, values]
         for one, other in zip(plain, latent, strict=True)
@@ -415,7 +417,7 @@ def _around(machine: _Machine, parts: Curves) -> Curves:
     )
 
 
-def _in_models(machine: _Machine, whole: Curves) -> Curves:
+def _scale_to_models(machine: _Machine, whole: Curves) -> Curves:
     """The curves with projections as slow or fast as in whole models: those that read memory, and those of prompts.
 
     Both are multiplied by a median over several decoders: the time that a pass leaves for its projections, over the
@@ -435,7 +437,7 @@ def _in_models(machine: _Machine, whole: Curves) -> Curves:
         calls += [decode_step(model, cache, 1), prompt_call(model, tokens)]
     times = machine.pace.medians(calls, least=3, patience=4 * PATIENCE)
     ratios = [
-        _of_projections(machine, whole, spec, forward, seconds)
+        _projection_ratio(machine, whole, spec, forward, seconds)
         for (spec, forward), seconds in zip(passes, times, strict=True)
     ]
     of_steps, of_prompts = ratios[::2], ratios[1::2]
@@ -444,12 +446,12 @@ def _in_models(machine: _Machine, whole: Curves) -> Curves:
         rows = (tuple(map(operator.mul, row, ratios)) for row in grid.seconds)
         return replace(grid, seconds=tuple(rows))
 
-    of_memory = [_bounded(of_steps) if read >= _FROM_MEMORY else 1.0 for read in grids.few_reads]
+    of_memory = [_bounded_median(of_steps) if read >= _FROM_MEMORY else 1.0 for read in grids.few_reads]
     few = {weights: scaled(grid, of_memory) for weights, grid in whole.few.items()}
-    return replace(whole, few=few, many=scaled(whole.many, [_bounded(of_prompts)] * len(grids.weights)))
+    return replace(whole, few=few, many=scaled(whole.many, [_bounded_median(of_prompts)] * len(grids.weights)))
 
 
-def _of_projections(machine: _Machine, curves: Curves, spec: ModelSpec, forward: Pass, seconds: float) -> float:
+def _projection_ratio(machine: _Machine, curves: Curves, spec: ModelSpec, forward: Pass, seconds: float) -> float:
     """Seconds of a pass's projections in a model, which takes ``seconds``, divided by those by the curves."""
     work = operators(spec, forward)
     times = predicted(work, replace(machine.known, curves={machine.name: curves}), forward)
@@ -459,27 +461,27 @@ def _of_projections(machine: _Machine, curves: Curves, spec: ModelSpec, forward:
     return (seconds - besides) / linear
 
 
-def _bounded(ratios: Sequence[float]) -> float:
+def _bounded_median(ratios: Sequence[float]) -> float:
     return min(max(statistics.median(ratios), 1 / _MOST_IN_MODELS), _MOST_IN_MODELS)
 
 
-def _rest(
+def _remaining_times(
     machine: _Machine, decoders: Sequence[Decoder], parts: Curves
 ) -> tuple[dict[tuple[Decoder, int], float], dict[tuple[Decoder, int], float]]:
     """Seconds that operators leave of a layer's time and of the model's around the layers, by decoder and state
     size."""
     rest: dict[tuple[Decoder, int], float] = {}
     around: dict[tuple[Decoder, int], float] = {}
-    for together in _together(machine, decoders, lambda decoder: decoder):
-        for found, more in zip((rest, around), _rest_of(machine, together, parts), strict=True):
+    for together in _groups_in_turn(machine, decoders, lambda decoder: decoder):
+        for found, more in zip((rest, around), _remaining_times_in_turn(machine, together, parts), strict=True):
             found.update(more)
     return rest, around
 
 
-def _rest_of(
+def _remaining_times_in_turn(
     machine: _Machine, decoders: Sequence[Decoder], parts: Curves
 ) -> tuple[dict[tuple[Decoder, int], float], dict[tuple[Decoder, int], float]]:
-    """`_rest` for decoders that are measured in turns."""
+    """`_remaining_times` for decoders that are measured in turns."""
     rest, around = {}, {}
     few_layers, many_layers = machine.grids.layers
     passes = {
@@ -510,7 +512,7 @@ def _passes(machine: _Machine, decoder: Decoder, parts: Curves) -> dict[int, _Pa
     # same place, or their difference is that of the places: small ones lie in the processor's caches.
     one_head = None if decoder.latent else 1
     # A GPU's caches hold nothing that is read again, so there they have to come from its memory.
-    inner = max(decoder.hidden_size // 4, _between(machine, decoder.hidden_size))
+    inner = max(decoder.hidden_size // 4, _inner_width_between(machine, decoder.hidden_size))
     small = replace(decoder, num_kv_heads=one_head, intermediate_size=inner)
     model, spec = small.build(machine.dtype, machine.place), small.spec()
     found = {}
@@ -519,16 +521,16 @@ def _passes(machine: _Machine, decoder: Decoder, parts: Curves) -> dict[int, _Pa
             cache = filled_cache(model, spec, batch=tokens, tokens=machine.grids.short)
             impl = "absorbed" if decoder.latent else "auto"
             step = Pass(batch=tokens, total=machine.grids.short + 1, dtype=machine.name, impl=impl)
-            found[values] = _pass(decode_step(model, cache, tokens), spec, step, known)
+            found[values] = _time_operators(decode_step(model, cache, tokens), spec, step, known)
     model, spec = decoder.build(machine.dtype, machine.place), decoder.spec()
     for values, tokens in tokens_of.items():
         if tokens >= MANY:
             prompt = Pass(new=tokens, total=tokens, dtype=machine.name)
-            found[values] = _pass(prompt_call(model, tokens), spec, prompt, known)
+            found[values] = _time_operators(prompt_call(model, tokens), spec, prompt, known)
     return found
 
 
-def _pass(call: Callable[[], object], spec: ModelSpec, forward: Pass, known: Device) -> _Pass:
+def _time_operators(call: Callable[[], object], spec: ModelSpec, forward: Pass, known: Device) -> _Pass:
     """One pass, with the seconds of its operators by the curves."""
     work = [each for each in operators(spec, forward) if each.kind not in ("norm", "embedding")]
     times = {each.name: each.seconds for each in predicted(work, known, forward)}

@@ -23,7 +23,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from headwise.measure.timing.timing import recorded, seconds
+from headwise.measure.timing.timing import record_graph, time_call
 from headwise.runtime.hf.optimize import take_over_linears
 
 HERE = torch.device("cpu")
@@ -65,7 +65,7 @@ class Pace:
     Args:
         dtype: the dtype of the yardsticks.
         reference: the yardsticks' seconds at the pace that all times are converted to; those of now when None.
-        device: the device that calls run on, see `repeated`.
+        device: the device that calls run on, see `repeat_for_clock`.
 
     Attributes:
         reference: the yardsticks' seconds at the pace that all times are converted to.
@@ -77,12 +77,12 @@ class Pace:
         self.device = device
         copies = max(READING // (_WEIGHTS * dtype.itemsize), 1)
         yardsticks = [
-            projections(dtype, 1, _WEIGHTS, copies, device),
-            projections(dtype, *PRODUCTS, 1, device),
+            project_in_turn(dtype, 1, _WEIGHTS, copies, device),
+            project_in_turn(dtype, *PRODUCTS, 1, device),
         ]
-        with chosen(device):
-            self._calls = [repeated(call, device) for call in yardsticks]
-            now = tuple(_timed(*call, 7, 0.0) for call in self._calls)
+        with on_device(device):
+            self._calls = [repeat_for_clock(call, device) for call in yardsticks]
+            now = tuple(_median_seconds(*call, 7, 0.0) for call in self._calls)
         self.reference = now if reference is None else tuple(reference)
 
     def medians(
@@ -111,15 +111,15 @@ class Pace:
             their reference. The round is the one whose quotient of both is the median.
         """
         found: list[list[tuple[float, int]]] = [[] for _ in calls]
-        with torch.inference_mode(), chosen(self.device):
-            runs = [repeated(call, self.device) for call in calls]
+        with torch.inference_mode(), on_device(self.device):
+            runs = [repeat_for_clock(call, self.device) for call in calls]
             yardsticks, latest = [self._now()], time.perf_counter()
             for _ in range(_ROUNDS):
                 for index, run in enumerate(runs):
                     if time.perf_counter() - latest > _OFTEN:
                         yardsticks.append(self._now())
                         latest = time.perf_counter()
-                    seconds = _timed(*run, -(-least // _ROUNDS), patience / _ROUNDS)
+                    seconds = _median_seconds(*run, -(-least // _ROUNDS), patience / _ROUNDS)
                     found[index].append((seconds, len(yardsticks)))
                 yardsticks.append(self._now())
                 latest = time.perf_counter()
@@ -134,11 +134,11 @@ class Pace:
         """The time of the yardsticks now over that of the reference, in the geometric mean."""
         ratios = []
         for (call, count), before in zip(self._calls, self.reference, strict=True):
-            ratios.append(_timed(call, count, _YARDSTICKS, 0.0) / before)
+            ratios.append(_median_seconds(call, count, _YARDSTICKS, 0.0) / before)
         return statistics.geometric_mean(ratios)
 
 
-def _timed(run: Callable[[], object], count: int, least: int, patience: float) -> float:
+def _median_seconds(run: Callable[[], object], count: int, least: int, patience: float) -> float:
     """Median seconds of a call; its first run, which brings what it reads back into the processor's caches, counts if
     it takes so long that this does not matter."""
     first = _seconds(run, count)
@@ -149,43 +149,43 @@ def _timed(run: Callable[[], object], count: int, least: int, patience: float) -
     return statistics.median(times)
 
 
-def chosen(device: torch.device) -> AbstractContextManager[object]:
+def on_device(device: torch.device) -> AbstractContextManager[object]:
     """A context in which torch waits for and records on a GPU; for a processor, one that does nothing."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def repeated(call: Callable[[], object], device: torch.device) -> tuple[Callable[[], object], int]:
+def repeat_for_clock(call: Callable[[], object], device: torch.device) -> tuple[Callable[[], object], int]:
     """A call that repeats another often enough for the clock, and the number of repetitions.
 
     On a GPU it replays a CUDA graph.
 
-    For example ``repeated(lambda: a @ b, torch.device("cuda"))``.
+    For example ``repeat_for_clock(lambda: a @ b, torch.device("cuda"))``.
 
     Raises:
         RuntimeError: the call cannot be recorded, as one that waits for the GPU.
     """
     if device.type != "cuda":
         return call, 1
-    few = recorded(call, _FEW)
+    few = record_graph(call, _FEW)
     few()
-    count = max(_FEW, min(round(_FEW * _ENOUGH / seconds(few)), _MOST))
+    count = max(_FEW, min(round(_FEW * _ENOUGH / time_call(few)), _MOST))
     del few  # its memory is needed for the next graph
-    return recorded(call, count), count
+    return record_graph(call, count), count
 
 
 def _seconds(call: Callable[[], object], count: int) -> float:
     """Seconds of one call, where a function makes ``count`` of them."""
-    return seconds(call) / count
+    return time_call(call) / count
 
 
-def projections(
+def project_in_turn(
     dtype: torch.dtype, tokens: int, weights: int, copies: int, device: torch.device = HERE
 ) -> Callable[[], object]:
     """A call of ``copies`` projections one after another, each of ``weights`` weights."""
-    return through(alike(dtype, weights, copies, device), tokens)
+    return pass_through(equal_projections(dtype, weights, copies, device), tokens)
 
 
-def alike(dtype: torch.dtype, weights: int, copies: int, device: torch.device = HERE) -> nn.ModuleList:
+def equal_projections(dtype: torch.dtype, weights: int, copies: int, device: torch.device = HERE) -> nn.ModuleList:
     """``copies`` equal projections of ``weights`` weights each."""
     width = 1 << ((weights.bit_length() - 1) // 2)
     one = nn.Linear(width, weights // width, bias=False, device=device, dtype=dtype)
@@ -194,16 +194,16 @@ def alike(dtype: torch.dtype, weights: int, copies: int, device: torch.device = 
     return layers
 
 
-def through(layers: Iterable[nn.Module], tokens: int) -> Callable[[], object]:
+def pass_through(layers: Iterable[nn.Module], tokens: int) -> Callable[[], object]:
     """A call that passes ``tokens`` tokens through each of several equal projections."""
     found = list(layers)
     weight = found[0].weight
     assert isinstance(weight, torch.Tensor)
     states = torch.randn(1, tokens, weight.shape[1], device=weight.device).to(weight.dtype)
-    return in_turn([partial(layer, states) for layer in found])
+    return make_in_turn([partial(layer, states) for layer in found])
 
 
-def in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+def make_in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     """One call that makes several others, one after another."""
 
     @torch.inference_mode()

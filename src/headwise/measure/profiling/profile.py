@@ -17,8 +17,8 @@ from headwise.base.progress import Progress, silent
 from headwise.costs.prediction import Device, to_table
 from headwise.measure.profiling.grids import grids_of
 from headwise.measure.profiling.measure import measure_curves
-from headwise.measure.profiling.pace import HERE, chosen
-from headwise.measure.timing.machine import Probes, doctor, machine
+from headwise.measure.profiling.pace import HERE, on_device
+from headwise.measure.timing.machine import Probes, describe_machine, doctor
 from headwise.measure.timing.timing import spread_interleaved
 from headwise.models.checkpoints import dtype_name
 
@@ -68,7 +68,7 @@ def profile(device: torch.device = HERE, *, progress: Progress = silent) -> Prof
 def _processor(progress: Progress) -> Device:
     """The limits of this machine's processor."""
     health = doctor(progress=progress)
-    facts = machine("cpu")
+    facts = describe_machine("cpu")
     return Device(
         name=NAME,
         label=f"{facts['cpu']}, {torch.get_num_threads()} threads",
@@ -85,7 +85,7 @@ def _gpu(device: torch.device) -> Device:
     found = {}
     for dtype in GPU_DTYPES:
         probes = Probes(dtype, str(device))
-        with chosen(device):
+        with on_device(device):
             timed = spread_interleaved(probes.calls(), budget=0.5)
         found[dtype] = probes.limits(timed["read"].median, timed["product"].median)
         del probes

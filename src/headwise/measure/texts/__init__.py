@@ -26,13 +26,13 @@ from headwise.measure.texts.sources import (
     write_reference_texts,
 )
 from headwise.measure.texts.windows import (
-    begun,
     cut_windows,
+    default_window,
     ending_ids,
     first_ids,
+    put_begin_before,
     token_ids,
     token_windows,
-    usual_window,
     wrapping_ids,
 )
 
@@ -40,10 +40,10 @@ __all__ = [
     "NO_TEXTS",
     "CalibrationTexts",
     "Sample",
-    "begun",
     "calibration_windows",
     "check_texts",
     "cut_windows",
+    "default_window",
     "ending_ids",
     "first_ids",
     "hold_out",
@@ -52,6 +52,7 @@ __all__ = [
     "open_windows",
     "overlap_note",
     "passages_apart",
+    "put_begin_before",
     "read_jsonl",
     "read_source",
     "read_text",
@@ -66,7 +67,6 @@ __all__ = [
     "text_identity",
     "token_ids",
     "token_windows",
-    "usual_window",
     "windows_beyond",
     "wrapping_ids",
     "write_reference_texts",

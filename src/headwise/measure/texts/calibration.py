@@ -18,7 +18,7 @@ from torch import Tensor
 from headwise.base.options import CalibrationOptions
 from headwise.errors import ArgumentError
 from headwise.measure.texts.sources import named_texts, read_source, refuse_twice, text_identity
-from headwise.measure.texts.windows import begun, cut_windows, token_ids, usual_window, wrapping_ids
+from headwise.measure.texts.windows import cut_windows, default_window, put_begin_before, token_ids, wrapping_ids
 from headwise.models.checkpoints import Checkpoint, load_tokenizer, max_length
 
 SPREAD = 128
@@ -56,12 +56,14 @@ def calibration_windows(
     for field, value in (("tokens", tokens), ("window", window)):
         if value < 2:
             raise ArgumentError(field, value, "must be at least 2")
-    texts = [_beginning(tokenizer, source, _enough(tokens, window, len(sources)), name) for source in sources]
-    counts, window = _shares([len(ids) for ids in texts], tokens, window)
+    texts = [
+        _first_tokens(tokenizer, source, _needed_characters(tokens, window, len(sources)), name) for source in sources
+    ]
+    counts, window = _share_windows([len(ids) for ids in texts], tokens, window)
     cut = []
     for ids, count, source in zip(texts, counts, sources, strict=True):
         whole = cut_windows(ids, window=window, windows=count, name=f"{name} {source}")
-        stride = window + (_span(len(ids), len(whole), window) - whole.numel()) // len(whole)
+        stride = window + (_spanned_tokens(len(ids), len(whole), window) - whole.numel()) // len(whole)
         cut.append([torch.tensor(ids[at * stride : at * stride + window]) for at in range(len(whole))])
     in_turn = [row for rows in zip_longest(*cut) for row in rows if row is not None]
     return torch.stack(in_turn)
@@ -93,12 +95,12 @@ def windows_beyond(
     Returns:
         A name and the windows for each text that has tokens left.
     """
-    enough = _enough(tokens, window, len(sources))
-    texts = [_beginning(tokenizer, source, enough, name) for source in sources]
-    counts, taken = _shares([len(ids) for ids in texts], tokens, window)
+    enough = _needed_characters(tokens, window, len(sources))
+    texts = [_first_tokens(tokenizer, source, enough, name) for source in sources]
+    counts, taken = _share_windows([len(ids) for ids in texts], tokens, window)
     beyond = []
     for ids, count, source in zip(texts, counts, sources, strict=True):
-        used = _span(len(ids), min(count, len(ids) // taken), taken)
+        used = _spanned_tokens(len(ids), min(count, len(ids) // taken), taken)
         if len(ids) - used >= width:
             left = cut_windows(ids[used:], window=width, windows=windows)
             beyond.append((f"{source} after {used:,} tokens", left))
@@ -131,22 +133,22 @@ def hold_out(windows: Tensor, every: int, *, sources: int = 1) -> tuple[Tensor, 
     return windows[~is_held_out], windows[is_held_out]
 
 
-def _enough(tokens: int, window: int, sources: int) -> int:
+def _needed_characters(tokens: int, window: int, sources: int) -> int:
     """The number of characters to read of each source, for calibration and evaluation together."""
     return SPREAD * (-(-tokens // sources) + window)
 
 
-def _span(length: int, count: int, window: int) -> int:
+def _spanned_tokens(length: int, count: int, window: int) -> int:
     """The number of a text's tokens that its windows are spread over."""
     return max(count * window, length - max(length // _RESERVE, 4 * window))
 
 
-def _beginning(tokenizer: Any, source: str | Path, characters: int, name: str) -> list[int]:
+def _first_tokens(tokenizer: Any, source: str | Path, characters: int, name: str) -> list[int]:
     """The tokens of the first characters of a source, of which not much more is read."""
     return token_ids(tokenizer, read_source(source, characters=characters, name=name)[:characters])
 
 
-def _shares(lengths: Sequence[int], tokens: int, window: int) -> tuple[list[int], int]:
+def _share_windows(lengths: Sequence[int], tokens: int, window: int) -> tuple[list[int], int]:
     """The number of windows from each source, and the number of tokens in a window.
 
     Where windows do not divide evenly, the first sources have one more.
@@ -269,7 +271,7 @@ def open_windows(checkpoint: Checkpoint, texts: CalibrationTexts) -> TextWindows
         after = []  # the text goes on behind a window, so that nothing ends it
     else:
         most = min(most, max_length(checkpoint.path) or most)
-    window = usual_window(positions, most, around=len(before) + len(after))
+    window = default_window(positions, most, around=len(before) + len(after))
     begin = len(before) if checkpoint.spec.is_causal else 0
     tokens = texts.text_tokens(window, begin)
     windows = calibration_windows(tokenizer, texts.sources, tokens=tokens, window=window)
@@ -279,7 +281,7 @@ def open_windows(checkpoint: Checkpoint, texts: CalibrationTexts) -> TextWindows
             raise ArgumentError("calibrate", f"{windows.numel()} tokens", "must be at least 4 tokens")
         windows = windows[:, : 2 * half].reshape(2, half)
     last = torch.tensor(after, dtype=windows.dtype).expand(len(windows), -1)
-    windows = torch.cat((begun(windows, before), last), dim=1)
+    windows = torch.cat((put_begin_before(windows, before), last), dim=1)
     rest, held_out = hold_out(windows, HELD_EVERY, sources=len(texts.sources))
     windows = torch.cat((rest, held_out))
     refuse_unknown_tokens(checkpoint, windows)

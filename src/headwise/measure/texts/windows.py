@@ -38,7 +38,7 @@ def token_windows(
     ids = token_ids(tokenizer, text, at_most=None if windows is None else window * windows)
     shorter = f"--window {len(ids) + len(begin)}" if len(ids) > 1 else "a smaller window"
     cut = cut_windows(ids, window=window - len(begin), windows=windows, name=name, shorter=shorter)
-    return begun(cut, begin)
+    return put_begin_before(cut, begin)
 
 
 def token_ids(tokenizer: Any, text: str, *, at_most: int | None = None) -> list[int]:
@@ -85,10 +85,10 @@ def cut_windows(
     return torch.tensor(ids[: count * window]).view(count, window)
 
 
-def begun(windows: Tensor, begin: Sequence[int]) -> Tensor:
+def put_begin_before(windows: Tensor, begin: Sequence[int]) -> Tensor:
     """Windows ``[n, W]`` of a text, each behind the tokens that begin a text.
 
-    For example ``begun(torch.tensor([[5, 6], [7, 8]]), [1]).tolist()`` is ``[[1, 5, 6], [1, 7, 8]]``.
+    For example ``put_begin_before(torch.tensor([[5, 6], [7, 8]]), [1]).tolist()`` is ``[[1, 5, 6], [1, 7, 8]]``.
 
     Args:
         windows: token ids of the text in each window, ``[n, W]``.
@@ -97,10 +97,10 @@ def begun(windows: Tensor, begin: Sequence[int]) -> Tensor:
     return torch.cat((torch.tensor(begin, dtype=windows.dtype).expand(len(windows), -1), windows), 1)
 
 
-def usual_window(positions: int | None, most: int, *, around: int = 0) -> int:
+def default_window(positions: int | None, most: int, *, around: int = 0) -> int:
     """The default number of a text's tokens in a window: ``most``, or the model's positions if these are fewer.
 
-    For example ``usual_window(512, 2048)`` is 512.
+    For example ``default_window(512, 2048)`` is 512.
 
     Args:
         positions: the number of the model's positions; None if it has no limit.

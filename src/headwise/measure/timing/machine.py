@@ -132,8 +132,8 @@ class Health:
         advice: the changes that would make headwise faster here, one line each; empty where there are none.
     """
 
-    machine: dict[str, Any]
-    versions: dict[str, str | None]
+    describe_machine: dict[str, Any]
+    installed_versions: dict[str, str | None]
     kernels: dict[str, Any]
     read_bytes_per_second: float
     matmul_flops_per_second: dict[str, float]
@@ -161,7 +161,7 @@ def doctor(*, progress: Progress = silent) -> Health:
     progress("looking", 2, 2)
     packages = {name: _version(name) for name in (*PACKAGES, *PEERS)}
     return Health(
-        machine=machine(),
+        machine=describe_machine(),
         versions={"headwise": _version("headwise"), "python": platform.python_version(), **packages},
         kernels={
             "built": build.library is not None,
@@ -187,7 +187,7 @@ def _advice(*, has_kernels: bool, reason: str) -> list[str]:
     return advice
 
 
-def machine(device: str = "cpu") -> dict[str, Any]:
+def describe_machine(device: str = "cpu") -> dict[str, Any]:
     """Processor, cores, threads and GPU, for a report of measurements."""
     facts: dict[str, Any] = {"cpu": _processor(), "cores": _cores(), "threads": torch.get_num_threads()}
     if device != "cpu" or torch.cuda.is_available():
@@ -195,7 +195,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     return facts
 
 
-def versions() -> dict[str, str | None]:
+def installed_versions() -> dict[str, str | None]:
     """Versions of headwise, torch and Python, for a report of measurements."""
     return {"headwise": _version("headwise"), "torch": torch.__version__, "python": platform.python_version()}
 

@@ -63,7 +63,7 @@ def time_interleaved(
     for index in range(repeats):
         progress(stage, warmup + index, warmup + repeats)
         for name, call in calls.items():
-            times[name].append(seconds(call))
+            times[name].append(time_call(call))
     progress(stage, warmup + repeats, warmup + repeats)
     return {name: statistics.median(values) for name, values in times.items()}
 
@@ -82,7 +82,7 @@ def spread_interleaved(
         least: the least number of samples of each call, however long they take.
         most: the most samples of each call.
     """
-    within = {name: _warmed(call) for name, call in calls.items()}
+    within = {name: _find_repetitions(call) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     spent, share = dict.fromkeys(calls, 0.0), budget / max(1, len(calls))
     names, order = list(calls), random.Random(0)
@@ -92,17 +92,17 @@ def spread_interleaved(
             call = calls[name]
             needed = least if spent[name] < _LONG * index else min(least, 3)
             if index < needed or spent[name] < share:
-                duration = seconds(call, within[name])
+                duration = time_call(call, within[name])
                 spent[name] += duration * within[name]
                 times[name].append(duration)
     return {name: _spread(values) for name, values in times.items()}
 
 
-def _warmed(call: Callable[[], object]) -> int:
+def _find_repetitions(call: Callable[[], object]) -> int:
     """The number of repetitions of a call within a sample; timing the call for this also warms it up."""
-    if seconds(call) > _LONG:
+    if time_call(call) > _LONG:
         return 1
-    return max(1, min(200, round(_ENOUGH / max(seconds(call), 1e-7))))
+    return max(1, min(200, round(_ENOUGH / max(time_call(call), 1e-7))))
 
 
 def _spread(values: list[float]) -> Spread:
@@ -110,7 +110,7 @@ def _spread(values: list[float]) -> Spread:
     return Spread(median, low, high, len(values))
 
 
-def seconds(call: Callable[[], object], times: int = 1) -> float:
+def time_call(call: Callable[[], object], times: int = 1) -> float:
     """Seconds that one call takes, on average over ``times`` in a row."""
     _synchronise()
     start = time.perf_counter()
@@ -129,12 +129,12 @@ def matmul_flops_per_second(dtype: torch.dtype = torch.float32, size: int = 1024
     return 2 * size**3 / time_interleaved({"matmul": lambda: a @ b}, repeats=5, warmup=2)["matmul"]
 
 
-def recorded(call: Callable[[], object], times: int) -> Callable[[], object]:
+def record_graph(call: Callable[[], object], times: int) -> Callable[[], object]:
     """A call that replays a CUDA graph of so many calls, so that a GPU does not wait for Python between them.
 
     It holds the call that was recorded, and with it the tensors at whose addresses the graph reads.
 
-    For example ``seconds(recorded(lambda: a @ b, 20)) / 20`` is the time of the product alone.
+    For example ``time_call(recorded(lambda: a @ b, 20)) / 20`` is the time of the product alone.
 
     Args:
         call: a function that starts work on the current GPU, and neither waits for it nor reads its results.
@@ -152,10 +152,10 @@ def recorded(call: Callable[[], object], times: int) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         for _ in range(times):
             call()
-    return partial(_replayed, graph, call)
+    return partial(_replay, graph, call)
 
 
-def _replayed(graph: torch.cuda.CUDAGraph, _: Callable[[], object]) -> None:
+def _replay(graph: torch.cuda.CUDAGraph, _: Callable[[], object]) -> None:
     graph.replay()
 
 

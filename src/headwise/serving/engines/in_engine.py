@@ -24,7 +24,14 @@ from headwise.base.processes import process_count
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError, CheckpointError, MissingExtraError
-from headwise.measure.evaluation.evaluate import Windows, begin_of, prompt_of, read_texts, usual_context, windows_of
+from headwise.measure.evaluation.evaluate import (
+    Windows,
+    default_context,
+    evaluation_windows,
+    leading_tokens,
+    read_texts,
+    timing_prompt,
+)
 from headwise.measure.evaluation.model_pair import Pair, open_pair
 from headwise.measure.evaluation.results import Evaluation, Scores, evaluation_of
 from headwise.measure.evaluation.speed import Speed
@@ -228,7 +235,7 @@ def evaluate_in_engine(model: str | Path, options: EngineOptions, *, progress: P
     pair = open_pair(model, against=against)
     for name in pair.sources:
         _file(engine, pair, name)  # refused before a text is cut into windows
-    texts, context = windows_of(contents, pair, options)
+    texts, context = evaluation_windows(contents, pair, options)
     return evaluate_windows_in_engine(
         pair,
         texts,
@@ -271,14 +278,14 @@ def evaluate_windows_in_engine(
     runnable = _engine(engine)
     if cache is not None:
         runnable.check(cache)
-    context = usual_context(pair) if context is None else context
+    context = default_context(pair) if context is None else context
     files = {name: _file(runnable, pair, name) for name in pair.sources}
     request = {
         "models": {
             name: {"file": str(file), "cache": cache if name == "model" else None} for name, file in files.items()
         },
         "windows": torch.cat([batch for _, batch in texts]).tolist(),
-        "prompt": prompt_of(texts, context)[0].tolist(),
+        "prompt": timing_prompt(texts, context)[0].tolist(),
         "threads": torch.get_num_threads(),
     }
     answer = ask(runnable.name, str(python or sys.executable), runnable.install, request, progress)
@@ -328,7 +335,7 @@ def _evaluation(pair: Pair, texts: Windows, answer: dict[str, Any], context: int
         name: Speed(one["bytes"] / one["room"], 1e3 * one["seconds"], one["bytes"])
         for name, one in answer["speed"].items()
     }
-    about = {"window": texts[0][1].shape[1], "begin": begin_of(pair, texts), "context": context}
+    about = {"window": texts[0][1].shape[1], "begin": leading_tokens(pair, texts), "context": context}
     about |= {"engine": answer["version"]}
     device = {"device": answer["device"]}
     reference = None

@@ -18,7 +18,7 @@ from headwise.base.documents import web_page
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError
-from headwise.measure.timing.machine import machine, versions
+from headwise.measure.timing.machine import describe_machine, installed_versions
 from headwise.study.audit.claim import Claim, Judged, Result
 from headwise.study.audit.claims import all_claims
 
@@ -44,13 +44,13 @@ QUICK = Effort(calibration_tokens=2048, windows=4)
 _CURRENT: ContextVar[Effort] = ContextVar("effort", default=QUICK)
 
 
-def effort() -> Effort:
-    """The work of the audit that is running. For example ``effort().windows``."""
+def current_effort() -> Effort:
+    """The work of the audit that is running. For example ``current_effort().windows``."""
     return _CURRENT.get()
 
 
 @contextmanager
-def working(value: Effort) -> Iterator[None]:
+def with_effort(value: Effort) -> Iterator[None]:
     """A context in which checks do the work of ``value``."""
     token = _CURRENT.set(value)
     try:
@@ -87,8 +87,8 @@ class Audit:
             "quick": self.quick,
             "seconds": self.seconds,
             "claims": {judged.claim.id: judged.to_dict() for judged in self.claims},
-            "machine": machine("cpu"),
-            "versions": versions(),
+            "machine": describe_machine("cpu"),
+            "versions": installed_versions(),
         }
 
 
@@ -116,12 +116,12 @@ def audit(
     Raises:
         ArgumentError: there is no such claim, or no such file.
     """
-    start, claims = time.perf_counter(), chosen(only)
+    start, claims = time.perf_counter(), select_claims(only)
     if trained is not None and not Path(trained).is_file():
         raise ArgumentError("trained", str(trained), "must be a file that headwise audit --train wrote")
     work = replace(QUICK if quick else Effort(), trained=None if trained is None else Path(trained))
     judged = []
-    with working(work):
+    with with_effort(work):
         for index, claim in enumerate(claims):
             progress(AUDITING, index, len(claims))
             judged.append(claim.run())
@@ -129,7 +129,7 @@ def audit(
     return Audit(claims=tuple(judged), quick=quick, seconds=time.perf_counter() - start)
 
 
-def chosen(only: Sequence[str] | None) -> tuple[Claim, ...]:
+def select_claims(only: Sequence[str] | None) -> tuple[Claim, ...]:
     """The claims with the given names, in the order of all claims; all of them when None.
 
     Raises:
@@ -166,7 +166,9 @@ def page(audit: Audit, command: str) -> str:
         f'<td class="verdict">{escape(judged.verdict)}</td></tr>'
         for judged in audit.claims
     )
-    facts = ", ".join(f"{escape(str(k))} {escape(str(v))}" for k, v in {**machine("cpu"), **versions()}.items())
+    facts = ", ".join(
+        f"{escape(str(k))} {escape(str(v))}" for k, v in {**describe_machine("cpu"), **installed_versions()}.items()
+    )
     return web_page(
         "headwise audit",
         "<p>What five guides to attention mechanisms print, and what is so. A verdict follows from its statements: a "

@@ -114,13 +114,13 @@ class Number:
     """
 
     value: float
-    room: float
+    tolerance: float
     text: str
 
     def allows(self, found: Found) -> bool:
         """Whether a found number is the printed one."""
-        room = self.room + _ROUNDING * abs(self.value)
-        return isinstance(found, int | float) and abs(found - self.value) <= room
+        allowed = self.tolerance + _ROUNDING * abs(self.value)
+        return isinstance(found, int | float) and abs(found - self.value) <= allowed
 
 
 @dataclass(frozen=True)
@@ -146,15 +146,15 @@ Printed = Number | Range | str | bool
 """The value that a guide prints."""
 
 
-def exact(value: int) -> Number:
-    """A number that is printed with all its digits. For example ``exact(589_824).text`` is ``"589,824"``."""
+def exact_number(value: int) -> Number:
+    """A number that is printed with all its digits. For example ``exact_number(589_824).text`` is ``"589,824"``."""
     return Number(value, 0, f"{value:,}")
 
 
-def about(digits: str, unit: float = 1, suffix: str = "", *, slack: float = 0) -> Number:
+def rounded_number(digits: str, unit: float = 1, suffix: str = "", *, slack: float = 0) -> Number:
     """A number that is printed with some digits.
 
-    For example ``about("2.1", 1e6, "M").room`` is 100,000.
+    For example ``rounded_number("2.1", 1e6, "M").tolerance`` is 100,000.
 
     Args:
         digits: the digits as they are printed, without a unit.
@@ -167,13 +167,13 @@ def about(digits: str, unit: float = 1, suffix: str = "", *, slack: float = 0) -
     return Number(value, max(10**-decimals * abs(unit), slack * abs(value)), digits + suffix)
 
 
-def between(low: str, high: str, unit: float = 1, suffix: str = "") -> Range:
+def printed_range(low: str, high: str, unit: float = 1, suffix: str = "") -> Range:
     """A printed range, whose ends allow for their last digits.
 
-    For example ``between("0.3", "1.0", suffix="×").allows(0.25)`` is True.
+    For example ``printed_range("0.3", "1.0", suffix="×").allows(0.25)`` is True.
     """
-    first, last = about(low, unit), about(high, unit)
-    return Range(first.value - first.room, last.value + last.room, f"{low} – {high}{suffix}")
+    first, last = rounded_number(low, unit), rounded_number(high, unit)
+    return Range(first.value - first.tolerance, last.value + last.tolerance, f"{low} – {high}{suffix}")
 
 
 def at_most(value: float, suffix: str = "") -> Range:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from headwise.study.audit.audit import Effort, effort
+from headwise.study.audit.audit import Effort, current_effort
 
 SOURCE = "smollm2-135m"
 WINDOW = 512
@@ -46,7 +46,7 @@ def converted(to: str, method: str) -> Path:
     Raises:
         HeadwiseError: the package with the model is not installed.
     """
-    return _converted(to, method, effort())
+    return _converted(to, method, current_effort())
 
 
 @cache
@@ -67,7 +67,7 @@ def perplexity(to: str, method: str) -> float:
 
     For example ``perplexity("mqa", "mean")``.
     """
-    return _perplexity(to, method, effort())
+    return _perplexity(to, method, current_effort())
 
 
 @cache
@@ -87,7 +87,7 @@ def layer_similarity(to: str, method: str) -> tuple[float, float]:
     Returns:
         The relative error and the cosine of the layers' outputs, each the mean over layers.
     """
-    return _layer_similarity(to, method, effort())
+    return _layer_similarity(to, method, current_effort())
 
 
 @cache

@@ -17,7 +17,7 @@ from headwise import cost
 from headwise.models.specs import AttentionSpec, ExpertLatentSpec, LatentSpec, RopeSpec
 from headwise.runtime.attention import build
 from headwise.runtime.attention.base import RMSNorm
-from headwise.study.audit.layers import grouped, latent_space
+from headwise.study.audit.layers import grouped_layer, latent_space_layer
 
 VOCABULARY = 256
 """Every byte is a token, so that no mechanism's parameters are lost among those of an embedding."""
@@ -51,9 +51,11 @@ def mechanisms(sizes: Sizes) -> dict[str, AttentionSpec]:
     rope = RopeSpec(dim=D)
     heads = {"MHA": H, f"GQA-{H // 2}": H // 2, f"GQA-{H // 4}": H // 4, "MQA": 1}
     specs: dict[str, AttentionSpec] = {
-        name: replace(grouped(E, H, count), rope=rope) for name, count in heads.items()
+        name: replace(grouped_layer(E, H, count), rope=rope) for name, count in heads.items()
     }
-    half, quarter = (replace(latent_space(E, H, width), rope=RopeSpec(dim=width // H)) for width in (E // 2, E // 4))
+    half, quarter = (
+        replace(latent_space_layer(E, H, width), rope=RopeSpec(dim=width // H)) for width in (E // 2, E // 4)
+    )
     specs |= {f"latent-{E // 2}": half, f"latent-{E // 4}": quarter}
     for rank, rotary in ((3 * D, D), (3 * D // 2, D // 2)):
         specs[f"MLA {rank} + {rotary}"] = LatentSpec(

@@ -21,13 +21,13 @@ from headwise.base.progress import Progress, silent
 from headwise.conversion import convert_to_grouped, convert_to_latent
 from headwise.errors import ArgumentError
 from headwise.measure.profiling.check import peak_bytes
-from headwise.measure.timing.machine import machine, versions
+from headwise.measure.timing.machine import describe_machine, installed_versions
 from headwise.measure.timing.timing import time_interleaved
 from headwise.models.specs import AttentionSpec, GroupedSpec, LatentSpec, as_latent
 from headwise.runtime.attention import build
 from headwise.runtime.attention.base import AttentionLayer
 from headwise.runtime.hf import as_device, as_dtype
-from headwise.study.audit.layers import grouped, latent_space
+from headwise.study.audit.layers import grouped_layer, latent_space_layer
 
 LENGTHS = (128, 256, 512, 1024)
 """The lengths of the guide's tables, in tokens."""
@@ -110,7 +110,7 @@ class MechanismBench:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-able values, with the machine and versions."""
-        return {**asdict(self), "machine": machine(self.device), "versions": versions()}
+        return {**asdict(self), "machine": describe_machine(self.device), "versions": installed_versions()}
 
 
 def bench_mechanisms(
@@ -201,11 +201,11 @@ def mechanisms(hidden_size: int, num_heads: int) -> Mapping[str, AttentionSpec]:
     """
     heads = (num_heads, 1, *(num_heads // part for part in (2, 4) if num_heads // part > 1 and num_heads % part == 0))
     names = ("MHA", "MQA", *(f"GQA-{count}" for count in heads[2:]))
-    half, mha = hidden_size // 2, grouped(hidden_size, num_heads, num_heads)
+    half, mha = hidden_size // 2, grouped_layer(hidden_size, num_heads, num_heads)
     return {
-        **{name: grouped(hidden_size, num_heads, count) for name, count in zip(names, heads, strict=True)},
+        **{name: grouped_layer(hidden_size, num_heads, count) for name, count in zip(names, heads, strict=True)},
         f"MLA-{half}": as_latent(mha, half, 0),
-        f"latent-{half}": latent_space(hidden_size, num_heads, half),
+        f"latent-{half}": latent_space_layer(hidden_size, num_heads, half),
     }
 
 

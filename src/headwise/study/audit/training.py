@@ -28,15 +28,15 @@ from headwise.conversion.healing.state import TrainingState
 from headwise.conversion.healing.windows import HELD, HealingWindows
 from headwise.errors import ArgumentError
 from headwise.measure.texts import language_reference, read_text
-from headwise.measure.timing.machine import machine, versions
+from headwise.measure.timing.machine import describe_machine, installed_versions
 from headwise.runtime.hf import as_device
-from headwise.study.audit.audit import effort
+from headwise.study.audit.audit import current_effort
 from headwise.study.audit.claim import UntestableError
 from headwise.study.audit.decoder import Decoder, Sizes, mechanisms, width_for
 
 WINDOW, BATCH = 256, 16
 """The number of bytes in a window, and of windows in a training step."""
-EXAM = 64
+EVALUATED = 64
 """The number of windows that the loss is measured on, from the end of the text."""
 RATE = 2e-3
 """AdamW's greatest learning rate."""
@@ -104,13 +104,13 @@ class FromScratch:
         """A mechanism's loss less MHA's, seed by seed: the mean, and half of its 95 % interval."""
         pairs = zip(self.row(mechanism).losses, self.row("MHA").losses, strict=True)
         differences = [one - other for one, other in pairs]
-        return statistics.fmean(differences), interval(differences)
+        return statistics.fmean(differences), half_interval(differences)
 
 
-def interval(values: Sequence[float]) -> float:
+def half_interval(values: Sequence[float]) -> float:
     """Half of the 95 % interval of a mean, by Student's t; infinite for one value.
 
-    For example ``interval([1.0, 1.0])`` is 0.
+    For example ``half_interval([1.0, 1.0])`` is 0.
     """
     if len(values) < 2:
         return math.inf
@@ -183,7 +183,7 @@ def train(
             seconds=seconds,
         )
         document = {"settings": settings, "rows": {key: asdict(row) for key, row in rows.items()}}
-        document |= {"machine": machine(device or "cpu"), "versions": versions()}
+        document |= {"machine": describe_machine(device or "cpu"), "versions": installed_versions()}
         write_whole(path, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
     progress("training from scratch", len(chosen), len(chosen))
     return FromScratch(tokens=tokens, text=str(settings["text"]), rows=tuple(rows.values()))
@@ -205,8 +205,8 @@ def text_windows(text: str) -> torch.Tensor:
     """
     ids = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     count = len(ids) // WINDOW
-    if count < 2 * EXAM:
-        raise ArgumentError("text", f"{len(ids)} bytes", f"must have at least {2 * EXAM * WINDOW:,} bytes")
+    if count < 2 * EVALUATED:
+        raise ArgumentError("text", f"{len(ids)} bytes", f"must have at least {2 * EVALUATED * WINDOW:,} bytes")
     return ids[: count * WINDOW].view(count, WINDOW).long()
 
 
@@ -220,8 +220,8 @@ def train_one(decoder: Decoder, windows: torch.Tensor, *, tokens: int, seed: int
         seed: the seed of the order of the windows.
     """
     read = HealingWindows(
-        train=plain_windows(windows[: -EXAM - HELD]),
-        held_out=windows[-EXAM - HELD : -EXAM],
+        train=plain_windows(windows[: -EVALUATED - HELD]),
+        held_out=windows[-EVALUATED - HELD : -EVALUATED],
         batch=BATCH,
         steps=max(tokens // (WINDOW * BATCH), 1),
         seed=seed,
@@ -244,18 +244,18 @@ def train_one(decoder: Decoder, windows: torch.Tensor, *, tokens: int, seed: int
     with tempfile.TemporaryDirectory() as folder:
         done = loop.run(TrainingState(Path(folder), parameters, optimizer), optimizer, silent)
     with torch.no_grad():
-        exam = plain_windows(windows[-EXAM:])
-        losses = [float(loop._loss(exam[row : row + BATCH])) for row in range(0, EXAM, BATCH)]
+        exam = plain_windows(windows[-EVALUATED:])
+        losses = [float(loop._loss(exam[row : row + BATCH])) for row in range(0, EVALUATED, BATCH)]
     return statistics.fmean(losses), done.seconds
 
 
-def trained() -> FromScratch:
+def trained_decoders() -> FromScratch:
     """The trained decoders whose file the running audit was given.
 
     Raises:
         UntestableError: the audit was given no file.
     """
-    path = effort().trained
+    path = current_effort().trained
     if path is None:
         raise UntestableError("needs decoders trained from scratch: headwise audit --train")
     return from_document(json.loads(path.read_text(encoding="utf-8")))

@@ -67,7 +67,7 @@ def check_fits(shape: Shape, nbytes: int, device: str, **sizes: int) -> None:
         raise ArgumentError("shape", str(shape), rule)
 
 
-def each(values: Iterable[_Any]) -> list[_Any]:
+def without_repetitions(values: Iterable[_Any]) -> list[_Any]:
     """List values without repetitions, so that nothing is measured twice."""
     return list(dict.fromkeys(values))
 
@@ -173,7 +173,7 @@ def bench_decode(
     as_device(device)
     for dtype, shape, B, T in points:
         check_fits(shape, shape.nbytes(B, T, dtype.itemsize), device, length=T, batch=B)
-    probes = {dtype: Probes(dtype, device) for dtype in each(dtype for dtype, *_ in points)}
+    probes = {dtype: Probes(dtype, device) for dtype in without_repetitions(dtype for dtype, *_ in points)}
     cases = []
     for index, point in enumerate(points):
         progress("decoding", index, len(points))
@@ -195,10 +195,10 @@ def _points(
     """Every point of a grid; the options are those of `bench_decode`."""
     if lengths and cache_mib is not None:
         raise ArgumentError("cache_mib", cache_mib, "must not be given together with lengths, which it decides")
-    shapes = each(shapes or (QUICK if quick else SHAPES))
-    lengths = each(lengths or ((512, 4096) if quick else LENGTHS))
-    batches = each(batches or ((1,) if quick else BATCHES))
-    kinds = each(as_dtype(text) for text in dtypes or DTYPES)
+    shapes = without_repetitions(shapes or (QUICK if quick else SHAPES))
+    lengths = without_repetitions(lengths or ((512, 4096) if quick else LENGTHS))
+    batches = without_repetitions(batches or ((1,) if quick else BATCHES))
+    kinds = without_repetitions(as_dtype(text) for text in dtypes or DTYPES)
     check_sizes(length=lengths, batch=batches, cache_mib=() if cache_mib is None else (cache_mib,))
     if cache_mib is None:
         return list(itertools.product(kinds, shapes, batches, lengths))

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from headwise.measure.timing.timing import seconds
+from headwise.measure.timing.timing import time_call
 from headwise.study.bench.report import UnableError
 
 
@@ -36,20 +36,20 @@ class Engine(Protocol):
         """Make one more token."""
 
 
-class Apart:
+class EngineProcess:
     """An engine in a separate process, which ends with the ``with`` block, or soon after this process has ended.
 
     Args:
         make: a module-level function that makes an `Engine` from a source and a number of tokens.
         source: a model folder, ``.gguf`` or other source with weights.
-        room: the number of tokens that the cache has to hold.
+        max_tokens: the number of tokens that the cache has to hold.
 
     Raises:
         UnableError: the engine cannot run the model.
     """
 
-    def __init__(self, make: Callable[[str, int], Engine], source: str | Path, room: int) -> None:
-        arguments = (make.__module__, make.__name__, str(source), str(room), str(torch.get_num_threads()))
+    def __init__(self, make: Callable[[str, int], Engine], source: str | Path, max_tokens: int) -> None:
+        arguments = (make.__module__, make.__name__, str(source), str(max_tokens), str(torch.get_num_threads()))
         # Removed by this process, so that an engine's files are gone however it ends.
         self._folder = tempfile.TemporaryDirectory(prefix="headwise-bench-")
         self._process = subprocess.Popen(
@@ -57,7 +57,7 @@ class Apart:
                 sys.executable,
                 "-P",
                 "-c",
-                f"import sys; from {__name__} import serve; serve(*sys.argv[1:])",
+                f"import sys; from {__name__} import serve_engine; serve_engine(*sys.argv[1:])",
                 *arguments,
             ],
             stdin=subprocess.PIPE,
@@ -72,7 +72,7 @@ class Apart:
             self.__exit__()
             raise
 
-    def __enter__(self) -> Apart:
+    def __enter__(self) -> EngineProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,8 +105,8 @@ class Apart:
         return answer["told"]
 
 
-def serve(module: str, make: str, source: str, room: str, threads: str) -> None:
-    """Serve an `Apart` from the engine's process: one line of JSON for each line received, until the input ends."""
+def serve_engine(module: str, make: str, source: str, max_tokens: str, threads: str) -> None:
+    """Serve an `EngineProcess`: read lines of JSON from stdin, and answer each by one, until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print to stdout, where only answers may be
     torch.set_num_threads(int(threads))
@@ -114,7 +114,7 @@ def serve(module: str, make: str, source: str, room: str, threads: str) -> None:
 
     def start() -> str:
         nonlocal engine
-        engine = getattr(importlib.import_module(module), make)(source, int(room))
+        engine = getattr(importlib.import_module(module), make)(source, int(max_tokens))
         return engine.note
 
     def answer(call: Callable[[], object]) -> bool:
@@ -130,7 +130,7 @@ def serve(module: str, make: str, source: str, room: str, threads: str) -> None:
     if answer(start):
         calls: dict[str, Callable[[Any], object]] = {
             "read": engine.read,
-            "step": lambda token: seconds(partial(engine.step, token)),
+            "step": lambda token: time_call(partial(engine.step, token)),
         }
         for line in sys.stdin:
             name, argument = json.loads(line)

@@ -17,36 +17,36 @@ import torch
 from headwise.models.checkpoints import load_tokenizer, model_path
 from headwise.models.specs import read_gguf_header
 from headwise.runtime.hf import load
-from headwise.study.bench.engine_process import Apart, Engine
+from headwise.study.bench.engine_process import Engine, EngineProcess
 from headwise.study.bench.report import UnableError
 
 PEERS_PIP = "pip install 'headwise[peers]'"
 
 
-def llama_cpp(source: str, room: int) -> Engine:
+def llama_cpp(source: str, max_tokens: int) -> Engine:
     """Start llama.cpp on the source's ``.gguf``, widened to float32."""
     path = model_path(source)
     if path.suffix != ".gguf":
         raise UnableError("reads .gguf files only")
-    return _LlamaCpp(path, room)
+    return _LlamaCpp(path, max_tokens)
 
 
-def ctranslate2(source: str, room: int) -> Engine:
+def ctranslate2(source: str, max_tokens: int) -> Engine:
     """Start CTranslate2 on the same weights, converted by its own converter."""
-    return _CTranslate2(source, room)
+    return _CTranslate2(source, max_tokens)
 
 
 ENGINES: dict[str, Callable[[str, int], Engine]] = {"llama.cpp": llama_cpp, "CTranslate2": ctranslate2}
 
 
-def start(name: str, source: str | Path, dtype: str, room: int) -> Apart:
+def start_engine(name: str, source: str | Path, dtype: str, max_tokens: int) -> EngineProcess:
     """Start an engine of `ENGINES` in a separate process.
 
     Args:
         name: a key of `ENGINES`.
         source: a model folder, ``.gguf`` or other source with weights.
         dtype: the dtype of the benchmark; engines run in float32 and refuse any other.
-        room: the number of tokens that the cache has to hold.
+        max_tokens: the number of tokens that the cache has to hold.
 
     Raises:
         UnableError: the engine is not installed, or cannot run the model.
@@ -55,22 +55,22 @@ def start(name: str, source: str | Path, dtype: str, room: int) -> Apart:
         raise UnableError(f"is not installed: {PEERS_PIP}")
     if dtype != "float32":
         raise UnableError("is timed in float32 only")
-    return Apart(ENGINES[name], source, room)
+    return EngineProcess(ENGINES[name], source, max_tokens)
 
 
 class _LlamaCpp:
     note = "float32 weights and cache"
 
-    def __init__(self, path: Path, room: int) -> None:
+    def __init__(self, path: Path, max_tokens: int) -> None:
         self._api = api = importlib.import_module("llama_cpp")
         _silence(api)
         api.llama_backend_init()
         with tempfile.TemporaryDirectory(prefix="headwise-bench-") as folder:
             wide = Path(folder) / "float32.gguf"
-            widen(path, wide)
+            write_in_float32(path, wide)
             self._model = api.llama_model_load_from_file(str(wide).encode(), api.llama_model_default_params())
         options = api.llama_context_default_params()
-        options.n_ctx = room
+        options.n_ctx = max_tokens
         options.n_batch = options.n_ubatch = 512
         options.n_threads = options.n_threads_batch = torch.get_num_threads()
         options.type_k = options.type_v = api.GGML_TYPE_F32
@@ -104,7 +104,7 @@ _OWN_FIELDS = ("general.architecture", "general.file_type", "general.alignment")
 """Metadata that the writer sets itself."""
 
 
-def widen(source: Path, output: Path) -> None:
+def write_in_float32(source: Path, output: Path) -> None:
     """Copy a ``.gguf`` model with every tensor in float32, as one file."""
     import gguf
 
@@ -132,7 +132,7 @@ def widen(source: Path, output: Path) -> None:
 class _CTranslate2:
     note = "float32"
 
-    def __init__(self, source: str, room: int) -> None:
+    def __init__(self, source: str, max_tokens: int) -> None:
         api = importlib.import_module("ctranslate2")
         with tempfile.TemporaryDirectory(prefix="headwise-bench-") as folder:
             stock, converted = Path(folder) / "stock", Path(folder) / "converted"
@@ -146,7 +146,7 @@ class _CTranslate2:
                 )
             except Exception as error:  # its converter fails in many ways
                 raise UnableError(f"cannot convert the model: {str(error).strip().splitlines()[0][:160]}") from None
-        self._tokens, self._room = tokenizer.convert_ids_to_tokens, room
+        self._tokens, self._max_tokens = tokenizer.convert_ids_to_tokens, max_tokens
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._ended: Exception | None = None
 
@@ -160,7 +160,7 @@ class _CTranslate2:
 
     def _run(self, ids: list[int]) -> None:
         """Generate from the prompt to the last token; `_made` holds it up after each."""
-        left = self._room - len(ids)
+        left = self._max_tokens - len(ids)
         try:
             self._generator.generate_batch(
                 [self._tokens(ids)],
@@ -169,7 +169,7 @@ class _CTranslate2:
                 include_prompt_in_result=False,
                 callback=self._made,
             )
-            self._ended = UnableError(f"has no room for more than {left} tokens")
+            self._ended = UnableError(f"has no memory for more than {left} tokens")
         except Exception as error:
             self._ended = error
         self._done.release()

@@ -23,11 +23,11 @@ from headwise.base.progress import Progress, silent
 from headwise.errors import ArgumentError
 from headwise.measure.timing import cache_nbytes
 from headwise.measure.timing.machine import Probes
-from headwise.measure.timing.timing import seconds
+from headwise.measure.timing.timing import time_call
 from headwise.models.specs import ModelSpec, read_spec
 from headwise.runtime.hf import HeadwiseCache, load, optimize
-from headwise.study.bench.engine_process import Apart
-from headwise.study.bench.engines import ENGINES, start
+from headwise.study.bench.engine_process import EngineProcess
+from headwise.study.bench.engines import ENGINES, start_engine
 from headwise.study.bench.report import MEMORY_ERRORS, OURS, Bench, Case, Timing, UnableError, case_of
 
 CONTEXTS = (64, 2048, 8000)
@@ -97,17 +97,17 @@ def bench_generate(
     cases = [_Case(ids[:context]) for context in contexts]
     with ExitStack() as stack:
         for case in cases:
-            room = len(case.ids) + steps
+            max_tokens = len(case.ids) + steps
             case.ways = {
                 OURS: _Model(optimized, HeadwiseCache(optimized)),
                 _STOCK[0]: _Model(sdpa, DynamicCache(config=sdpa.config)),
-                _STOCK[1]: _Model(sdpa, StaticCache(config=sdpa.config, max_cache_len=room)),
+                _STOCK[1]: _Model(sdpa, StaticCache(config=sdpa.config, max_cache_len=max_tokens)),
                 "transformers, eager": _Model(eager, DynamicCache(config=eager.config)),
                 **{name: _Model(optimize(other), HeadwiseCache(other)) for name, other in others.items()},
             }
             for name in ENGINES if engines and not quick else ():
                 try:
-                    case.ways[name] = stack.enter_context(start(name, source, dtype, room))
+                    case.ways[name] = stack.enter_context(start_engine(name, source, dtype, max_tokens))
                 except UnableError as error:
                     case.errors[name] = str(error)
         return _measured(cases, spec, Probes(stock.dtype), stock, repeats + _UNTIMED, progress)
@@ -150,7 +150,7 @@ def _measured(
         case.ask(name, methodcaller("read", case.ids))
     progress("prompts", len(to_read), len(to_read))
     cached = [cache_nbytes(case.ways[OURS].cache) for case in cases]  # type: ignore[attr-defined]
-    rest = _REST if any(isinstance(way, Apart) for case in cases for way in case.ways.values()) else 0
+    rest = _REST if any(isinstance(way, EngineProcess) for case in cases for way in case.ways.values()) else 0
     probed: dict[str, list[float]] = {name: [] for name in probes.calls()}
     for index in range(rounds):
         progress("tokens", index, rounds)
@@ -159,7 +159,7 @@ def _measured(
         for turn, name in random.sample(turns, len(turns)):
             time.sleep(rest)
             if turn is None:
-                probed[name].append(seconds(probes.calls()[name]))
+                probed[name].append(time_call(probes.calls()[name]))
             else:
                 token = turn.ids[index % len(turn.ids)]
                 turn.ask(name, partial(_step, token, turn.times.setdefault(name, [])))
@@ -210,7 +210,7 @@ class _Model:
             self.model(chunk, past_key_values=self.cache, logits_to_keep=1)
 
     def step(self, token: int) -> float:
-        return seconds(lambda: self.model(torch.tensor([[token]]), past_key_values=self.cache, use_cache=True))
+        return time_call(lambda: self.model(torch.tensor([[token]]), past_key_values=self.cache, use_cache=True))
 
 
 def _shared(model: Any) -> Any:

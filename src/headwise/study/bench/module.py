@@ -25,7 +25,7 @@ from headwise.runtime.attention import GroupedQueryAttention, MultiHeadLatentAtt
 from headwise.runtime.attention.base import AttentionLayer, merge_heads, split_heads
 from headwise.runtime.hf import as_dtype
 from headwise.runtime.hf.optimize import take_over_linears
-from headwise.study.bench.decode import DTYPES, check_sizes, each, expanded, short_name
+from headwise.study.bench.decode import DTYPES, check_sizes, expanded, short_name, without_repetitions
 from headwise.study.bench.report import OURS, Bench, Case, UnableError, Way, run_case
 
 PEERS_PIP = "pip install 'headwise[peers]'"
@@ -61,8 +61,8 @@ def bench_module(
     Raises:
         ArgumentError: sizes do not fit together, or a dtype is not known.
     """
-    lengths = each(lengths or ((512,) if quick else (512, 4096)))
-    kinds = each(as_dtype(text) for text in dtypes or DTYPES)
+    lengths = without_repetitions(lengths or ((512,) if quick else (512, 4096)))
+    kinds = without_repetitions(as_dtype(text) for text in dtypes or DTYPES)
     check_sizes(length=lengths, hidden_size=(hidden_size,), num_heads=(num_heads,), num_kv_heads=(num_kv_heads,))
     if hidden_size % (2 * num_heads) or num_heads % num_kv_heads:
         rule = "must be a multiple of twice num_heads, and num_heads of num_kv_heads"

@@ -23,10 +23,10 @@ from headwise.study.bench.decode import (
     Shape,
     check_fits,
     check_sizes,
-    each,
     expanded,
     short_name,
     ways_to_attend,
+    without_repetitions,
 )
 from headwise.study.bench.report import OURS, Bench, UnableError, Way, run_case
 
@@ -62,9 +62,9 @@ def bench_prefill(
         ArgumentError: a size is not positive or does not fit in memory, a dtype is not known, there is no such
             device, or a shape is that of absorbed MLA, which reads no prompts.
     """
-    shapes = each(shapes or (SHAPES[::2] if quick else SHAPES))
-    lengths = each(lengths or ((512, 1024) if quick else LENGTHS))
-    kinds = each(as_dtype(text) for text in dtypes or DTYPES)
+    shapes = without_repetitions(shapes or (SHAPES[::2] if quick else SHAPES))
+    lengths = without_repetitions(lengths or ((512, 1024) if quick else LENGTHS))
+    kinds = without_repetitions(as_dtype(text) for text in dtypes or DTYPES)
     check_sizes(length=lengths)
     as_device(device)
     for shape in shapes:

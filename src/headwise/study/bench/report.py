@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from headwise.base.documents import web_page
-from headwise.measure.timing.machine import Limits, Probes, machine, versions
-from headwise.measure.timing.timing import Spread, recorded, seconds, spread_interleaved
+from headwise.measure.timing.machine import Limits, Probes, describe_machine, installed_versions
+from headwise.measure.timing.timing import Spread, record_graph, spread_interleaved, time_call
 
 OURS = "headwise"
 """The name of the way that the others are compared with."""
@@ -139,8 +139,8 @@ class Bench:
         """The report as JSON-able values, with the machine and the versions it was made on."""
         return {
             "kind": self.kind,
-            "machine": machine(self.device),
-            "versions": versions(),
+            "machine": describe_machine(self.device),
+            "versions": installed_versions(),
             "speedups": self.speedups(),
             "notes": list(self.notes),
             "cases": [case.to_dict() for case in self.cases],
@@ -185,7 +185,7 @@ def run_case(
     for way, make in ways.items():
         try:
             call = make()
-            first = seconds(call)
+            first = time_call(call)
             if first > _PATIENCE:
                 slow[way] = Timing(first * 1e3, note="one call: too slow to repeat")
             else:
@@ -230,7 +230,7 @@ def _replays(calls: Mapping[str, Way], times: int) -> dict[str, Way]:
     replays = {}
     for way, call in calls.items():
         with suppress(RuntimeError):
-            replays[way] = recorded(call, times)
+            replays[way] = record_graph(call, times)
     return replays
 
 
@@ -261,7 +261,8 @@ def page(bench: Bench, command: str) -> str:
     head = "".join(f"<th>{escape(text)}</th>" for text in ("", "limit ms", *ways))
     rows = "".join(f"<tr>{''.join(_cells(case, ways))}</tr>" for case in bench.cases)
     facts = ", ".join(
-        f"{escape(str(k))} {escape(str(v))}" for k, v in {**machine(bench.device), **versions()}.items()
+        f"{escape(str(k))} {escape(str(v))}"
+        for k, v in {**describe_machine(bench.device), **installed_versions()}.items()
     )
     notes = [
         *(f"{way}: {ratio:.1f} × the time of {OURS}, in the median" for way, ratio in bench.speedups().items()),

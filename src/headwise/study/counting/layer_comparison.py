@@ -114,7 +114,7 @@ def peer_counts(module: nn.Module, hidden_states: Tensor, **kwargs: Any) -> list
     Returns:
         One answer for each counter of `PEERS`.
     """
-    return [_ask(name, *PEERS[name], module, hidden_states, kwargs) for name in PEERS]
+    return [_run_counter(name, *PEERS[name], module, hidden_states, kwargs) for name in PEERS]
 
 
 class _WithArguments(nn.Module):
@@ -128,7 +128,7 @@ class _WithArguments(nn.Module):
         return self.module(hidden_states, **self.kwargs)
 
 
-def _ask(
+def _run_counter(
     name: str,
     counter: Callable[[nn.Module, Tensor], Answer],
     unit: str,

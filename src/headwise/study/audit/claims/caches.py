@@ -4,37 +4,41 @@ from __future__ import annotations
 
 from headwise import cost
 from headwise.models.specs import layer_spec, read_spec
-from headwise.study.audit.claim import Check, Claim, Number, about, at_least, at_most, exact
-from headwise.study.audit.layers import named
+from headwise.study.audit.claim import Check, Claim, Number, at_least, at_most, exact_number, rounded_number
+from headwise.study.audit.layers import layer_by_name
 
 MB = 1e6
-WIDE = {"hidden_size": 512, "num_heads": 8}
+GUIDE_SIZES = {"hidden_size": 512, "num_heads": 8}
 
 
-def nbytes(name: str, tokens: int, dtype: str, hidden_size: int = 512, num_heads: int = 8, batch: int = 1) -> int:
-    """Bytes of a layer's cache. For example ``nbytes("MQA", 1, "float32")`` is 512."""
-    return cost.cache_bytes(named(name, hidden_size, num_heads), tokens, batch=batch, dtype=dtype)
+def layer_cache_bytes(
+    name: str, tokens: int, dtype: str, hidden_size: int = 512, num_heads: int = 8, batch: int = 1
+) -> int:
+    """Bytes of a layer's cache. For example ``layer_cache_bytes("MQA", 1, "float32")`` is 512."""
+    return cost.cache_bytes(layer_by_name(name, hidden_size, num_heads), tokens, batch=batch, dtype=dtype)
 
 
-def values(name: str, tokens: int, batch: int = 1, hidden_size: int = 512, num_heads: int = 8) -> int:
-    """Numbers in a layer's cache. For example ``values("MQA", 128)`` is 16,384."""
-    return nbytes(name, tokens, "int8", hidden_size, num_heads, batch)
+def layer_cache_values(name: str, tokens: int, batch: int = 1, hidden_size: int = 512, num_heads: int = 8) -> int:
+    """Numbers in a layer's cache. For example ``layer_cache_values("MQA", 128)`` is 16,384."""
+    return layer_cache_bytes(name, tokens, "int8", hidden_size, num_heads, batch)
 
 
-def saved(name: str, hidden_size: int = 512, num_heads: int = 8) -> float:
-    """The percentage by which a layer's cache is smaller than MHA's. For example ``saved("MQA")`` is 87.5."""
-    return 100 - 100 * values(name, 1, 1, hidden_size, num_heads) / values("MHA", 1, 1, hidden_size, num_heads)
+def percent_smaller(name: str, hidden_size: int = 512, num_heads: int = 8) -> float:
+    """The percentage by which a cache is smaller than MHA's. For example ``percent_smaller("MQA")`` is 87.5."""
+    return 100 - 100 * layer_cache_values(name, 1, 1, hidden_size, num_heads) / layer_cache_values(
+        "MHA", 1, 1, hidden_size, num_heads
+    )
 
 
-def over_width(dtype: str, tokens: int, hidden_size: int, num_heads: int) -> float:
+def bytes_over_width(dtype: str, tokens: int, hidden_size: int, num_heads: int) -> float:
     """Bytes of MHA's cache over n times the width."""
-    return nbytes("MHA", tokens, dtype, hidden_size, num_heads) / (tokens * hidden_size)
+    return layer_cache_bytes("MHA", tokens, dtype, hidden_size, num_heads) / (tokens * hidden_size)
 
 
-def of_model(source: str, beside: str) -> float:
+def relative_cache(source: str, beside: str) -> float:
     """The cache of one layer and token of a catalog model over that of MHA, or of another model.
 
-    For example ``of_model("deepseek-v3", "its own MHA")``.
+    For example ``relative_cache("deepseek-v3", "its own MHA")``.
     """
     spec = layer_spec(source)
     heads: int = spec.num_heads  # type: ignore[attr-defined]
@@ -43,7 +47,7 @@ def of_model(source: str, beside: str) -> float:
     return cost.cache_values(spec) / other
 
 
-def positions(source: str) -> int:
+def longest_context(source: str) -> int:
     """The longest context of a catalog model."""
     return read_spec(source).max_position_embeddings or 0
 
@@ -51,17 +55,21 @@ def positions(source: str) -> int:
 def _size(name: str, tokens: int, digits: str, unit: float, suffix: str) -> Check:
     return Check(
         states=f"{name}'s cache at {tokens:,} tokens",
-        printed=about(digits, unit, suffix),
-        measure=nbytes,
-        inputs={"name": name, "tokens": tokens, "dtype": "float32", **WIDE},
+        printed=rounded_number(digits, unit, suffix),
+        measure=layer_cache_bytes,
+        inputs={"name": name, "tokens": tokens, "dtype": "float32", **GUIDE_SIZES},
         unit="bytes",
     )
 
 
 def _percent(name: str, printed: str) -> Check:
-    number: Number = about(printed, suffix=" %")
+    number: Number = rounded_number(printed, suffix=" %")
     return Check(
-        states=f"{name}'s −{printed} %", printed=number, measure=saved, inputs={"name": name, **WIDE}, unit="%"
+        states=f"{name}'s −{printed} %",
+        printed=number,
+        measure=percent_smaller,
+        inputs={"name": name, **GUIDE_SIZES},
+        unit="%",
     )
 
 
@@ -93,9 +101,9 @@ CLAIMS = (
                 Check(
                     states="bytes of n tokens over n × d_model",
                     when=when,
-                    printed=exact(2),
-                    measure=over_width,
-                    inputs={"dtype": dtype, "tokens": 100, **WIDE},
+                    printed=exact_number(2),
+                    measure=bytes_over_width,
+                    inputs={"dtype": dtype, "tokens": 100, **GUIDE_SIZES},
                 )
                 for dtype, when in (("float32", "float32"), ("int8", "values of one byte"))
             ),
@@ -123,17 +131,17 @@ CLAIMS = (
             Check(
                 states="GQA-2's −50 %",
                 when="two key–value heads",
-                printed=about("50", suffix=" %"),
-                measure=saved,
-                inputs={"name": "GQA-2", **WIDE},
+                printed=rounded_number("50", suffix=" %"),
+                measure=percent_smaller,
+                inputs={"name": "GQA-2", **GUIDE_SIZES},
                 unit="%",
             ),
             Check(
                 states="GQA-2's −50 %",
                 when="two query heads in a group",
-                printed=about("50", suffix=" %"),
-                measure=saved,
-                inputs={"name": "GQA-4", **WIDE},
+                printed=rounded_number("50", suffix=" %"),
+                measure=percent_smaller,
+                inputs={"name": "GQA-4", **GUIDE_SIZES},
                 unit="%",
             ),
             _percent("GQA-4", "50"),
@@ -149,22 +157,22 @@ CLAIMS = (
             Check(
                 states="16.8 M floats",
                 when="one layer",
-                printed=about("16.8", 1e6, " M"),
-                measure=values,
+                printed=rounded_number("16.8", 1e6, " M"),
+                measure=layer_cache_values,
                 inputs={"name": "MHA", "tokens": 2048, "batch": 1, "hidden_size": 4096, "num_heads": 32},
             ),
             Check(
                 states="2·32·2048·4096",
                 when="one layer",
-                printed=exact(2 * 32 * 2048 * 4096),
-                measure=values,
+                printed=exact_number(2 * 32 * 2048 * 4096),
+                measure=layer_cache_values,
                 inputs={"name": "MHA", "tokens": 2048, "batch": 1, "hidden_size": 4096, "num_heads": 32},
             ),
             Check(
                 states="2·32·2048·4096",
                 when="32 layers, or 32 sequences",
-                printed=exact(2 * 32 * 2048 * 4096),
-                measure=values,
+                printed=exact_number(2 * 32 * 2048 * 4096),
+                measure=layer_cache_values,
                 inputs={"name": "MHA", "tokens": 2048, "batch": 32, "hidden_size": 4096, "num_heads": 32},
             ),
         ),
@@ -179,9 +187,9 @@ CLAIMS = (
             Check(
                 states=f"{name} at {length}",
                 when=f"batch {batch}",
-                printed=about(digits, 1e6, " M"),
-                measure=values,
-                inputs={"name": name, "tokens": length, "batch": batch, **WIDE},
+                printed=rounded_number(digits, 1e6, " M"),
+                measure=layer_cache_values,
+                inputs={"name": name, "tokens": length, "batch": batch, **GUIDE_SIZES},
             )
             for batch in (4, 1)
             for name, printed in _PRINTED.items()
@@ -198,21 +206,21 @@ CLAIMS = (
                 states="the part of the usual cache",
                 when="DeepSeek-V3 beside MHA of its own heads",
                 printed=at_most(0.1),
-                measure=of_model,
+                measure=relative_cache,
                 inputs={"source": "deepseek-v3", "beside": "its own MHA"},
             ),
             Check(
                 states="the part of the usual cache",
                 when="DeepSeek-V3 beside a layer of Llama-3-70B (GQA of 8 heads)",
                 printed=at_most(0.1),
-                measure=of_model,
+                measure=relative_cache,
                 inputs={"source": "deepseek-v3", "beside": "llama-3-70b"},
             ),
             Check(
                 states="128K contexts",
                 when="DeepSeek-V3",
                 printed=at_least(131_072),
-                measure=positions,
+                measure=longest_context,
                 inputs={"source": "deepseek-v3"},
                 unit="positions",
             ),
@@ -220,7 +228,7 @@ CLAIMS = (
                 states="128K contexts",
                 when="Llama-3.1-70B, which has no MLA: RoPE's scaling decides",
                 printed=at_least(131_072),
-                measure=positions,
+                measure=longest_context,
                 inputs={"source": "llama-3.1-70b"},
                 unit="positions",
             ),

@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 from headwise import cost
 from headwise.costs.formulas.stages import Core, Kernel, Linear
-from headwise.study.audit.claim import Check, Claim, about, exact
-from headwise.study.audit.layers import grouped
+from headwise.study.audit.claim import Check, Claim, exact_number, rounded_number
+from headwise.study.audit.layers import grouped_layer
 
 SIZES: Mapping[str, int] = MappingProxyType({"batch": 2, "length": 64, "hidden_size": 128, "num_heads": 4})
 """The sizes of the layer that is counted while it runs; closed forms hold at any size."""
@@ -29,7 +29,7 @@ def counted_over_formula(batch: int, length: int, hidden_size: int, num_heads: i
 
 def backward_over_forward(kernel: Kernel, length: int, hidden_size: int, num_heads: int) -> float:
     """FLOPs of MHA's backward pass over those of its forward pass."""
-    layer = grouped(hidden_size, num_heads, num_heads)
+    layer = grouped_layer(hidden_size, num_heads, num_heads)
     return cost.backward_flops(layer, length, kernel=kernel, causal=False) / cost.forward_flops(
         layer, length, causal=False
     )
@@ -37,18 +37,18 @@ def backward_over_forward(kernel: Kernel, length: int, hidden_size: int, num_hea
 
 def softmax_growth(length: int, hidden_size: int, num_heads: int) -> float:
     """The FLOPs of the softmax of twice as many heads over those of ``num_heads``, at the same hidden size."""
-    return softmax(length, hidden_size, 2 * num_heads) / softmax(length, hidden_size, num_heads)
+    return softmax_flops(length, hidden_size, 2 * num_heads) / softmax_flops(length, hidden_size, num_heads)
 
 
-def softmax(length: int, hidden_size: int, num_heads: int) -> int:
+def softmax_flops(length: int, hidden_size: int, num_heads: int) -> int:
     """Elementwise FLOPs of MHA's softmax."""
-    layer = grouped(hidden_size, num_heads, num_heads)
+    layer = grouped_layer(hidden_size, num_heads, num_heads)
     return cost.forward_flops(layer, length, softmax=True) - cost.forward_flops(layer, length)
 
 
-def kv_projections(num_kv_heads: int, batch: int, length: int, hidden_size: int, num_heads: int) -> int:
+def kv_projection_flops(num_kv_heads: int, batch: int, length: int, hidden_size: int, num_heads: int) -> int:
     """FLOPs of the projections of keys and values."""
-    layer = grouped(hidden_size, num_heads, num_kv_heads)
+    layer = grouped_layer(hidden_size, num_heads, num_kv_heads)
     call = cost.layer.call_of(layer, length, batch=batch)
     stages = (
         stage for stage in cost.stages(layer) if isinstance(stage, Linear) and stage.name in ("k_proj", "v_proj")
@@ -58,16 +58,16 @@ def kv_projections(num_kv_heads: int, batch: int, length: int, hidden_size: int,
 
 def mqa_projections_over_formula(batch: int, length: int, hidden_size: int, num_heads: int) -> float:
     """FLOPs of MQA's projections of keys and values over 4BLE·w/h with w = E."""
-    flops = kv_projections(1, batch, length, hidden_size, num_heads)
+    flops = kv_projection_flops(1, batch, length, hidden_size, num_heads)
     return flops / (4 * batch * length * hidden_size**2 / num_heads)
 
 
 def width_of_keys(num_kv_heads: int, hidden_size: int, num_heads: int) -> int:
     """The width of all keys of GQA."""
-    return cost.cache_values(grouped(hidden_size, num_heads, num_kv_heads)) // 2
+    return cost.cache_values(grouped_layer(hidden_size, num_heads, num_kv_heads)) // 2
 
 
-def growth(of: str, twice: str, length: int, hidden_size: int, num_heads: int) -> float:
+def growth_factor(of: str, twice: str, length: int, hidden_size: int, num_heads: int) -> float:
     """A quantity of MHA where one size is doubled, over the same quantity at the given sizes.
 
     Args:
@@ -83,8 +83,8 @@ def growth(of: str, twice: str, length: int, hidden_size: int, num_heads: int) -
 
 
 def quantity(of: str, length: int, hidden_size: int, num_heads: int) -> int:
-    """A quantity of MHA by its name, see `growth`."""
-    layer = grouped(hidden_size, num_heads, num_heads)
+    """A quantity of MHA by its name, see `growth_factor`."""
+    layer = grouped_layer(hidden_size, num_heads, num_heads)
     if of == "weights":
         return cost.parameters(layer)
     if of == "scores":
@@ -103,8 +103,8 @@ def _growth(of: str, twice: str, printed: str, when: str = "") -> Check:
     return Check(
         states=f"growth of the {of} with twice the {what}",
         when=when,
-        printed=about(printed, suffix=" ×"),
-        measure=growth,
+        printed=rounded_number(printed, suffix=" ×"),
+        measure=growth_factor,
         inputs={"of": of, "twice": twice, "length": 8192, "hidden_size": 512, "num_heads": 8},
         unit="×",
     )
@@ -119,13 +119,13 @@ CLAIMS = (
         checks=(
             Check(
                 states="counted FLOPs over the formula's products, w = E",
-                printed=exact(1),
+                printed=exact_number(1),
                 measure=counted_over_formula,
                 inputs=SIZES,
             ),
             Check(
                 states="the softmax's growth with twice the heads, cBL² having no h",
-                printed=exact(1),
+                printed=exact_number(1),
                 measure=softmax_growth,
                 inputs={"length": 1024, "hidden_size": 512, "num_heads": 8},
                 unit="×",
@@ -134,7 +134,7 @@ CLAIMS = (
                 Check(
                     states="the backward pass over the forward pass",
                     when=when,
-                    printed=about("2.0"),
+                    printed=rounded_number("2.0"),
                     measure=backward_over_forward,
                     inputs={"kernel": kernel, "length": length, "hidden_size": 512, "num_heads": 8},
                     unit="×",
@@ -155,13 +155,13 @@ CLAIMS = (
         checks=(
             Check(
                 states="MQA's projections over 4BLE·w/h",
-                printed=exact(1),
+                printed=exact_number(1),
                 measure=mqa_projections_over_formula,
                 inputs=SIZES,
             ),
             Check(
                 states="GQA's kv_dim at E = 512, h = 8, g = 4",
-                printed=exact(512 // 8 // 4),
+                printed=exact_number(512 // 8 // 4),
                 measure=width_of_keys,
                 inputs={"num_kv_heads": 4, "hidden_size": 512, "num_heads": 8},
             ),

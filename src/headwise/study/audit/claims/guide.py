@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 
 from headwise import cost
-from headwise.study.audit.claim import Check, Claim, at_least, at_most, exact
-from headwise.study.audit.claims.quality import kept
-from headwise.study.audit.claims.speed import measured
-from headwise.study.audit.layers import named
+from headwise.study.audit.claim import Check, Claim, at_least, at_most, exact_number
+from headwise.study.audit.claims.quality import percent_kept
+from headwise.study.audit.claims.speed import run_benchmark
+from headwise.study.audit.layers import layer_by_name
 from headwise.study.guide import Needs, guide
 
 CONTEXTS = (256, 1024, 4096, 200_000)
@@ -37,13 +37,13 @@ def disagreeing(heads: int) -> float:
 
 def cache_ratio(name: str, beside: str, hidden_size: int, num_heads: int) -> float:
     """One layer's cache over another's."""
-    one, other = (cost.cache_values(named(each, hidden_size, num_heads)) for each in (name, beside))
+    one, other = (cost.cache_values(layer_by_name(each, hidden_size, num_heads)) for each in (name, beside))
     return one / other
 
 
 def best_speedup(mechanism: str, length: int, hidden_size: int, num_heads: int) -> float:
     """The fastest of the other mechanisms' time over a mechanism's."""
-    rows = [row for row in measured(hidden_size, num_heads).rows if row.length == length]
+    rows = [row for row in run_benchmark(hidden_size, num_heads).rows if row.length == length]
     return min(row.ms for row in rows if row.mechanism != mechanism) / next(
         row.ms for row in rows if row.mechanism == mechanism
     )
@@ -61,7 +61,7 @@ CLAIMS = (
         checks=(
             Check(
                 states="questions on which its rules disagree",
-                printed=exact(0),
+                printed=exact_number(0),
                 measure=disagreeing,
                 inputs={"heads": 8},
                 unit="%",
@@ -77,7 +77,7 @@ CLAIMS = (
                 states="MHA below 512 tokens: MQA is no faster at 256",
                 printed=at_most(1, " ×"),
                 measure=lambda length, hidden_size, num_heads: (
-                    measured(hidden_size, num_heads).row("MQA", length).speedup
+                    run_benchmark(hidden_size, num_heads).row("MQA", length).speedup
                 ),
                 inputs={"length": 256, "hidden_size": 512, "num_heads": 8},
                 unit="×",
@@ -114,7 +114,7 @@ CLAIMS = (
                 states="MQA's loss of 3 to 5 % on mobiles",
                 when="SmolLM2's heads aligned and merged, not trained",
                 printed=at_least(95, " % kept"),
-                measure=kept,
+                measure=percent_kept,
                 inputs={"to": "mqa", "method": "headwise"},
                 unit="%",
             ),

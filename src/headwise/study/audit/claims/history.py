@@ -9,7 +9,7 @@ from typing import Any
 
 from headwise.models.specs import layer_spec
 from headwise.study.audit.claim import Check, Claim, UntestableError
-from headwise.study.audit.layers import grouped
+from headwise.study.audit.layers import grouped_layer
 
 
 @cache
@@ -19,12 +19,12 @@ def published() -> dict[str, dict[str, Any]]:
     return tomllib.loads(text)
 
 
-def year(paper: str) -> str:
-    """The year of a paper on arXiv, from its number. For example ``year("mqa")`` is ``"2019"``."""
+def arxiv_year(paper: str) -> str:
+    """The year of a paper on arXiv, from its number. For example ``arxiv_year("mqa")`` is ``"2019"``."""
     return f"20{published()[paper]['arxiv'][:2]}"
 
 
-def mechanism(model: str) -> str:
+def mechanism_of(model: str) -> str:
     """The mechanism of a model, from the catalog or from what was published of it.
 
     Raises:
@@ -36,7 +36,7 @@ def mechanism(model: str) -> str:
     if "unknown" in entry:
         raise UntestableError(entry["unknown"])
     heads: int = entry["num_heads"]
-    return grouped(entry["hidden_size"], heads, entry["num_kv_heads"]).mechanism.upper()
+    return grouped_layer(entry["hidden_size"], heads, entry["num_kv_heads"]).mechanism.upper()
 
 
 _PRINTED = (
@@ -60,7 +60,7 @@ CLAIMS = (
         guide="G2",
         says="MQA was proposed by Google in 2023",
         how="the date of Shazeer's paper on arXiv",
-        checks=(Check(states="the year", printed="2023", measure=year, inputs={"paper": "mqa"}),),
+        checks=(Check(states="the year", printed="2023", measure=arxiv_year, inputs={"paper": "mqa"}),),
     ),
     Claim(
         id="C15",
@@ -69,7 +69,7 @@ CLAIMS = (
         "Claude GQA",
         how="heads in each model's published config, or in its paper",
         checks=tuple(
-            Check(states=model, printed=printed, measure=mechanism, inputs={"model": model})
+            Check(states=model, printed=printed, measure=mechanism_of, inputs={"model": model})
             for model, printed in _PRINTED
         ),
     ),

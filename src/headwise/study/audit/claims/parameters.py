@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from headwise import cost
 from headwise.models.specs import AttentionSpec
-from headwise.study.audit.claim import Check, Claim, about, at_most, between, exact
-from headwise.study.audit.layers import grouped, latent, named
+from headwise.study.audit.claim import Check, Claim, at_most, exact_number, printed_range, rounded_number
+from headwise.study.audit.layers import grouped_layer, latent_layer, layer_by_name
 
 E, H = 512, 8
 """The width and the query heads of the second guide's examples."""
 
 
-def of_layer(name: str, hidden_size: int = E, num_heads: int = H) -> int:
-    """Weights of a layer by the guide's name. For example ``of_layer("MQA")`` is 589,824."""
-    return cost.parameters(named(name, hidden_size, num_heads))
+def layer_parameters(name: str, hidden_size: int = E, num_heads: int = H) -> int:
+    """Weights of a layer by the guide's name. For example ``layer_parameters("MQA")`` is 589,824."""
+    return cost.parameters(layer_by_name(name, hidden_size, num_heads))
 
 
-def share(name: str, of: str = "MHA", hidden_size: int = E, num_heads: int = H) -> float:
-    """A layer's weights as a percentage of another's. For example ``share("MQA")`` is 56.25."""
-    return 100 * of_layer(name, hidden_size, num_heads) / of_layer(of, hidden_size, num_heads)
+def percent_of(name: str, of: str = "MHA", hidden_size: int = E, num_heads: int = H) -> float:
+    """A layer's weights as a percentage of another's. For example ``percent_of("MQA")`` is 56.25."""
+    return 100 * layer_parameters(name, hidden_size, num_heads) / layer_parameters(of, hidden_size, num_heads)
 
 
-def saved(name: str, hidden_size: int = E, num_heads: int = H) -> float:
-    """The percentage by which a layer has fewer weights than MHA. For example ``saved("MQA")`` is 43.75."""
-    return 100 - share(name, "MHA", hidden_size, num_heads)
+def percent_fewer(name: str, hidden_size: int = E, num_heads: int = H) -> float:
+    """The percentage by which a layer has fewer weights than MHA. For example ``percent_fewer("MQA")`` is 43.75."""
+    return 100 - percent_of(name, "MHA", hidden_size, num_heads)
 
 
 def printed_mqa(hidden_size: int, num_heads: int) -> bool:
@@ -34,7 +34,7 @@ def printed_mqa(hidden_size: int, num_heads: int) -> bool:
 
 def without_output(name: str, hidden_size: int, num_heads: int) -> int:
     """Weights of a layer but for its output projection. For example ``without_output("MHA", 4, 2)`` is 48."""
-    return of_layer(name, hidden_size, num_heads) - hidden_size**2
+    return layer_parameters(name, hidden_size, num_heads) - hidden_size**2
 
 
 def first_guides_total(name: str, hidden_size: int, num_heads: int) -> bool:
@@ -52,9 +52,9 @@ def cost_heads(name: str, num_heads: int) -> int:
 def section_layer(mechanism: str, hidden_size: int, num_heads: int) -> AttentionSpec:
     """One of section 2's layers, with biases: k = h/2, latents E/4, heads' width E/2, 26 rotary dims."""
     if mechanism == "MLA":
-        return latent(hidden_size, num_heads, hidden_size // 4, hidden_size // 2, 26, bias=True)
+        return latent_layer(hidden_size, num_heads, hidden_size // 4, hidden_size // 2, 26, bias=True)
     heads = {"MHA": num_heads, "MQA": 1, "GQA": num_heads // 2}[mechanism]
-    return grouped(hidden_size, num_heads, heads, bias=True)
+    return grouped_layer(hidden_size, num_heads, heads, bias=True)
 
 
 def mla_by_formula(hidden_size: int, rank: int, up: int, rope: int) -> int:
@@ -64,17 +64,17 @@ def mla_by_formula(hidden_size: int, rank: int, up: int, rope: int) -> int:
 
 def formula_share(hidden_size: int, rank: int, up: int, rope: int, heads: int) -> float:
     """The formula's total as a percentage of the layer's parameters."""
-    layer = cost.parameters(latent(hidden_size, heads, rank, up, rope, bias=True))
+    layer = cost.parameters(latent_layer(hidden_size, heads, rank, up, rope, bias=True))
     return 100 * mla_by_formula(hidden_size, rank, up, rope) / layer
 
 
 def flops_share(length: int, hidden_size: int, num_heads: int, rank: int, up: int, rope: int) -> float:
     """MLA's FLOPs of reading a prompt over those of MHA of the same hidden size."""
-    mla, mha = latent(hidden_size, num_heads, rank, up, rope), grouped(hidden_size, num_heads, num_heads)
+    mla, mha = latent_layer(hidden_size, num_heads, rank, up, rope), grouped_layer(hidden_size, num_heads, num_heads)
     return cost.forward_flops(mla, length) / cost.forward_flops(mha, length)
 
 
-def kv_factor(hidden_size: int, num_heads: int) -> float:
+def kv_weight_ratio(hidden_size: int, num_heads: int) -> float:
     """The weights of K and V in MHA over those in MQA."""
     parts = [without_output(name, hidden_size, num_heads) - hidden_size**2 for name in ("MHA", "MQA")]
     return parts[0] / parts[1]
@@ -92,34 +92,48 @@ CLAIMS = (
         how="weights of the layers at E = 512, h = 8",
         checks=(
             Check(
-                states="MHA's parameters", printed=about("2.1", 1e6, "M"), measure=of_layer, inputs={"name": "MHA"}
+                states="MHA's parameters",
+                printed=rounded_number("2.1", 1e6, "M"),
+                measure=layer_parameters,
+                inputs={"name": "MHA"},
             ),
             Check(
-                states="MQA's parameters", printed=about("0.4", 1e6, "M"), measure=of_layer, inputs={"name": "MQA"}
+                states="MQA's parameters",
+                printed=rounded_number("0.4", 1e6, "M"),
+                measure=layer_parameters,
+                inputs={"name": "MQA"},
             ),
             Check(
                 states="MQA's saving",
-                printed=about("81", suffix=" %"),
-                measure=saved,
+                printed=rounded_number("81", suffix=" %"),
+                measure=percent_fewer,
                 inputs={"name": "MQA"},
                 unit="%",
             ),
             Check(
-                states="MHA's 1,048,576", printed=exact(1_048_576), measure=of_layer, inputs={"name": "MHA", **WIDE}
+                states="MHA's 1,048,576",
+                printed=exact_number(1_048_576),
+                measure=layer_parameters,
+                inputs={"name": "MHA", **WIDE},
             ),
-            Check(states="MQA's 589,824", printed=exact(589_824), measure=of_layer, inputs={"name": "MQA", **WIDE}),
+            Check(
+                states="MQA's 589,824",
+                printed=exact_number(589_824),
+                measure=layer_parameters,
+                inputs={"name": "MQA", **WIDE},
+            ),
             Check(
                 states="MQA's −44 %",
-                printed=about("44", suffix=" %"),
-                measure=saved,
+                printed=rounded_number("44", suffix=" %"),
+                measure=percent_fewer,
                 inputs={"name": "MQA"},
                 unit="%",
             ),
             *(
                 Check(
                     states=f"the share of {name}",
-                    printed=about(printed, suffix=" %"),
-                    measure=share,
+                    printed=rounded_number(printed, suffix=" %"),
+                    measure=percent_of,
                     inputs={"name": name, **WIDE},
                     unit="%",
                 )
@@ -154,8 +168,8 @@ CLAIMS = (
             *(
                 Check(
                     states=f"{name}'s saving",
-                    printed=about(printed, suffix=" %"),
-                    measure=saved,
+                    printed=rounded_number(printed, suffix=" %"),
+                    measure=percent_fewer,
                     inputs={"name": name, **WIDE},
                     unit="%",
                 )
@@ -163,23 +177,29 @@ CLAIMS = (
             ),
             Check(
                 states="GQA-4's saving of 25 %",
-                printed=about("25", suffix=" %"),
-                measure=saved,
+                printed=rounded_number("25", suffix=" %"),
+                measure=percent_fewer,
                 inputs={"name": "GQA-4", **WIDE},
                 unit="%",
             ),
-            Check(states="MQA's ~20 %", printed=about("20"), measure=share, inputs={"name": "MQA", **WIDE}, unit="%"),
+            Check(
+                states="MQA's ~20 %",
+                printed=rounded_number("20"),
+                measure=percent_of,
+                inputs={"name": "MQA", **WIDE},
+                unit="%",
+            ),
             Check(
                 states="GQA's 30 to 100 %",
-                printed=between("30", "100", suffix=" %"),
-                measure=share,
+                printed=printed_range("30", "100", suffix=" %"),
+                measure=percent_of,
                 inputs={"name": "GQA-2", **WIDE},
                 unit="%",
             ),
             Check(
                 states="80 to 100 % of latent attention",
-                printed=between("80", "100", suffix=" %"),
-                measure=share,
+                printed=printed_range("80", "100", suffix=" %"),
+                measure=percent_of,
                 inputs={"name": "latent-256", **WIDE},
                 unit="%",
             ),
@@ -193,7 +213,7 @@ CLAIMS = (
         checks=(
             Check(
                 states="the formula's share of the layer's parameters",
-                printed=about("100", suffix=" %"),
+                printed=rounded_number("100", suffix=" %"),
                 measure=formula_share,
                 inputs={**EXAMPLE, "heads": 8},
                 unit="%",
@@ -220,9 +240,12 @@ CLAIMS = (
         says="sharing K and V cuts their parameters by a factor of h − 1",
         how="weights of K and V in MHA over those in MQA",
         checks=(
-            Check(states="the factor at h = 8", printed=exact(7), measure=kv_factor, inputs=WIDE),
+            Check(states="the factor at h = 8", printed=exact_number(7), measure=kv_weight_ratio, inputs=WIDE),
             Check(
-                states="the factor at h = 32", printed=exact(31), measure=kv_factor, inputs={**WIDE, "num_heads": 32}
+                states="the factor at h = 32",
+                printed=exact_number(31),
+                measure=kv_weight_ratio,
+                inputs={**WIDE, "num_heads": 32},
             ),
         ),
     ),
@@ -235,7 +258,7 @@ CLAIMS = (
             *(
                 Check(
                     states=f"{name}'s parameters",
-                    printed=exact(parameters),
+                    printed=exact_number(parameters),
                     measure=lambda mechanism, hidden_size, num_heads: cost.parameters(
                         section_layer(mechanism, hidden_size, num_heads)
                     ),
@@ -246,7 +269,7 @@ CLAIMS = (
             *(
                 Check(
                     states=f"{name}'s FLOPs as thop counts them",
-                    printed=exact(flops),
+                    printed=exact_number(flops),
                     measure=lambda mechanism, hidden_size, num_heads, length: cost.thop_count(
                         section_layer(mechanism, hidden_size, num_heads), length
                     ),
@@ -257,8 +280,8 @@ CLAIMS = (
             *(
                 Check(
                     states=f"{name}'s weights at E = 512",
-                    printed=exact(weights),
-                    measure=of_layer,
+                    printed=exact_number(weights),
+                    measure=layer_parameters,
                     inputs={"name": name, **WIDE},
                 )
                 for name, weights in (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from headwise.study.audit.claim import Check, Claim, UntestableError, about
-from headwise.study.audit.claims.caches import saved
+from headwise.study.audit.claim import Check, Claim, UntestableError, rounded_number
+from headwise.study.audit.claims.caches import percent_smaller
 from headwise.study.audit.claims.softmax import score_variance
 
 
-def runs(hidden_size: int, num_heads: int, num_kv_heads: int) -> bool:
+def can_be_computed(hidden_size: int, num_heads: int, num_kv_heads: int) -> bool:
     """Whether GQA whose keys and values have heads of width E/k can be computed."""
     import torch
 
@@ -67,10 +67,10 @@ def missing_names() -> bool:
     raise UntestableError("the guides' code is not part of this project")
 
 
-def same_cache(hidden_size: int, num_heads: int, four: int) -> bool:
+def caches_are_equal(hidden_size: int, num_heads: int, four: int) -> bool:
     """Whether GQA of ``four`` key–value heads, and of groups of ``four`` query heads, cache as much."""
     by_heads, by_group = (
-        saved(f"GQA-{heads}", hidden_size, num_heads) for heads in (four, max(num_heads // four, 1))
+        percent_smaller(f"GQA-{heads}", hidden_size, num_heads) for heads in (four, max(num_heads // four, 1))
     )
     return by_heads == by_group
 
@@ -91,7 +91,7 @@ CLAIMS = (
                     states="GQA with heads of width E/k runs",
                     when=f"k = {heads} of 8",
                     printed=True,
-                    measure=runs,
+                    measure=can_be_computed,
                     inputs={"hidden_size": 64, "num_heads": 8, "num_kv_heads": heads},
                 )
                 for heads in (8, 4, 2)
@@ -100,7 +100,7 @@ CLAIMS = (
                 Check(
                     states="the variance of MLA's scores",
                     when=when,
-                    printed=about("1.00", slack=0.02),
+                    printed=rounded_number("1.00", slack=0.02),
                     measure=scaled_variance,
                     inputs={**_MLA, "as_printed": as_printed},
                 )
@@ -110,7 +110,7 @@ CLAIMS = (
                 Check(
                     states="the difference that swapping makes to scores",
                     when=when,
-                    printed=about("0.00"),
+                    printed=rounded_number("0.00"),
                     measure=rotated_scores_differ,
                     inputs={"dim": 64, "distance": 7, "with_checkpoint": with_checkpoint},
                 )
@@ -123,14 +123,14 @@ CLAIMS = (
                 states="GQA-4 caches the same by both readings",
                 when="h = 8",
                 printed=True,
-                measure=same_cache,
+                measure=caches_are_equal,
                 inputs={"hidden_size": 512, "num_heads": 8, "four": 4},
             ),
             Check(
                 states="GQA-4 caches the same by both readings",
                 when="h = 16",
                 printed=True,
-                measure=same_cache,
+                measure=caches_are_equal,
                 inputs={"hidden_size": 512, "num_heads": 16, "four": 4},
             ),
             Check(states="the names in G3's and G5's code exist", printed=False, measure=missing_names),

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from headwise.study.audit.claim import Check, Claim, UntestableError, at_least, at_most, between
+from headwise.study.audit.claim import Check, Claim, UntestableError, at_least, at_most, printed_range
 
 SAME = 1.01
 """The largest ratio of perplexities, over the source's, that is taken to need no fine-tuning."""
 
 
-def kept(to: str, method: str) -> float:
+def percent_kept(to: str, method: str) -> float:
     """The source's perplexity as a percentage of a conversion's without any training."""
     from headwise.study.audit.conversions import perplexity
 
     return 100 * perplexity("own", "") / perplexity(to, method)
 
 
-def ratio(to: str, method: str, beside: tuple[str, str] = ("own", "")) -> float:
+def perplexity_ratio(to: str, method: str, beside: tuple[str, str] = ("own", "")) -> float:
     """A conversion's perplexity over another's, or over the source's."""
     from headwise.study.audit.conversions import perplexity
 
@@ -28,12 +28,12 @@ def kept_from_scratch(mechanism: str) -> float:
     Raises:
         UntestableError: none were trained.
     """
-    from headwise.study.audit.training import trained
+    from headwise.study.audit.training import trained_decoders
 
-    return trained().kept(mechanism)
+    return trained_decoders().kept(mechanism)
 
 
-def unmeasured(why: str) -> bool:
+def refuse_to_measure(why: str) -> bool:
     """A statement that cannot be tested on a machine of this size.
 
     Raises:
@@ -59,8 +59,8 @@ CLAIMS = (
                 Check(
                     states=f"MQA keeps {low} to {high} %",
                     when=when,
-                    printed=between(low, high, suffix=" %"),
-                    measure=kept,
+                    printed=printed_range(low, high, suffix=" %"),
+                    measure=percent_kept,
                     inputs={"to": "mqa", "method": method},
                     unit="%",
                 )
@@ -73,8 +73,8 @@ CLAIMS = (
             Check(
                 states="latent attention keeps 99.5 to 100 %",
                 when="SmolLM2 converted to MLA at half of its cache",
-                printed=between("99.5", "100", suffix=" %"),
-                measure=kept,
+                printed=printed_range("99.5", "100", suffix=" %"),
+                measure=percent_kept,
                 inputs={"to": "mla:0.5", "method": "headwise"},
                 unit="%",
             ),
@@ -82,7 +82,7 @@ CLAIMS = (
                 Check(
                     states=f"{name} keeps {low} to {high} %",
                     when="decoders trained from scratch",
-                    printed=between(low, high, suffix=" %"),
+                    printed=printed_range(low, high, suffix=" %"),
                     measure=kept_from_scratch,
                     inputs={"mechanism": name},
                     unit="%",
@@ -92,7 +92,7 @@ CLAIMS = (
             Check(
                 states="MQA needs fine-tuning",
                 printed=at_least(SAME, " × the perplexity"),
-                measure=ratio,
+                measure=perplexity_ratio,
                 inputs={"to": "mqa", "method": "headwise"},
                 unit="×",
             ),
@@ -100,11 +100,11 @@ CLAIMS = (
                 states="MLA needs no fine-tuning",
                 when="half of SmolLM2's cache",
                 printed=at_most(SAME, " × the perplexity"),
-                measure=ratio,
+                measure=perplexity_ratio,
                 inputs={"to": "mla:0.5", "method": "headwise"},
                 unit="×",
             ),
-            Check(states="decay on long sequences", printed=True, measure=unmeasured, inputs={"why": _LONG}),
+            Check(states="decay on long sequences", printed=True, measure=refuse_to_measure, inputs={"why": _LONG}),
         ),
     ),
     Claim(
@@ -118,7 +118,7 @@ CLAIMS = (
                 Check(
                     states=f"mean pooling beats {name}",
                     printed=at_most(1, " × the perplexity"),
-                    measure=ratio,
+                    measure=perplexity_ratio,
                     inputs={"to": "mqa", "method": "mean", "beside": ("mqa", method)},
                     unit="×",
                 )
@@ -127,12 +127,14 @@ CLAIMS = (
             Check(
                 states="mean pooling beats heads that were aligned first",
                 printed=at_most(1, " × the perplexity"),
-                measure=ratio,
+                measure=perplexity_ratio,
                 inputs={"to": "mqa", "method": "mean", "beside": ("mqa", "headwise")},
                 unit="×",
             ),
-            Check(states="MQA trains unstably", printed=True, measure=unmeasured, inputs={"why": _LARGE}),
-            Check(states="MQA hurts large models most", printed=True, measure=unmeasured, inputs={"why": _LARGE}),
+            Check(states="MQA trains unstably", printed=True, measure=refuse_to_measure, inputs={"why": _LARGE}),
+            Check(
+                states="MQA hurts large models most", printed=True, measure=refuse_to_measure, inputs={"why": _LARGE}
+            ),
         ),
     ),
 )

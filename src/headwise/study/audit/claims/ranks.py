@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 
-from headwise.study.audit.claim import Check, Claim, UntestableError, exact
-from headwise.study.audit.layers import named
+from headwise.study.audit.claim import Check, Claim, UntestableError, exact_number
+from headwise.study.audit.layers import layer_by_name
 
 SIZES = {"hidden_size": 64, "num_heads": 8, "ranks": 2}
 
 
-def sums(mechanism: str, part: str, hidden_size: int, num_heads: int, ranks: int) -> int:
+def count_sums(mechanism: str, part: str, hidden_size: int, num_heads: int, ranks: int) -> int:
     """The number of sums over ranks in one forward pass of a layer whose heads are split over them.
 
     Args:
@@ -20,18 +20,18 @@ def sums(mechanism: str, part: str, hidden_size: int, num_heads: int, ranks: int
         num_heads: the number of query heads.
         ranks: the number of processes, which communicate by gloo.
     """
-    return counted(mechanism, hidden_size, num_heads, ranks)[part == "behind"]
+    return run_and_count(mechanism, hidden_size, num_heads, ranks)[part == "behind"]
 
 
 @cache
-def counted(mechanism: str, hidden_size: int, num_heads: int, ranks: int) -> tuple[int, int]:
+def run_and_count(mechanism: str, hidden_size: int, num_heads: int, ranks: int) -> tuple[int, int]:
     """The numbers of sums inside attention and behind it."""
     from torch import multiprocessing
 
     from headwise.study.audit.sharing import free_port, share_and_count
 
     context = multiprocessing.get_context("spawn")
-    queue, port, spec = context.SimpleQueue(), free_port(), named(mechanism, hidden_size, num_heads)
+    queue, port, spec = context.SimpleQueue(), free_port(), layer_by_name(mechanism, hidden_size, num_heads)
     processes = [
         context.Process(target=share_and_count, args=(rank, ranks, port, spec, queue)) for rank in range(ranks)
     ]
@@ -55,8 +55,8 @@ CLAIMS = (
             Check(
                 states=f"sums of {mechanism}",
                 when=when,
-                printed=exact(0),
-                measure=sums,
+                printed=exact_number(0),
+                measure=count_sums,
                 inputs={"mechanism": mechanism, "part": part, **SIZES},
             )
             for mechanism in ("MHA", "GQA-4")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from headwise.study.audit.claim import Check, Claim, UntestableError, about
-from headwise.study.audit.claims.speed import measured
+from headwise.study.audit.claim import Check, Claim, UntestableError, rounded_number
+from headwise.study.audit.claims.speed import run_benchmark
 
 PRINTED: Mapping[str, tuple[str, str]] = MappingProxyType(
     {"MQA": ("0.0234", "0.9989"), "GQA-4": ("0.0042", "0.9998"), "latent-256": ("0.0018", "0.9999")}
@@ -37,7 +37,7 @@ def beside_mha(mechanism: str, metric: str, made: str, hidden_size: int, num_hea
         UntestableError: headwise has no such conversion.
     """
     name = SUCCESSORS.get(mechanism, mechanism) if made == "converted" else mechanism
-    row = measured(hidden_size, num_heads).row(name, 512)
+    row = run_benchmark(hidden_size, num_heads).row(name, 512)
     found = row.independent if made == "independent" else row.converted
     if found is None:
         raise UntestableError(f"headwise does not convert MHA to {name}")
@@ -59,7 +59,7 @@ def _checks(mechanism: str, metric: str, printed: str) -> list[Check]:
         Check(
             states=what,
             when=when,
-            printed=about(printed),
+            printed=rounded_number(printed),
             measure=beside_mha,
             inputs={"mechanism": mechanism, "metric": metric, "made": made, **wide},
         )
@@ -74,7 +74,7 @@ def _checks(mechanism: str, metric: str, printed: str) -> list[Check]:
             Check(
                 states=what,
                 when=f"SmolLM2's layers converted to {to}",
-                printed=about(printed),
+                printed=rounded_number(printed),
                 measure=in_real_model,
                 inputs={"to": to, "method": method, "metric": metric},
             )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from headwise.study.audit.claim import Check, Claim, about
+from headwise.study.audit.claim import Check, Claim, rounded_number
 
 _SAMPLES = 200_000
 
 
-def variance(width: int, *, is_scaled: bool) -> float:
+def dot_product_variance(width: int, *, is_scaled: bool) -> float:
     """The variance of q·k of random vectors whose numbers have variance 1, over sqrt(d) where it is scaled."""
     return score_variance(width, width**0.5 if is_scaled else 1)
 
@@ -31,16 +31,16 @@ CLAIMS = (
             *(
                 Check(
                     states=f"the variance at d = {width}",
-                    printed=about(str(width), slack=0.02),
-                    measure=variance,
+                    printed=rounded_number(str(width), slack=0.02),
+                    measure=dot_product_variance,
                     inputs={"width": width, "is_scaled": False},
                 )
                 for width in (16, 64)
             ),
             Check(
                 states="the variance after scaling, d = 64",
-                printed=about("1.00", slack=0.02),
-                measure=variance,
+                printed=rounded_number("1.00", slack=0.02),
+                measure=dot_product_variance,
                 inputs={"width": 64, "is_scaled": True},
             ),
         ),

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from headwise import cost
-from headwise.study.audit.claim import Check, Claim, about, at_least, exact
-from headwise.study.audit.layers import grouped
+from headwise.study.audit.claim import Check, Claim, at_least, exact_number, rounded_number
+from headwise.study.audit.layers import grouped_layer
 
 if TYPE_CHECKING:
     from headwise.study.audit.mechanisms import MechanismBench
@@ -38,7 +38,7 @@ MILLISECONDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 @cache
-def measured(hidden_size: int, num_heads: int) -> MechanismBench:
+def run_benchmark(hidden_size: int, num_heads: int) -> MechanismBench:
     """The benchmark that the guide describes, run once for all claims that read it."""
     from headwise.study.audit.mechanisms import bench_mechanisms
 
@@ -47,12 +47,12 @@ def measured(hidden_size: int, num_heads: int) -> MechanismBench:
 
 def speedup(mechanism: str, length: int, hidden_size: int, num_heads: int) -> float:
     """MHA's time of one forward pass over a mechanism's."""
-    return measured(hidden_size, num_heads).row(mechanism, length).speedup
+    return run_benchmark(hidden_size, num_heads).row(mechanism, length).speedup
 
 
 def milliseconds(mechanism: str, length: int, hidden_size: int, num_heads: int) -> float:
     """The median time of one forward pass."""
-    return measured(hidden_size, num_heads).row(mechanism, length).ms
+    return run_benchmark(hidden_size, num_heads).row(mechanism, length).ms
 
 
 def speedup_growth(mechanism: str, hidden_size: int, num_heads: int) -> float:
@@ -63,7 +63,7 @@ def speedup_growth(mechanism: str, hidden_size: int, num_heads: int) -> float:
 
 def flops_of_heads(length: int, hidden_size: int, num_heads: int) -> float:
     """FLOPs of MHA over those of one head of its full width."""
-    many, one = (cost.forward_flops(grouped(hidden_size, heads, heads), length) for heads in (num_heads, 1))
+    many, one = (cost.forward_flops(grouped_layer(hidden_size, heads, heads), length) for heads in (num_heads, 1))
     return many / one
 
 
@@ -79,21 +79,21 @@ def time_of_one_head(length: int, hidden_size: int, num_heads: int) -> float:
         states = torch.randn(1, length, hidden_size)
         calls: dict[str, Callable[[], object]] = {}
         for name, heads in (("many", num_heads), ("one", 1)):
-            layer = build(grouped(hidden_size, heads, heads)).eval()
+            layer = build(grouped_layer(hidden_size, heads, heads)).eval()
             calls[name] = partial(layer, states, is_causal=True)
         times = time_interleaved(calls, repeats=30, warmup=5)
     return times["one"] / times["many"]
 
 
-WIDE: Mapping[str, int] = MappingProxyType({"hidden_size": 512, "num_heads": 8})
+GUIDE_SIZES: Mapping[str, int] = MappingProxyType({"hidden_size": 512, "num_heads": 8})
 
 
 def _speedup(mechanism: str, printed: str, length: int = 1024, where: str = "") -> Check:
     return Check(
         states=f"{mechanism}'s speed-up at {length}{where}",
-        printed=about(printed, suffix=" ×", slack=SLACK),
+        printed=rounded_number(printed, suffix=" ×", slack=SLACK),
         measure=speedup,
-        inputs={"mechanism": mechanism, "length": length, **WIDE},
+        inputs={"mechanism": mechanism, "length": length, **GUIDE_SIZES},
         unit="×",
     )
 
@@ -119,7 +119,7 @@ CLAIMS = (
                     states=f"{name}'s speed-up at 1024 over that at 128",
                     printed=at_least(1, " ×"),
                     measure=speedup_growth,
-                    inputs={"mechanism": name, **WIDE},
+                    inputs={"mechanism": name, **GUIDE_SIZES},
                     unit="×",
                 )
                 for name in SPEEDUPS
@@ -134,9 +134,9 @@ CLAIMS = (
         checks=tuple(
             Check(
                 states=f"{name} at {length}",
-                printed=about(printed, suffix=" ms", slack=SLACK),
+                printed=rounded_number(printed, suffix=" ms", slack=SLACK),
                 measure=milliseconds,
-                inputs={"mechanism": name, "length": length, **WIDE},
+                inputs={"mechanism": name, "length": length, **GUIDE_SIZES},
                 unit="ms",
             )
             for name, row in MILLISECONDS.items()
@@ -151,9 +151,9 @@ CLAIMS = (
         checks=(
             Check(
                 states="MHA's FLOPs over those of one head",
-                printed=exact(1),
+                printed=exact_number(1),
                 measure=flops_of_heads,
-                inputs={"length": 512, **WIDE},
+                inputs={"length": 512, **GUIDE_SIZES},
             ),
             *(
                 Check(
@@ -161,7 +161,7 @@ CLAIMS = (
                     when=f"{length} tokens",
                     printed=at_least(1, " ×"),
                     measure=time_of_one_head,
-                    inputs={"length": length, **WIDE},
+                    inputs={"length": length, **GUIDE_SIZES},
                     unit="×",
                 )
                 for length in (128, 1024)
