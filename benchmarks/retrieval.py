@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seconds = round(time.perf_counter() - start, 1)
         texts = (study(row.text, options.cache, options.work),) if row.text else ()
         shared = shared_passages(source, exam.passages, CalibrationTexts(texts, row.tokens))
-        scores = rank_scores(exam.ranks(load_encoder(folder, like=reference)), original)
+        scores = rank_scores(exam.ranks(load_encoder(folder, reference=reference)), original)
         rates = {name: scores[name].to_dict() for name in ("recall_at_1", "recall_at_10")}
         mrr = {"mrr": scores["mrr"], "reference_mrr": rank_scores(original)["mrr"]}
         kept.add(row.name, {**asdict(row), "conversion_seconds": seconds, **shared, **rates, **mrr})

@@ -104,7 +104,7 @@ def by_target(points: Iterable[Measured]) -> dict[str, Measured]:
 
 
 def _files(source: Path) -> list[Path]:
-    """The files of a folder that are read, what was measured before what is predicted; a file itself."""
+    """The files to read in a folder, measurements before predictions; a file alone where ``source`` is one."""
     if not source.is_dir():
         return [source]
     there = [source / name for name in (*_FILES, PREDICTED) if (source / name).is_file()]

@@ -62,8 +62,8 @@ FEW = replace(
     states=(128, 512, 8192),
     latent_states=(128, 8192),
     layers=(1, 2),
-    whole=(Decoder(hidden_size=128, num_layers=2, num_heads=2, intermediate_size=64, vocab_size=64),),
-    whole_prompts=(70,),
+    models=(Decoder(hidden_size=128, num_layers=2, num_heads=2, intermediate_size=64, vocab_size=64),),
+    model_prompts=(70,),
     short=4,
     places=replace(grids.CPU.places, heads=(4,), layers=(2,), vocabularies=(64,), contexts=(100,), prompts=(50,)),
 )

@@ -3,8 +3,8 @@
 A mechanism lists the tensors that autograd keeps of headwise's layer, each storage once and without the parameters.
 Symbols: B batch, S new tokens, T the tokens attended to.
 
-What is kept does not follow from the stages of a layer: it depends on what kernels save, and on which tensors share a
-storage. So this is a list of its own, which tests hold to what autograd saves.
+The kept tensors do not follow from the stages of a layer: they depend on what kernels save, and on which tensors
+share a storage. They are therefore listed here on their own, and tests compare the list with what autograd saves.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ KeptOver = Literal["new", "total", "scores", "mask", "queries", "keys", "call", 
 sequence, each pair of positions, each position of a query or of a key, or each sequence; ``once`` is a single
 entry."""
 
-Width = Literal["own", "wide", "byte", "index"]
-"""Width of a kept value: the layer's dtype (``own``), at least float32 (``wide``), a mask's byte, an 8-byte index."""
+Width = Literal["dtype", "float32", "byte", "index"]
+"""The width of a kept value: that of the layer's dtype, that of float32 at least, a mask's byte, an 8-byte index."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Kept:
     name: str
     values: int
     over: KeptOver
-    width: Width = "own"
+    width: Width = "dtype"
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,11 @@ def kept_norm(
 ) -> tuple[Kept, ...]:
     """Tensors of an RMSNorm: input (the storage that it is a view of, or a float32 copy), inverse norms, output."""
     entry = (
-        Kept(name, width, over, "wide") if training.half else Kept(name, width if storage is None else storage, over)
+        Kept(name, width, over, "float32")
+        if training.half
+        else Kept(name, width if storage is None else storage, over)
     )
-    return entry, Kept(f"{name} inverse norms", rows, over, "wide"), Kept(f"{name} normed", width, over)
+    return entry, Kept(f"{name} inverse norms", rows, over, "float32"), Kept(f"{name} normed", width, over)
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def kept_core(
     *,
     storages: Storages = Storages(),
     contiguous: bool = True,
-    read_from: Literal["merged", "heads", "nobody"] = "merged",
+    read_from: Literal["merged", "heads", "nothing"] = "merged",
 ) -> tuple[Kept, ...]:
     """Tensors of softmax(QKᵀ)V, and its result as the operation behind it keeps it.
 
@@ -146,16 +148,16 @@ def kept_core(
             Kept("value", K * mixed if mixed > V or storages.value is None else storages.value, "total"),
             *mask,
             Kept("attention output", H * mixed, "new"),
-            Kept("log-sum-exp", H, "new", "wide"),
+            Kept("log-sum-exp", H, "new", "float32"),
             *merged,
         )
     is_view = not training.half and (H == 1 or training.batch_of_one)
     query = storages.query if is_view and storages.query is not None else H * D
-    output = () if read_from == "nobody" else (Kept("attention output", H * V, "new"),)
+    output = () if read_from == "nothing" else (Kept("attention output", H * V, "new"),)
     return (
-        Kept("query", query, "new", "wide"),
-        Kept("key", H * D, "total", "wide"),
-        Kept("value", H * V, "total", "wide"),
+        Kept("query", query, "new", "float32"),
+        Kept("key", H * D, "total", "float32"),
+        Kept("value", H * V, "total", "float32"),
         *kept_softmax(training, H),
         *output,
     )
@@ -163,10 +165,10 @@ def kept_core(
 
 def kept_softmax(training: Training, H: Size) -> tuple[Kept, ...]:
     """The attention weights, and a second copy where a mask has set rows with nothing to attend to to zero."""
-    weights = Kept("attention weights", H, "scores", "wide")
+    weights = Kept("attention weights", H, "scores", "float32")
     if not training.masked:
         return (weights,)
-    return weights, Kept("masked weights", H, "scores", "wide"), Kept("masks", 2, "mask", "byte")
+    return weights, Kept("masked weights", H, "scores", "float32"), Kept("masks", 2, "mask", "byte")
 
 
 def total_bytes(kept: Iterable[Kept], *, batch: Size, new: Size, total: Size, value_bytes: int) -> Size:
@@ -202,5 +204,5 @@ def kept_values(tensor: Kept, *, batch: Size, new: Size, total: Size) -> Size:
 
 def kept_width(tensor: Kept, value_bytes: int) -> int:
     """Bytes of one value of a kept tensor, where one of the layer's dtype has ``value_bytes``."""
-    widths: dict[Width, int] = {"own": value_bytes, "wide": max(value_bytes, 4), "byte": 1, "index": 8}
+    widths: dict[Width, int] = {"dtype": value_bytes, "float32": max(value_bytes, 4), "byte": 1, "index": 8}
     return widths[tensor.width]

@@ -131,7 +131,7 @@ def activations(spec: ExpertLatentSpec, impl: str, training: Training) -> tuple[
         *kept_inputs(training, E),
         *((Kept("query", H * D, "new"),) if query_is_read else ()),
         *((Kept("mean query", H * D, "call"),) if by_sequence else ()),
-        Kept("gates", Size(spec.num_experts, "X"), rows, "wide"),
+        Kept("gates", Size(spec.num_experts, "X"), rows, "float32"),
         Kept("top-k indices", spec.top_k, rows, "index"),
         Kept("kept gates", Size(spec.num_experts, "X"), rows),
     ]

@@ -89,5 +89,5 @@ def activations(spec: GroupedSpec, impl: str, training: Training) -> tuple[Kept,
         kept += kept_norm(training, "key", K * D, "total", rows=K if by_head else 1)
     if spec.rope is not None:
         kept += kept_rotation(training, Size(spec.rope.dim, "P"))
-    read_from: Literal["merged", "nobody"] = "merged" if spec.output_projection else "nobody"
+    read_from: Literal["merged", "nothing"] = "merged" if spec.output_projection else "nothing"
     return *kept, *kept_core(training, Heads(H, K, D, V), contiguous=spec.rope is not None, read_from=read_from)

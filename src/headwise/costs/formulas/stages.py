@@ -145,9 +145,9 @@ class Vector:
 class Core:
     """``softmax(QKᵀ)V`` of all heads, whose work depends on the number of pairs of tokens.
 
-    ``can_fuse`` is False where the scores are a sum that no fused kernel computes; ``most`` is the number of tokens
-    that a query attends to at most, where something selects them. With a ``rate``, it attends to entries of so many
-    tokens instead.
+    ``can_fuse`` is False where the scores are a sum that no fused kernel computes. ``most`` is the largest number of
+    tokens that a query attends to, where these are selected. With a ``rate``, a query attends to entries of ``rate``
+    tokens instead of tokens.
     """
 
     heads: int

@@ -1,6 +1,7 @@
-"""The target of a conversion as a user writes it, the spec of every converted layer, and what is tried by default.
+"""Targets of conversions as a user writes them, the specs of converted layers, and the targets that are tried by
+default.
 
-Where the user names nothing, formats of fewer bits and several sizes of conversions are tried.
+Where the user names no target, formats of fewer bits and several sizes of conversions are tried.
 """
 
 from __future__ import annotations

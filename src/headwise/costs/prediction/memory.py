@@ -259,7 +259,7 @@ def held_weights(model: ModelSpec, ranks: int) -> WeightsInMemory:
     for (spec, _, formats), times in costs.distinct_layers(model, [None] * model.num_layers).items():
         vector_bytes = model.stored.vector_bytes if model.stored else None
         attention += layer.held_weights(layer.shard(spec, ranks), formats, vector_bytes) * times
-    parts = (-(-getattr(shared, name) // ranks) for name in ("values", "wide", "packed"))
+    parts = (-(-getattr(shared, name) // ranks) for name in ("values", "unquantised", "packed"))
     found = attention + everywhere + WeightsInMemory(*parts)
     return replace(found, packed=math.ceil(found.packed))
 

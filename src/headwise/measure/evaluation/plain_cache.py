@@ -1,7 +1,7 @@
-"""Plain quantisation: a model's cache in one of the field's formats, which needs no conversion, and what it takes.
+"""Plain quantisation: the bytes of a model's cache in one of the field's formats, which needs no conversion.
 
-Caches are compared as a server would store them: what is in codes takes the codes' bytes, and all other numbers are
-bfloat16, whatever dtype a model is evaluated in.
+Caches are compared as a server would store them: quantised values take the bytes of their codes, and all other
+numbers are bfloat16, whatever dtype a model is evaluated in.
 
 Shapes: K key–value heads, D width of a key, V width of a value, W tokens of a window.
 """

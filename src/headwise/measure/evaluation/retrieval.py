@@ -134,7 +134,7 @@ def evaluate_retrieval(
     encoders = {}
     if against is not None:
         encoders["against"] = _loaded(against, options)
-    encoders["model"] = _loaded(model, options, like=encoders.get("against"))
+    encoders["model"] = _loaded(model, options, reference=encoders.get("against"))
     ranks = {name: task.ranks(encoder, progress) for name, encoder in encoders.items()}
     encoder = encoders["model"].model
     run: dict[str, Any] = {
@@ -288,7 +288,7 @@ def answer_ranks(questions: Tensor, passages: Tensor, answers: Tensor) -> Tensor
 
 
 def load_encoder(
-    source: str | Path, *, dtype: str | None = None, device: str | None = None, like: Encoder | None = None
+    source: str | Path, *, dtype: str | None = None, device: str | None = None, reference: Encoder | None = None
 ) -> Encoder:
     """Load an encoder as sentence-transformers does.
 
@@ -298,22 +298,22 @@ def load_encoder(
         source: a model folder.
         dtype: the dtype of the weights; the stored dtype when None.
         device: the device to run on; the CPU when None.
-        like: an encoder whose tokenizer and pooling to use in place of the folder's.
+        reference: an encoder whose tokenizer and pooling to use in place of the folder's.
 
     Raises:
-        ArgumentError: there is no such source, dtype or device, or its tokens are not those of ``like``.
+        ArgumentError: there is no such source, dtype or device, or its tokens are not those of ``reference``.
         CheckpointError: files are missing or damaged, or the pooling is not supported.
     """
     torch_dtype, torch_device = None if dtype is None else as_dtype(dtype), as_device(device)
     path = model_path(source)
-    if like is not None:
-        refuse_other_tokens(path, model_path(like.name), name="against", source=like.name)
+    if reference is not None:
+        refuse_other_tokens(path, model_path(reference.name), name="against", source=reference.name)
     model = _encoder_model(path, torch_dtype).to(torch_device)
     return Encoder(
         name=str(source),
         model=model,
-        tokenizer=load_tokenizer(path) if like is None else like.tokenizer,
-        pooling=read_pooling(path) if like is None else like.pooling,
+        tokenizer=load_tokenizer(path) if reference is None else reference.tokenizer,
+        pooling=read_pooling(path) if reference is None else reference.pooling,
     )
 
 
@@ -375,7 +375,7 @@ def _json(path: Path, kind: type) -> Any:
     return value
 
 
-def _loaded(source: str | Path | Encoder, options: RetrievalOptions, like: Encoder | None = None) -> Encoder:
+def _loaded(source: str | Path | Encoder, options: RetrievalOptions, reference: Encoder | None = None) -> Encoder:
     if isinstance(source, Encoder):
         return source
-    return load_encoder(source, dtype=options.dtype, device=options.device, like=like)
+    return load_encoder(source, dtype=options.dtype, device=options.device, reference=reference)

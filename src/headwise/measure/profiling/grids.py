@@ -47,7 +47,7 @@ class Grids:
         dtypes: the dtypes that the device is measured in.
         few_reads: bytes of weights that a pass of few tokens reads, small enough at first to lie in the processor's
             caches; empty where no model's weights lie in them, as on a GPU, and ``tokens`` begin at 1 instead.
-        few_tokens: numbers of tokens of the projections that read so many bytes in turn.
+        few_tokens: numbers of tokens of the projections that read ``few_reads`` in turn.
         few_weights: numbers of weights of such a projection: few are read by one thread, many by several.
         tokens: numbers of tokens of all other projections.
         weights: numbers of weights of these projections.
@@ -72,8 +72,8 @@ class Grids:
         hidden: E, hidden sizes of decoders whose work beside these operators is measured.
         states: numbers of values in the hidden states of all tokens of a pass, multiples of ``hidden``.
         latent_states: those of ``states`` that decoders with latents are measured at as well.
-        whole: decoders whose weights come from memory, in which projections are measured once more.
-        whole_prompts: the number of tokens of the prompt that each of these decoders reads, at least 64.
+        models: decoders whose weights come from memory, in which projections are measured once more.
+        model_prompts: the number of tokens of the prompt that each of these decoders reads, at least 64.
         places: the sizes that `headwise.measure.profiling.check` checks predictions on.
         layers: two numbers of layers of decoders; the difference of their times is that of the layers between.
         short: the number of tokens of a context that takes hardly any time.
@@ -106,8 +106,8 @@ class Grids:
     states: tuple[int, ...]
     latent_states: tuple[int, ...]
     places: Places
-    whole: tuple[Decoder, ...] = ()
-    whole_prompts: tuple[int, ...] = ()
+    models: tuple[Decoder, ...] = ()
+    model_prompts: tuple[int, ...] = ()
     layers: tuple[int, int] = (1, 4)
     short: int = 32
 
@@ -150,11 +150,11 @@ CPU = Grids(
         latent=(160, 32),
         code_bits=(2, 3, 5, 6),
     ),
-    whole=tuple(
+    models=tuple(
         Decoder(hidden_size=hidden, num_layers=7, num_heads=hidden // 64, num_kv_heads=2, intermediate_size=inner)
         for hidden, inner in ((512, 4096), (640, 3200), (896, 3584), (1152, 2304), (1024, 4096))
     ),
-    whole_prompts=(80, 160, 320, 400, 240),
+    model_prompts=(80, 160, 320, 400, 240),
 )
 """The sizes that processors are measured at."""
 

@@ -427,7 +427,7 @@ def _scale_to_models(machine: _Machine, whole: Curves) -> Curves:
     grids = machine.grids
     passes: list[tuple[ModelSpec, Pass]] = []
     calls: list[Callable[[], object]] = []
-    for decoder, tokens in zip(grids.whole, grids.whole_prompts, strict=True):
+    for decoder, tokens in zip(grids.models, grids.model_prompts, strict=True):
         model, spec = decoder.build(machine.dtype, machine.place), decoder.spec()
         cache = filled_cache(model, spec, batch=1, tokens=grids.short)
         passes += [

@@ -130,7 +130,7 @@ def matmul_flops_per_second(dtype: torch.dtype = torch.float32, size: int = 1024
 
 
 def record_graph(call: Callable[[], object], times: int) -> Callable[[], object]:
-    """A call that replays a CUDA graph of so many calls, so that a GPU does not wait for Python between them.
+    """A call that replays a CUDA graph of ``times`` calls, so that a GPU does not wait for Python between them.
 
     It holds the call that was recorded, and with it the tensors at whose addresses the graph reads.
 

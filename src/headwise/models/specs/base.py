@@ -97,8 +97,8 @@ class AttentionSpec:
         hidden_size: E, width of the residual stream.
         is_causal: True in a decoder; an encoder's layer is not causal and keeps no cache.
         sliding_window: the number of latest tokens that are attended to, or None for all.
-        chunked: whether the window does not slide: a text is cut into chunks of so many tokens, and a token attends
-            to those before it in its chunk (Llama 4).
+        chunked: whether the window does not slide: a text is cut into chunks of ``sliding_window`` tokens, and a
+            token attends to those before it in its chunk (Llama 4).
         rope: the rotary embedding, or None.
         softmax_scale: the factor of the scores; None means 1/sqrt(query–key width of a head).
         bias: names of the projections that have a bias.

@@ -226,7 +226,7 @@ def case_of(
 
 
 def _replays(calls: Mapping[str, Way], times: int) -> dict[str, Way]:
-    """Calls that replay a CUDA graph of so many calls of each way, for the ways that can be recorded."""
+    """Calls that replay a CUDA graph of ``times`` calls of each way, for the ways that can be recorded."""
     replays = {}
     for way, call in calls.items():
         with suppress(RuntimeError):
@@ -235,7 +235,7 @@ def _replays(calls: Mapping[str, Way], times: int) -> dict[str, Way]:
 
 
 def _timing(spread: Spread, note: str | None, times: int = 1) -> Timing:
-    """The timing of one call, of samples of so many calls."""
+    """The timing of one call, from samples of ``times`` calls each."""
     low, median, high = (value * 1e3 / times for value in (spread.low, spread.median, spread.high))
     return Timing(median, low, high, note=note)
 

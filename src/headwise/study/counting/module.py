@@ -35,8 +35,7 @@ class Count:
     Attributes:
         parameters: the number of the module's parameters, shared ones counted once.
         forward_flops: FLOPs of the call's matrix products; a multiply-add is 2.
-        causal_flops: ``forward_flops``, but fused attention that was told it is causal is charged only for the pairs
-            it computes.
+        causal_flops: ``forward_flops``, but with fused causal attention charged only for the pairs that it computes.
         backward_flops: FLOPs of the gradients of parameters and inputs; None unless asked for.
         saved_bytes: the bytes that autograd keeps from the forward to the backward pass, without parameters; None
             unless asked for.

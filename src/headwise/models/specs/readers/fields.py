@@ -1,7 +1,7 @@
 """Read and check single fields of a ``config.json``; and `Reader`, the functions that read a family.
 
 A field that a config leaves out has the default of the family's transformers class, if all its models agree on it;
-otherwise the config is refused. A guess would give wrong costs without a word.
+otherwise the config is refused. A guess would give wrong costs without a warning.
 """
 
 from __future__ import annotations

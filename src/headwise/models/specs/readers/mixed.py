@@ -22,7 +22,7 @@ def attention_layer(
     head_dim: int | None = None,
     bias: tuple[str, ...] | None = None,
 ) -> GroupedSpec:
-    """Read a layer of softmax attention from Llama's field names, apart from what is given."""
+    """Read a layer of softmax attention from Llama's field names, apart from the fields that are given."""
     hidden_size, num_heads = read_integer(config, "hidden_size"), read_integer(config, "num_attention_heads")
     if num_kv_heads is None:
         num_kv_heads = read_optional_integer(config, "num_key_value_heads") or num_heads

@@ -1,4 +1,4 @@
-"""What a config says of positions: the rotary embedding, and the sliding window of each layer.
+"""Read what depends on positions from a config: the rotary embedding, and the sliding window of each layer.
 
 Families write windows in different ways. A rule takes the config and the number of layers, and returns a window or
 None for each layer.

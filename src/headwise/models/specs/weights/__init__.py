@@ -1,1 +1,1 @@
-"""What weights take as they are stored: by ``quantization_config`` in a config, or by a GGUF file's tensors."""
+"""The formats and bytes of stored weights: by ``quantization_config`` in a config, or by a GGUF file's tensors."""

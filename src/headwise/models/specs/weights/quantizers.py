@@ -69,7 +69,7 @@ def read_stored(
     For example ``read_stored({"quantization_config": {"quant_method": "mxfp4"}}, "gpt_oss", (), ()).scheme`` is
     ``"mxfp4"``.
 
-    What is not known is not an error: the matrices count in the dtype, and a note says so.
+    An unknown format is not an error: its matrices count in the dtype, and a note says so.
 
     Args:
         config: the model's parsed ``config.json``.

@@ -53,9 +53,9 @@ class StoredWeights:
         layers: the index in ``kinds`` of each layer's set.
         outside: the formats of ``embedding`` and ``head``.
         vector_bytes: the bytes of one value of norms and biases; None where these are in the model's dtype.
-        is_bound: whether some matrices are stored in fewer bits than are known, so that what is counted, in the
-            dtype, is an upper bound.
-        notes: what is not known.
+        is_bound: whether some matrices are stored in an unknown format of fewer bits, so that their count in the
+            dtype is an upper bound.
+        notes: remarks on what is not known of the formats, for reports.
     """
 
     scheme: str
