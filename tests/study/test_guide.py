@@ -121,7 +121,7 @@ def test_thresholds_are_adjusted() -> None:
     assert guide(Needs(context=4096, heads=32, extreme_speed=True, thresholds=later)).rules[0].mechanisms == (
         "GQA-4",
     )
-    with pytest.raises(ArgumentError, match="short = 4096: must be at least 1, and at most long = 2048"):
+    with pytest.raises(ArgumentError, match=r"short = 4096: .*at most long"):
         Thresholds(short=4096)
     with pytest.raises(ArgumentError, match="fast = 0: must be at least 1"):
         Thresholds(fast=0)
@@ -133,8 +133,8 @@ def test_thresholds_are_adjusted() -> None:
         ({"context": 0}, "context = 0: must be at least 1"),
         ({"heads": 0}, "heads = 0: must be at least 1"),
         ({"parameters": 0}, "parameters = 0: must be at least 1"),
-        ({"goal": "fun"}, "goal = 'fun': must be one of accuracy, balanced, speed"),
-        ({"application": "fun"}, "application = 'fun': must be one of research, serving"),
+        ({"goal": "fun"}, "goal = 'fun': must be one of"),
+        ({"application": "fun"}, "application = 'fun': must be one of"),
     ],
 )
 def test_impossible_needs(wrong: dict[str, object], rule: str) -> None:
@@ -165,11 +165,11 @@ def test_the_command_answers_without_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
-        ((), "heads = None: is required without SOURCE"),
-        (("llama-2-7b", "--heads", "8"), "heads = 8: goes without SOURCE"),
-        (("llama-2-7b", "--parameters", "8"), "parameters = 8: goes without SOURCE"),
+        ((), "heads = None: is required"),
+        (("llama-2-7b", "--heads", "8"), "heads = 8: goes without"),
+        (("llama-2-7b", "--parameters", "8"), "parameters = 8: goes without"),
         (("--heads", "9" * 10), "heads = 9999999999: must be at most"),
-        (("--heads", "8", "--goal", "latency"), "goal = 'latency': must be one of accuracy, balanced, speed"),
+        (("--heads", "8", "--goal", "latency"), "goal = 'latency': must be one of"),
         (("--heads", "8", "--threshold", "x=3"), "threshold = 'x=3': must be NAME=NUMBER"),
         (("--heads", "8", "--threshold", "long=4096_"), "must be NAME=NUMBER"),
     ],

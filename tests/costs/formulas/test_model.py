@@ -206,7 +206,7 @@ def test_a_tied_head_stores_nothing_and_costs_as_much() -> None:
 def test_a_body_has_a_network_or_none_for_each_layer() -> None:
     model = read_spec("llama-3-8b")
     assert model.body is not None
-    with pytest.raises(SpecError, match=r"^feed_forward = 31: must be one for each of 32 layers$"):
+    with pytest.raises(SpecError, match=r"^feed_forward = 31: must be one for each"):
         replace(model, body=replace(model.body, feed_forward=model.body.feed_forward[1:]))
 
 
@@ -214,9 +214,7 @@ def test_a_whole_model_that_is_not_known_is_refused_and_its_attention_is_not() -
     model = replace(read_spec("llama-3-8b"), body=None)
     assert cost.model.attention_flops(model, 5) > 0
     for ask in (cost.model.weights, lambda model: cost.model.forward_flops(model, 5)):
-        with pytest.raises(
-            SpecError, match=r"^model_type = 'llama': has attention that is understood, but the layers around it"
-        ):
+        with pytest.raises(SpecError, match=r"^model_type = 'llama': has attention that is understood"):
             ask(model)
 
 

@@ -161,7 +161,7 @@ def test_pooling_that_is_not_known(tmp_path: Path, contents: dict[str, Any], rul
 def test_rows_of_another_form_are_refused(root: Path, tmp_path: Path, row: dict[str, Any]) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row))
-    with pytest.raises(headwise.ArgumentError, match=r"retrieval = .*item 1': must have the texts"):
+    with pytest.raises(headwise.ArgumentError, match=r"retrieval = .*item 1': must have"):
         evaluate_retrieval(root / "source", file=path)
 
 

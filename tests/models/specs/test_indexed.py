@@ -121,7 +121,7 @@ def test_it_is_written_and_read_again() -> None:
         ({"index_topk": 0}, "index_topk = 0"),
         ({"index_topk": None}, "index_topk"),
         ({"index_head_dim": None}, "index_head_dim"),
-        ({"q_lora_rank": None}, "q_lora_rank = None: is required: the indexer reads"),
+        ({"q_lora_rank": None}, "q_lora_rank = None: is required"),
         ({"model_type": "glm_moe_dsa", "index_topk_pattern": "FXSF"}, "index_topk_pattern = 'X': is not understood"),
         ({"model_type": "glm_moe_dsa", "indexer_types": ["full"]}, "must list one type for each of 4 layers"),
     ],

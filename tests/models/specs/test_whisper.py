@@ -56,16 +56,14 @@ def test_a_converted_decoder_is_read_back() -> None:
     assert (spec.layers, spec.cross_layers) == (after.layers, after.cross_layers)
     assert headwise.inspect(spec).source_kv_bytes_per_token == 4 * 50 * 2
     del config["headwise"]["cross_attention"]
-    with pytest.raises(
-        headwise.SpecError, match=r"^headwise = .*: must hold the attention specs that headwise writes$"
-    ):
+    with pytest.raises(headwise.SpecError, match=r"^headwise = .*: must hold"):
         read_config(config)
 
 
 @pytest.mark.parametrize("field", ["d_model", "decoder_attention_heads", "decoder_layers"])
 def test_what_a_file_must_say(field: str) -> None:
     config = {key: value for key, value in TINY.items() if key != field}
-    with pytest.raises(headwise.SpecError, match=rf"^{field} = None: is required in config.json$"):
+    with pytest.raises(headwise.SpecError, match=rf"^{field} = None: is required"):
         read_config(config)
 
 

@@ -152,26 +152,24 @@ def test_a_row_is_json_and_has_measured_times_only_when_measured() -> None:
 @pytest.mark.parametrize("value", [0, -1, True, 4096.0, "4096"])
 @pytest.mark.parametrize("field", ["context", "batch"])
 def test_context_and_batch_are_whole_numbers(field: str, value: Any) -> None:
-    with pytest.raises(ArgumentError, match=rf"^{field} = {value!r}: must be a whole number of at least 1$"):
+    with pytest.raises(ArgumentError, match=rf"^{field} = {value!r}: must be a whole number"):
         compare(read_spec("llama-3-8b"), **{field: value})
 
 
 def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"^dtype = 'fp4': must be one of float64"):
+    with pytest.raises(ArgumentError, match=r"^dtype = 'fp4': must be one of"):
         compare(read_spec("llama-3-8b"), dtype="fp4")
 
 
 def test_an_encoder_has_no_cache_to_compare() -> None:
     bert = read_config({"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8})
-    with pytest.raises(SpecError, match=r"^model_type = 'bert': is an encoder: it keeps no cache to compare$"):
+    with pytest.raises(SpecError, match=r"^model_type = 'bert': is an encoder"):
         compare(bert)
 
 
 def test_layers_of_two_kinds_have_no_one_ladder() -> None:
     layers = (read_spec("llama-3-8b").layers[0], read_spec("deepseek-v3").layers[0])
-    with pytest.raises(
-        SpecError, match=r"^attention kinds = \['grouped', 'latent'\]: must be one: candidates replace all layers"
-    ):
+    with pytest.raises(SpecError, match=r"^attention kinds = \['grouped', 'latent'\]: must be one:"):
         compare(ModelSpec(model_type="toy", hidden_size=4096, layers=layers))
 
 
@@ -216,7 +214,7 @@ def test_matched_sizes_are_the_nearest(name: str, match: Any) -> None:
 
 
 def test_an_unknown_match_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"^match = 'speed': must be one of cache, parameters$"):
+    with pytest.raises(ArgumentError, match=r"^match = 'speed': must be one of"):
         compare(read_spec("llama-3-8b"), match="speed")  # type: ignore[arg-type]
 
 
