@@ -31,7 +31,7 @@ WINGS = {
     "cli": (),
     "__main__": (),
 }
-"""The wings of the house in order, and what each has in it: each imports only from those before it.
+"""The wings in order, and the folders and files of each, in order too: each imports only from those before it.
 
 ``""`` stands for the files that lie in a wing directly; wings without a list have no order inside."""
 
@@ -117,33 +117,33 @@ def imported(name: str) -> Iterator[str]:
 def place(name: str) -> tuple[int, int]:
     """The place of a module in the order of wings, and of what is in its wing."""
     wing, _, rest = name.partition(".")
-    rooms = WINGS[wing]
-    room = rest.partition(".")[0]
-    return [*WINGS].index(wing), rooms.index(room if room in rooms else "") if rooms else 0
+    folders = WINGS[wing]
+    folder = rest.partition(".")[0]
+    return [*WINGS].index(wing), folders.index(folder if folder in folders else "") if folders else 0
 
 
 def test_every_wing_has_its_place() -> None:
     assert {name.partition(".")[0] for name in MODULES if name} == WINGS.keys()
-    for wing, rooms in WINGS.items():
-        if rooms:
+    for wing, folders in WINGS.items():
+        if folders:
             inside = {name.split(".")[1] for name in MODULES if name.startswith(f"{wing}.")}
-            assert inside >= {*rooms} - {""}
-            assert inside == {*rooms} or "" in rooms
+            assert inside >= {*folders} - {""}
+            assert inside == {*folders} or "" in folders
 
 
 @pytest.mark.parametrize("name", sorted(name for name in MODULES if name))
 def test_imports_run_downwards(name: str) -> None:
     if name in WINGS and MODULES[name].name == "__init__.py":
-        return  # a wing's door names what is in it
-    is_door, room = MODULES[name].name == "__init__.py", name.rpartition(".")[0]
+        return  # a wing's __init__.py exports what is in it
+    is_init, package = MODULES[name].name == "__init__.py", name.rpartition(".")[0]
     for other in imported(name):
-        assert is_door or not other or other != room, f"{name} imports from the door of its own room"
+        assert is_init or not other or other != package, f"{name} imports from the __init__.py of its own package"
         if other:  # the package itself is lazy
             assert place(other) <= place(name), f"{name} imports {other}, which lies below it"
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Doors (``__init__.py``) left out: what is imported through one is imported from the module that has it."""
+    """Every ``__init__.py`` is left out: a name that is imported through one comes from the module that has it."""
     graph = {
         name: {other for other in imported(name) if MODULES[other].name != "__init__.py"}
         for name in MODULES
@@ -223,7 +223,7 @@ def test_the_chain_in_the_document_names_functions_that_exist_each_once() -> Non
 
 
 def _split_module(name: str) -> tuple[str, str]:
-    """A name's module and what follows it; names of sub-rooms leave ``conversion.`` out."""
+    """A name's module and what follows it; names of parts of ``conversion`` leave that out."""
     for prefix in ("", "conversion."):
         parts = f"{prefix}{name}".split(".")
         for end in range(len(parts) - 1, 0, -1):

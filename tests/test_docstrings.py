@@ -19,7 +19,7 @@ import headwise
 from headwise.base.options import Options
 from headwise.models.specs import AttentionSpec
 
-ROOMS = (
+PACKAGES = (
     "headwise",
     "headwise.costs.formulas",
     "headwise.costs.prediction",
@@ -49,14 +49,14 @@ BUNDLED = "smollm2-135m"
 
 
 def _exported() -> dict[str, Any]:
-    """Everything in the rooms' ``__all__`` by room and name; what several rooms export only once."""
+    """Everything in the packages' ``__all__`` by package and name; what several packages export, once."""
     by_name: dict[str, Any] = {}
-    for room in ROOMS:
-        module = importlib.import_module(room)
+    for package in PACKAGES:
+        module = importlib.import_module(package)
         for name in module.__all__:
             value = getattr(module, name)
             if not any(value is other for other in by_name.values()):
-                by_name[f"{room}.{name}"] = value
+                by_name[f"{package}.{name}"] = value
     return by_name
 
 
