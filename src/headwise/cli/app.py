@@ -90,8 +90,8 @@ def say(text: str, *, indent: str = "", bold: int = 0) -> None:
 
     Args:
         text: one paragraph.
-        indent: before its first line, and before the others two spaces more.
-        bold: how many characters at its beginning are bold.
+        indent: the text before the first line; the others have two spaces more.
+        bold: the number of characters at the beginning that are bold.
     """
     if not text.startswith("  "):
         wrapped = textwrap.wrap(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headwise.study.audit.training import FromScratch
 
 TRAINED = Path("headwise-trained.json")
-"""Where losses are kept unless the user names another file."""
+"""The file of losses where the user names no other."""
 
 
 @app.command(epilog="Example: headwise audit --quick --html audit.html", rich_help_panel=STUDY)

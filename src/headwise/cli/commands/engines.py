@@ -44,13 +44,13 @@ def engines(
 
 
 def _caches(verdict: Verdict) -> str | None:
-    """The first of an engine's own small caches; headwise advise tells all of them."""
+    """The first few of an engine's own small caches; headwise advise lists all of them."""
     shown, left = verdict.caches[:_SHOWN], len(verdict.caches[_SHOWN:])
     return f"with a small cache: {' or '.join(shown)}{f', and {left} more' if left else ''}" if shown else None
 
 
 def _answer(verdict: Verdict) -> str:
-    """Whether an engine serves the folder; an export takes seconds and changes nothing, a conversion does neither."""
+    """Whether an engine serves the folder: yes, no, or after an export, which takes seconds and loses nothing."""
     if verdict.serves:
         return "yes"
     return "after an export" if (verdict.instead or "").startswith("headwise export ") else "no"

@@ -99,7 +99,7 @@ def evaluate(
 
 
 def _check_caches(options: TaskOptions) -> None:
-    """Refuse formats that there are none of before the first of several is measured."""
+    """Refuse unknown formats before the first of several is measured."""
     from headwise.runtime.quantization.formats import parse_format
     from headwise.serving.engines import RUNNABLE
 

@@ -49,7 +49,7 @@ def frontier(
 ) -> None:
     """Quantise the cache, convert, or both, at several sizes: quality against cache, as a table, JSON and a plot."""
     if quick:
-        _refuse_what_measures(options, {"html": html})
+        _refuse_measurement_options(options, {"html": html})
         _quick(source, output, options, as_json=as_json)
         return
     if output is None:
@@ -89,15 +89,15 @@ def frontier(
     out.print(f"{escape(output)}: {name}.json, {name}.md{f', {name}.html' if options.plot else ''}")
 
 
-def _refuse_what_measures(options: FrontierOptions, others: Mapping[str, str | Path | None]) -> None:
-    """Refuse what only measurements take.
+def _refuse_measurement_options(options: FrontierOptions, others: Mapping[str, str | Path | None]) -> None:
+    """Refuse options that only measurements take.
 
     Args:
-        options: of the command.
-        others: what else it takes, by name.
+        options: the options of the command.
+        others: the command's other parameters, by name.
 
     Raises:
-        ArgumentError: something is set.
+        ArgumentError: one of them is set.
     """
     quick, declared = declarations(QuickFrontierOptions), declarations(FrontierOptions)
     changed = {
@@ -148,5 +148,5 @@ def _write_page(html: Path, source: str, result: Frontier, *, is_silent: bool) -
 
 
 def _without(row: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """Leave out so many columns after the first."""
+    """Leave out ``count`` columns after the first."""
     return (row[0], *row[1 + count :])
