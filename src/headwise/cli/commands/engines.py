@@ -50,7 +50,7 @@ def _caches(verdict: Verdict) -> str | None:
 
 
 def _answer(verdict: Verdict) -> str:
-    """Whether an engine serves the folder: yes, no, or after an export, which takes seconds and loses nothing."""
+    """Whether an engine serves the folder: yes, no, or after an export, which takes seconds and changes nothing."""
     if verdict.serves:
         return "yes"
     return "after an export" if (verdict.instead or "").startswith("headwise export ") else "no"

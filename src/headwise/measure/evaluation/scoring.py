@@ -21,7 +21,7 @@ from headwise.runtime.caches.frequencies import changes_at
 def similar_length_batches(model: Any, lengths: Sequence[int], *, tokens: int) -> Iterator[list[int]]:
     """Put texts of similar lengths together, the longest first.
 
-    For example ``list(batches(model, [3, 8, 4], tokens=8))`` is ``[[1], [2, 0]]``.
+    For example ``list(similar_length_batches(model, [3, 8, 4], tokens=8))`` is ``[[1], [2, 0]]``.
 
     Where rotary frequencies depend on the longest text of a batch, long texts share a batch only with texts of the
     same length.

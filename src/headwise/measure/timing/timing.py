@@ -134,7 +134,7 @@ def record_graph(call: Callable[[], object], times: int) -> Callable[[], object]
 
     It holds the call that was recorded, and with it the tensors at whose addresses the graph reads.
 
-    For example ``time_call(recorded(lambda: a @ b, 20)) / 20`` is the time of the product alone.
+    For example ``time_call(record_graph(lambda: a @ b, 20)) / 20`` is the time of the product alone.
 
     Args:
         call: a function that starts work on the current GPU, and neither waits for it nor reads its results.
