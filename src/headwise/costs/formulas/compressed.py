@@ -1,4 +1,4 @@
-"""Cost of attention to a window and to compressed entries: the pairs of both, what makes entries, and an indexer.
+"""Cost of attention to a window and to compressed entries: the pairs of both, the making of entries, an indexer.
 
 Making an entry is counted as its projections; the weighted mean of a few tokens is elementwise work.
 """

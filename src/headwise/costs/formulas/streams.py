@@ -1,4 +1,4 @@
-"""Cost of several residual streams, which are joined before each block and each get its output behind it.
+"""Cost of several residual streams: their join before each block, and its output, which is added to each of them.
 
 With n streams, each attention and each network has n weights that join them, n that spread its output over them, and
 an n by n matrix that mixes them, all projected from the streams themselves. Behind the last layer the streams are

@@ -1,7 +1,6 @@
-"""Targets of conversions as a user writes them, the specs of converted layers, and the targets that are tried by
-default.
+"""Targets of conversions: as a user writes them, as specs of converted layers, and those that are tried by default.
 
-Where the user names no target, formats of fewer bits and several sizes of conversions are tried.
+Where the user names no target, plain formats of fewer bits and conversions to several sizes are tried.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Running an engine in a separate process.
+"""An engine in a separate process, which a benchmark asks for one token after another.
 
 Engines share OpenMP with torch. In one process it would count more threads than cores and put threads to sleep
 between any two products, which slows headwise, whose products are many and short.

@@ -1,5 +1,5 @@
-"""Parameters and FLOPs counted while a module runs: `module` for any module, `other_counters` by other packages,
-`layer_comparison` for an attention layer, beside its closed forms.
+"""Parameters and FLOPs counted while a module runs: `module` counts any module, `layer_comparison` an attention layer
+beside its closed forms and the counts of other packages.
 """
 
 from headwise.study.counting.layer_comparison import LayerCounts, PeerCount, count_layer, peer_counts

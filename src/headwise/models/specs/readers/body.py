@@ -19,7 +19,7 @@ from headwise.models.specs.readers.fields import (
 FeedForward = tuple[FeedForwardSpec | None, ...]
 """The feed-forward network of each layer."""
 Rule = Callable[[Config, int], FeedForward]
-"""Reads the networks from a config and the number of layers."""
+"""A rule, which reads the networks of all layers from a config and the number of layers."""
 
 
 def read_body(
