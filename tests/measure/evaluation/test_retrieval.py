@@ -175,12 +175,12 @@ def test_what_cannot_be_loaded(root: Path, tmp_path: Path) -> None:
 
 def test_equal_passages_count_once_and_each_question_has_one(tmp_path: Path) -> None:
     rows = [("a", "x"), ("b", "y"), ("c", "x"), ("d", "z")]
-    file = tmp_path / "exam.jsonl"
+    file = tmp_path / "evaluation.jsonl"
     file.write_text("".join(json.dumps({"question": q, "passage": p}) + "\n" for q, p in rows))
-    exam = Questions.read(file)
-    assert exam.questions == ["a", "b", "c", "d"]
-    assert exam.passages == ["x", "y", "z"]
-    assert exam.answers.tolist() == [0, 1, 0, 2]
+    evaluation = Questions.read(file)
+    assert evaluation.questions == ["a", "b", "c", "d"]
+    assert evaluation.passages == ["x", "y", "z"]
+    assert evaluation.answers.tolist() == [0, 1, 0, 2]
     assert Questions.read(file, 2).passages == ["x", "y"]
 
 

@@ -124,10 +124,10 @@ def test_statistics_of_other_windows_are_not_used(source: Path, text: Path, tmp_
 
 
 def test_a_frontier_is_of_windows_behind_bos(source: Path, text: Path, tmp_path: Path) -> None:
-    exam = tmp_path / "exam.txt"
-    exam.write_text(TEXT[::-1])
+    evaluation = tmp_path / "exam.txt"
+    evaluation.write_text(TEXT[::-1])
     result = headwise.frontier(
-        source, calibrate=text, evaluate=exam, output=tmp_path / "frontier", targets=["int8"], windows=1
+        source, calibrate=text, evaluate=evaluation, output=tmp_path / "frontier", targets=["int8"], windows=1
     )
     assert "windows begin with `<s>`, as the tokenizer begins every text" in result.notes
 

@@ -18,7 +18,7 @@ from headwise.models.checkpoints import load_tokenizer
 from tests.real_models import save_character_tokenizer
 
 
-def by_hand(exam: Sequence[Tensor], study: Sequence[Tensor], run: int) -> list[list[bool]]:
+def by_hand(evaluation: Sequence[Tensor], study: Sequence[Tensor], run: int) -> list[list[bool]]:
     """Mark the shared tokens of the evaluation windows by comparing every run of tokens with every other."""
 
     def rows(windows: Sequence[Tensor]) -> list[list[int]]:
@@ -26,7 +26,7 @@ def by_hand(exam: Sequence[Tensor], study: Sequence[Tensor], run: int) -> list[l
 
     runs = {tuple(row[at : at + run]) for row in rows(study) for at in range(len(row) - run + 1)}
     marks = []
-    for row in rows(exam):
+    for row in rows(evaluation):
         mark = [False] * len(row)
         for at in range(len(row) - run + 1):
             if tuple(row[at : at + run]) in runs:
@@ -43,20 +43,23 @@ def test_marks_are_those_of_a_count_by_hand(seed: int, run: int, letters: int) -
         shapes = [(2, 9), (5,), (1, 3), (12,), (0,)]
         return [torch.randint(0, letters, shape, generator=draw) for shape in shapes]
 
-    exam, study = windows(), windows()
-    marks = shared_tokens(exam, study, run=run)
-    assert [mark.shape for mark in marks] == [batch.shape for batch in exam]
+    evaluation, study = windows(), windows()
+    marks = shared_tokens(evaluation, study, run=run)
+    assert [mark.shape for mark in marks] == [batch.shape for batch in evaluation]
     flat = [row.tolist() for mark in marks for row in (mark if mark.dim() == 2 else mark[None])]
-    assert flat == by_hand(exam, study, run)
-    assert shared_fraction(exam, study, run=run) == pytest.approx(sum(map(sum, flat)) / sum(map(len, flat)))
+    assert flat == by_hand(evaluation, study, run)
+    assert shared_fraction(evaluation, study, run=run) == pytest.approx(sum(map(sum, flat)) / sum(map(len, flat)))
 
 
 def test_equal_hashes_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         overlap, "_hashes", lambda rows, run: np.zeros((len(rows), max(rows.shape[1] - run + 1, 0)), np.uint64)
     )
-    exam, study = [torch.arange(10), torch.arange(50, 60)], [torch.arange(4, 14)]
-    assert [mark.tolist() for mark in shared_tokens(exam, study, run=4)] == [[False] * 4 + [True] * 6, [False] * 10]
+    evaluation, study = [torch.arange(10), torch.arange(50, 60)], [torch.arange(4, 14)]
+    assert [mark.tolist() for mark in shared_tokens(evaluation, study, run=4)] == [
+        [False] * 4 + [True] * 6,
+        [False] * 10,
+    ]
 
 
 def test_runs_do_not_go_on_in_the_next_window() -> None:
@@ -67,19 +70,21 @@ def test_runs_do_not_go_on_in_the_next_window() -> None:
 
 
 def test_a_hundred_thousand_tokens() -> None:
-    exam, study = (torch.randint(0, 50_000, (50, 2048), generator=torch.Generator().manual_seed(at)) for at in (1, 2))
-    study[7, 100:600] = exam[3, 1000:1500]
-    for other, share in ((study, 500 / exam.numel()), (exam, 1.0)):
-        assert shared_fraction([exam], [other]) == pytest.approx(share)
+    evaluation, study = (
+        torch.randint(0, 50_000, (50, 2048), generator=torch.Generator().manual_seed(at)) for at in (1, 2)
+    )
+    study[7, 100:600] = evaluation[3, 1000:1500]
+    for other, share in ((study, 500 / evaluation.numel()), (evaluation, 1.0)):
+        assert shared_fraction([evaluation], [other]) == pytest.approx(share)
 
 
 def test_a_note_where_more_than_a_hundredth_is_shared() -> None:
-    exam, study = torch.arange(4000).view(2, 2000), torch.arange(10_000, 14_000).view(2, 2000)
-    assert overlap_note([exam], [study]) is None
-    study[0, :40] = exam[1, 500:540]
-    assert overlap_note([exam], [study]) is None  # exactly a hundredth
-    study[0, :41] = exam[1, 500:541]
-    assert overlap_note([exam], [study]) == (
+    evaluation, study = torch.arange(4000).view(2, 2000), torch.arange(10_000, 14_000).view(2, 2000)
+    assert overlap_note([evaluation], [study]) is None
+    study[0, :40] = evaluation[1, 500:540]
+    assert overlap_note([evaluation], [study]) is None  # exactly a hundredth
+    study[0, :41] = evaluation[1, 500:541]
+    assert overlap_note([evaluation], [study]) == (
         "1.0% of the 4,000 tokens evaluated on lie in passages of 20 or more tokens that the calibration text has"
         " too: expect a worse result on other text"
     )

@@ -82,10 +82,12 @@ def test_what_is_left_is_cut_as_wide_as_it_is_asked_for(tokenizer: Any, texts: l
     study = calibration_windows(tokenizer, texts[:1], tokens=64, window=8)
     whole = texts[0].read_text()
     for width, windows in ((8, 2), (25, 2), (50, 1)):
-        ((name, exam),) = windows_beyond(tokenizer, texts[:1], tokens=64, window=8, width=width, windows=windows)
+        ((name, evaluation),) = windows_beyond(
+            tokenizer, texts[:1], tokens=64, window=8, width=width, windows=windows
+        )
         assert name == f"{texts[0]} after 350 tokens"
-        assert written(tokenizer, exam) == [whole[350 + at * width :][:width] for at in range(windows)]
-        assert not {*written(tokenizer, exam)} & {*written(tokenizer, study)}
+        assert written(tokenizer, evaluation) == [whole[350 + at * width :][:width] for at in range(windows)]
+        assert not {*written(tokenizer, evaluation)} & {*written(tokenizer, study)}
     assert windows_beyond(tokenizer, texts[:1], tokens=64, window=8, width=51, windows=1) == []
 
 

@@ -74,9 +74,9 @@ def perplexity(to: str, method: str) -> float:
 def _perplexity(to: str, method: str, work: Effort) -> float:
     from headwise import evaluate
 
-    _, exam = texts()
+    _, evaluation_text = texts()
     model = SOURCE if to == "own" else converted(to, method)
-    return evaluate(model, text=exam, window=LENGTH, windows=work.windows, dtype="float32").perplexity
+    return evaluate(model, text=evaluation_text, window=LENGTH, windows=work.windows, dtype="float32").perplexity
 
 
 def layer_similarity(to: str, method: str) -> tuple[float, float]:
@@ -98,10 +98,10 @@ def _layer_similarity(to: str, method: str, work: Effort) -> tuple[float, float]
     from headwise.models.checkpoints import load_tokenizer, tokenize
     from headwise.study.audit.mechanisms import similarity
 
-    _, exam = texts()
+    _, evaluation_text = texts()
     source, other = load(SOURCE, dtype="float32"), load(_converted(to, method, work), dtype="float32")
     tokenizer = load_tokenizer(_converted(to, method, work))
-    text = exam.read_text(encoding="utf-8")[: 8 * LENGTH]
+    text = evaluation_text.read_text(encoding="utf-8")[: 8 * LENGTH]
     ids = tokenize(tokenizer, text, return_tensors="pt")["input_ids"][:, :LENGTH]
     found = []
 

@@ -36,7 +36,7 @@ from headwise.study.audit.decoder import Decoder, Sizes, mechanisms, width_for
 
 WINDOW, BATCH = 256, 16
 """The number of bytes in a window, and of windows in a training step."""
-EVALUATED = 64
+EVALUATION_WINDOWS = 64
 """The number of windows that the loss is measured on, from the end of the text."""
 RATE = 2e-3
 """AdamW's greatest learning rate."""
@@ -205,8 +205,10 @@ def text_windows(text: str) -> torch.Tensor:
     """
     ids = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     count = len(ids) // WINDOW
-    if count < 2 * EVALUATED:
-        raise ArgumentError("text", f"{len(ids)} bytes", f"must have at least {2 * EVALUATED * WINDOW:,} bytes")
+    if count < 2 * EVALUATION_WINDOWS:
+        raise ArgumentError(
+            "text", f"{len(ids)} bytes", f"must have at least {2 * EVALUATION_WINDOWS * WINDOW:,} bytes"
+        )
     return ids[: count * WINDOW].view(count, WINDOW).long()
 
 
@@ -220,8 +222,8 @@ def train_one(decoder: Decoder, windows: torch.Tensor, *, tokens: int, seed: int
         seed: the seed of the order of the windows.
     """
     read = HealingWindows(
-        train=plain_windows(windows[: -EVALUATED - HELD]),
-        held_out=windows[-EVALUATED - HELD : -EVALUATED],
+        train=plain_windows(windows[: -EVALUATION_WINDOWS - HELD]),
+        held_out=windows[-EVALUATION_WINDOWS - HELD : -EVALUATION_WINDOWS],
         batch=BATCH,
         steps=max(tokens // (WINDOW * BATCH), 1),
         seed=seed,
@@ -244,8 +246,8 @@ def train_one(decoder: Decoder, windows: torch.Tensor, *, tokens: int, seed: int
     with tempfile.TemporaryDirectory() as folder:
         done = loop.run(TrainingState(Path(folder), parameters, optimizer), optimizer, silent)
     with torch.no_grad():
-        exam = plain_windows(windows[-EVALUATED:])
-        losses = [float(loop._loss(exam[row : row + BATCH])) for row in range(0, EVALUATED, BATCH)]
+        evaluation = plain_windows(windows[-EVALUATION_WINDOWS:])
+        losses = [float(loop._loss(evaluation[row : row + BATCH])) for row in range(0, EVALUATION_WINDOWS, BATCH)]
     return statistics.fmean(losses), done.seconds
 
 
