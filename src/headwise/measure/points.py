@@ -86,7 +86,7 @@ def read_measured(sources: Iterable[str | Path], model: ModelSpec | None = None)
         CheckpointError: it is no frontier, or another model's.
     """
     return by_target(
-        point for source in sources for file in _files(Path(source)) for point in _points(file, model).values()
+        point for source in sources for file in _files(Path(source)) for point in _read_file(file, model).values()
     )
 
 
@@ -113,7 +113,7 @@ def _files(source: Path) -> list[Path]:
     return there or [source / FRONTIER]
 
 
-def _points(file: Path, model: ModelSpec | None) -> dict[str, Measured]:
+def _read_file(file: Path, model: ModelSpec | None) -> dict[str, Measured]:
     try:
         if file.stat().st_size > _LARGEST:
             raise CheckpointError("measured", str(file), f"must be at most {_LARGEST >> 20} MiB")
@@ -147,7 +147,7 @@ def read_points(
         rule = f"must be this model's frontier: it measured {reprlib.repr(label)}, and the model has {model.label}"
         raise CheckpointError("measured", name, rule)
     is_predicted = document.get("is_predicted") is True
-    points = (_point(entry, name, is_predicted=is_predicted) for entry in listed if not _is_other_method(entry))
+    points = (_read_point(entry, name, is_predicted=is_predicted) for entry in listed if not _is_other_method(entry))
     return {point.target: point for point in points}
 
 
@@ -156,18 +156,18 @@ def _is_other_method(entry: Any) -> bool:
     return isinstance(entry, Mapping) and entry.get("way") not in ("headwise", "plain quantisation", None)
 
 
-def _point(entry: Any, file: str, *, is_predicted: bool) -> Measured:
+def _read_point(entry: Any, file: str, *, is_predicted: bool) -> Measured:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("target"), str):
         raise CheckpointError("measured", file, "has a point without a target")
     target = entry["target"]
     if not target.isprintable() or " " in target:
         raise CheckpointError("measured", file, f"has no target of the name {reprlib.repr(target)}")
-    fraction = _number(entry, "cache_fraction", file)
+    fraction = _read_number(entry, "cache_fraction", file)
     if not 0 < fraction <= 4:
         raise CheckpointError(
             "measured", file, f"cache_fraction of {target} must be above 0 and at most 4, not {fraction!r}"
         )
-    kl = None if entry.get("kl") is None else _number(entry, "kl", file)
+    kl = None if entry.get("kl") is None else _read_number(entry, "kl", file)
     return Measured(
         target=target,
         cache_fraction=fraction,
@@ -183,7 +183,7 @@ def _point(entry: Any, file: str, *, is_predicted: bool) -> Measured:
 def _measured_loss(entry: Mapping[str, Any], file: str) -> float:
     if entry.get("perplexity_ratio", 0) is None:  # JSON has no infinities
         return math.inf
-    return _number(entry, "perplexity_ratio", file) - 1
+    return _read_number(entry, "perplexity_ratio", file) - 1
 
 
 def _predicted_loss(kl: float | None, target: str, file: str) -> float:
@@ -192,7 +192,7 @@ def _predicted_loss(kl: float | None, target: str, file: str) -> float:
     return math.inf if kl is None or kl > _DIVERGED else math.expm1(kl)
 
 
-def _number(entry: Mapping[str, Any], name: str, file: str) -> float:
+def _read_number(entry: Mapping[str, Any], name: str, file: str) -> float:
     value = entry.get(name)
     with suppress(OverflowError):
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(float(value)):

@@ -171,9 +171,9 @@ def guide(needs: Needs) -> Guidance:
 
     For example ``guide(Needs(context=4096, heads=32)).rules[0].mechanisms`` is ``("GQA-4", "GQA-2")``.
     """
-    rules = [_flow(needs), _lengths(needs), _key_value_heads(needs)]
+    rules = [_flow_rule(needs), _length_rule(needs), _kv_heads_rule(needs)]
     if needs.parameters is not None:
-        rules.append(_matrix(needs, needs.parameters))
+        rules.append(_matrix_rule(needs, needs.parameters))
     if needs.application is not None:
         width, heads = SIZES[needs.application]
         path = (f"{needs.application}: the guide's size is {width}, {heads} heads",)
@@ -181,23 +181,23 @@ def guide(needs: Needs) -> Guidance:
     return Guidance(needs=needs, rules=tuple(rules))
 
 
-def _flow(needs: Needs) -> Rule:
-    path, limits = [_asked("is accuracy critical", needs.accuracy_critical)], needs.thresholds
+def _flow_rule(needs: Needs) -> Rule:
+    path, limits = [_question_and_answer("is accuracy critical", needs.accuracy_critical)], needs.thresholds
     if needs.accuracy_critical:
         return _rule("flow", path, ("MHA",), needs)
     is_long = needs.context > limits.fast
-    path.append(_asked(f"are there more than {limits.fast:,} tokens", is_long))
+    path.append(_question_and_answer(f"are there more than {limits.fast:,} tokens", is_long))
     if is_long:
-        path.append(_asked("is extreme speed wanted", needs.extreme_speed))
+        path.append(_question_and_answer("is extreme speed wanted", needs.extreme_speed))
         return _rule("flow", path, ("MQA",) if needs.extreme_speed else ("GQA-4", "GQA-2"), needs)
-    path.append(_asked("is memory limited", needs.memory_limited))
+    path.append(_question_and_answer("is memory limited", needs.memory_limited))
     if not needs.memory_limited:
         return _rule("flow", path, ("GQA-4",), needs)
-    path.append(_asked("is the parameter budget ample", needs.ample_parameters))
+    path.append(_question_and_answer("is the parameter budget ample", needs.ample_parameters))
     return _rule("flow", path, ("GQA-4",) if needs.ample_parameters else ("MQA",), needs)
 
 
-def _lengths(needs: Needs) -> Rule:
+def _length_rule(needs: Needs) -> Rule:
     limits, context = needs.thresholds, needs.context
     if context < limits.short:
         return _rule("lengths", [f"fewer than {limits.short:,} tokens"], ("MHA",), needs)
@@ -213,11 +213,11 @@ _BY_GOAL: Mapping[Goal, tuple[str, ...]] = MappingProxyType(
 )
 
 
-def _key_value_heads(needs: Needs) -> Rule:
+def _kv_heads_rule(needs: Needs) -> Rule:
     return _rule("key–value heads", [f"the goal is {needs.goal}"], _BY_GOAL[needs.goal], needs)
 
 
-def _matrix(needs: Needs, parameters: int) -> Rule:
+def _matrix_rule(needs: Needs, parameters: int) -> Rule:
     limits, context = needs.thresholds, needs.context
     bounds = (("very long", limits.very_long), ("long", limits.long), ("medium", limits.short - 1))
     length = next((name for name, least in bounds if context > least), "short")
@@ -226,7 +226,7 @@ def _matrix(needs: Needs, parameters: int) -> Rule:
     return _rule("matrix", path, _MATRIX[length][size], needs)
 
 
-def _asked(question: str, answer: bool) -> str:
+def _question_and_answer(question: str, answer: bool) -> str:
     return f"{question}? {'yes' if answer else 'no'}"
 
 

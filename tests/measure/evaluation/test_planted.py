@@ -18,11 +18,11 @@ from headwise.measure.evaluation.planted import (
     _Answer,
     _answer_all,
     _Context,
-    _context,
+    _plant_facts,
     _Question,
-    _sentences,
+    _sentence_questions,
     _spread_depths,
-    _strings,
+    _string_questions,
 )
 from headwise.models.checkpoints import load_tokenizer
 from tests.measure.evaluation.by_hand import scores_by_hand
@@ -45,7 +45,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_context_is_as_long_as_asked_and_holds_the_fact_at_its_depth(root: Path, depth: float) -> None:
     tokenizer = load_tokenizer(root / "source")
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:220]
-    context = _context(tokenizer, stretch, [depth], _sentences(tokenizer, CODES))
+    context = _plant_facts(tokenizer, stretch, [depth], _sentence_questions(tokenizer, CODES))
     (asked,) = context.questions
     ids = context.ids + asked.ids
     fact = tokenizer(FACT.format(of="", code=CODES[0]), add_special_tokens=False)["input_ids"]
@@ -65,7 +65,7 @@ def test_several_facts_are_told_apart_by_name(root: Path, depth: float) -> None:
     """Each stands once, the one asked for at its depth; without the facts the text is as it was."""
     tokenizer, names = load_tokenizer(root / "source"), ["Oslo", "Lima", "Cairo"]
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:400]
-    context = _context(tokenizer, stretch, _spread_depths(depth, 3), _sentences(tokenizer, CODES, names))
+    context = _plant_facts(tokenizer, stretch, _spread_depths(depth, 3), _sentence_questions(tokenizer, CODES, names))
 
     def tokens(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -91,7 +91,7 @@ def test_random_strings_of_the_texts_tokens_are_begun_again_at_the_end(root: Pat
     tokenizer = load_tokenizer(root / "source")
     stretches = torch.tensor(tokenizer(TEXT, add_special_tokens=False)["input_ids"][:400]).view(2, 200)
     options = headwise.PlantedOptions(text=root / "text.txt", strings=11, codes=4)
-    questions = _strings(stretches, options, np.random.default_rng(0), facts)
+    questions = _string_questions(stretches, options, np.random.default_rng(0), facts)
     assert len(questions) == facts
     for question in questions:
         assert len(question.fact) == 11
@@ -101,7 +101,7 @@ def test_random_strings_of_the_texts_tokens_are_begun_again_at_the_end(root: Pat
     assert len({tuple(question.candidates[0]) for question in questions}) == facts
     assert all(sorted(question.candidates) == sorted(questions[0].candidates) for question in questions)
     stretch = stretches[0].tolist()
-    rest = list(_context(tokenizer, stretch, _spread_depths(0.5, facts), questions).ids)
+    rest = list(_plant_facts(tokenizer, stretch, _spread_depths(0.5, facts), questions).ids)
     assert len(rest) + 5 + 6 == 200
     for question in questions:
         (at,) = (at for at in range(len(rest)) if rest[at : at + 11] == question.fact)
@@ -113,7 +113,7 @@ def test_only_the_same_tokens_repeat_a_string(root: Path) -> None:
     tokenizer = load_tokenizer(root / "source")
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:200]
     asked = _Question([5, 6, 7, 8], [5, 6], [[7, 8], [9, 8]], None)
-    context = _context(tokenizer, stretch, [0.5], [asked])
+    context = _plant_facts(tokenizer, stretch, [0.5], [asked])
     for said, found in (([7, 8], True), ([7, 9], False), ([9, 7, 8], False)):
         (answer,) = _answer_all(_Parrot(said, len(context.ids) + 2, 97), tokenizer, context)
         assert answer.found == found
@@ -152,7 +152,7 @@ def test_an_answer_by_hand(root: Path, name: str) -> None:
     tokenizer, model = load_tokenizer(root / "source"), headwise.load(root / name)
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:200]
     for codes in (CODES, CODES[::-1]):
-        context = _context(tokenizer, stretch, [0.5], _sentences(tokenizer, codes))
+        context = _plant_facts(tokenizer, stretch, [0.5], _sentence_questions(tokenizer, codes))
         with torch.inference_mode():
             (answer,) = _answer_all(model, tokenizer, context)
         (asked,) = context.questions
@@ -192,7 +192,7 @@ class _Parrot:
 def test_a_model_that_knows_the_code_is_right_and_one_that_says_another_is_not(root: Path) -> None:
     tokenizer = load_tokenizer(root / "source")
     stretch = tokenizer(TEXT, add_special_tokens=False)["input_ids"][:200]
-    context = _context(tokenizer, stretch, [0.5], _sentences(tokenizer, CODES))
+    context = _plant_facts(tokenizer, stretch, [0.5], _sentence_questions(tokenizer, CODES))
     (asked,) = context.questions
     prompt = len(context.ids) + len(asked.ids)
     (knows,) = _answer_all(_Parrot(asked.candidates[0], prompt, 97), tokenizer, context)

@@ -22,7 +22,7 @@ from headwise.costs.formulas.model import cache_bytes
 from headwise.costs.prediction import Grid, Pass, device, operators, peak_memory, seconds
 from headwise.measure.profiling import (
     Check,
-    Point,
+    TimePoint,
     check,
     grids,
     measure,
@@ -203,8 +203,8 @@ def test_nothing_in_a_pass_waits_for_the_device(kind: dict[str, Any], monkeypatc
 
 
 def test_errors_and_ranks_by_hand() -> None:
-    def point(mechanism: str, measured: float, predicted: float, place: int = 1) -> Point:
-        return Point(
+    def point(mechanism: str, measured: float, predicted: float, place: int = 1) -> TimePoint:
+        return TimePoint(
             mechanism=mechanism,
             sizes="4 × 64",
             dtype="float32",

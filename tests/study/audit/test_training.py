@@ -84,7 +84,7 @@ def test_a_mechanism_is_compared_with_mha_seed_by_seed() -> None:
     mean, half = report.beside_mha("MQA")
     assert mean == pytest.approx(0.1)
     assert half == pytest.approx(0, abs=1e-9)  # seeds differ by 1, and the differences not at all
-    assert report.kept("MQA") == pytest.approx(100 * math.exp(-0.1))
+    assert report.percent_kept("MQA") == pytest.approx(100 * math.exp(-0.1))
     assert report.row("latent").mechanism == "latent-128"
     assert half_interval([0.0, 2.0]) == pytest.approx(12.706)
     assert half_interval([1.0]) == math.inf

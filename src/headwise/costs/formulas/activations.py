@@ -26,7 +26,7 @@ Width = Literal["dtype", "float32", "byte", "index"]
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptTensor:
     """A kept tensor, which has ``values`` numbers for each token, pair or sequence, as ``over`` says."""
 
     name: str
@@ -56,38 +56,42 @@ class Training:
     batch_of_one: bool
 
     @property
-    def fused(self) -> bool:
+    def is_fused(self) -> bool:
         """Whether a fused kernel is used, which never holds the scores."""
         return self.kernel != "unfused"
 
     @property
-    def masked(self) -> bool:
+    def is_masked(self) -> bool:
         """Whether unfused scores go through a mask."""
         return self.causal or self.window
 
 
-def kept_inputs(training: Training, hidden_size: Size) -> tuple[Kept, ...]:
+def kept_inputs(training: Training, hidden_size: Size) -> tuple[KeptTensor, ...]:
     """The inputs of the first projections."""
-    source = (Kept("key_value_states", hidden_size, "total"),) if training.cross else ()
-    return Kept("hidden_states", hidden_size, "new"), *source
+    source = (KeptTensor("key_value_states", hidden_size, "total"),) if training.cross else ()
+    return KeptTensor("hidden_states", hidden_size, "new"), *source
 
 
-def kept_rotation(training: Training, dims: Size) -> tuple[Kept, ...]:
+def kept_rotation(training: Training, dims: Size) -> tuple[KeptTensor, ...]:
     """cos and sin of every position, each ``dims``/2 wide; queries and keys share them except in cross-attention."""
-    keys = (Kept("cos, sin of keys", dims, "keys"),) if training.cross else ()
-    return Kept("cos, sin", dims, "queries"), *keys
+    keys = (KeptTensor("cos, sin of keys", dims, "keys"),) if training.cross else ()
+    return KeptTensor("cos, sin", dims, "queries"), *keys
 
 
 def kept_norm(
     training: Training, name: str, width: Size, over: KeptOver, *, rows: int = 1, storage: Size | None = None
-) -> tuple[Kept, ...]:
+) -> tuple[KeptTensor, ...]:
     """Tensors of an RMSNorm: input (the storage that it is a view of, or a float32 copy), inverse norms, output."""
     entry = (
-        Kept(name, width, over, "float32")
+        KeptTensor(name, width, over, "float32")
         if training.half
-        else Kept(name, width if storage is None else storage, over)
+        else KeptTensor(name, width if storage is None else storage, over)
     )
-    return entry, Kept(f"{name} inverse norms", rows, over, "float32"), Kept(f"{name} normed", width, over)
+    return (
+        entry,
+        KeptTensor(f"{name} inverse norms", rows, over, "float32"),
+        KeptTensor(f"{name} normed", width, over),
+    )
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ def kept_core(
     storages: Storages = Storages(),
     contiguous: bool = True,
     read_from: Literal["merged", "heads", "nothing"] = "merged",
-) -> tuple[Kept, ...]:
+) -> tuple[KeptTensor, ...]:
     """Tensors of softmax(QKᵀ)V, and its result as the operation behind it keeps it.
 
     Args:
@@ -135,43 +139,43 @@ def kept_core(
             which nothing else reads.
     """
     H, K, D, V = heads.H, heads.K, heads.D, heads.V
-    if training.fused:
+    if training.is_fused:
         width = V if V > D else D
         scored, mixed = (width, width) if training.kernel == "padded" else (D, V)
-        mask = (Kept("window's mask", 1, "mask"),) if training.window else ()
+        mask = (KeptTensor("window's mask", 1, "mask"),) if training.window else ()
         by_head = V > 1 or not training.batch_of_one
         copied = by_head if contiguous or scored > D else mixed > V > 1
-        merged = (Kept("merged heads", H * V, "new"),) if copied and H > 1 and read_from == "merged" else ()
+        merged = (KeptTensor("merged heads", H * V, "new"),) if copied and H > 1 and read_from == "merged" else ()
         return (
-            Kept("query", H * scored if scored > D or storages.query is None else storages.query, "new"),
-            Kept("key", K * scored if scored > D or storages.key is None else storages.key, "total"),
-            Kept("value", K * mixed if mixed > V or storages.value is None else storages.value, "total"),
+            KeptTensor("query", H * scored if scored > D or storages.query is None else storages.query, "new"),
+            KeptTensor("key", K * scored if scored > D or storages.key is None else storages.key, "total"),
+            KeptTensor("value", K * mixed if mixed > V or storages.value is None else storages.value, "total"),
             *mask,
-            Kept("attention output", H * mixed, "new"),
-            Kept("log-sum-exp", H, "new", "float32"),
+            KeptTensor("attention output", H * mixed, "new"),
+            KeptTensor("log-sum-exp", H, "new", "float32"),
             *merged,
         )
     is_view = not training.half and (H == 1 or training.batch_of_one)
     query = storages.query if is_view and storages.query is not None else H * D
-    output = () if read_from == "nothing" else (Kept("attention output", H * V, "new"),)
+    output = () if read_from == "nothing" else (KeptTensor("attention output", H * V, "new"),)
     return (
-        Kept("query", query, "new", "float32"),
-        Kept("key", H * D, "total", "float32"),
-        Kept("value", H * V, "total", "float32"),
+        KeptTensor("query", query, "new", "float32"),
+        KeptTensor("key", H * D, "total", "float32"),
+        KeptTensor("value", H * V, "total", "float32"),
         *kept_softmax(training, H),
         *output,
     )
 
 
-def kept_softmax(training: Training, H: Size) -> tuple[Kept, ...]:
+def kept_softmax(training: Training, H: Size) -> tuple[KeptTensor, ...]:
     """The attention weights, and a second copy where a mask has set rows with nothing to attend to to zero."""
-    weights = Kept("attention weights", H, "scores", "float32")
-    if not training.masked:
+    weights = KeptTensor("attention weights", H, "scores", "float32")
+    if not training.is_masked:
         return (weights,)
-    return weights, Kept("masked weights", H, "scores", "float32"), Kept("masks", 2, "mask", "byte")
+    return weights, KeptTensor("masked weights", H, "scores", "float32"), KeptTensor("masks", 2, "mask", "byte")
 
 
-def total_bytes(kept: Iterable[Kept], *, batch: Size, new: Size, total: Size, value_bytes: int) -> Size:
+def total_bytes(kept: Iterable[KeptTensor], *, batch: Size, new: Size, total: Size, value_bytes: int) -> Size:
     """Bytes of all kept tensors.
 
     Args:
@@ -187,7 +191,7 @@ def total_bytes(kept: Iterable[Kept], *, batch: Size, new: Size, total: Size, va
     return result
 
 
-def kept_values(tensor: Kept, *, batch: Size, new: Size, total: Size) -> Size:
+def kept_values(tensor: KeptTensor, *, batch: Size, new: Size, total: Size) -> Size:
     """The number of values in a kept tensor, in a call of B sequences, S new tokens and T tokens attended to."""
     count: dict[KeptOver, Size] = {
         "new": batch * new,
@@ -202,7 +206,7 @@ def kept_values(tensor: Kept, *, batch: Size, new: Size, total: Size) -> Size:
     return count[tensor.over] * tensor.values
 
 
-def kept_width(tensor: Kept, value_bytes: int) -> int:
+def kept_width(tensor: KeptTensor, value_bytes: int) -> int:
     """Bytes of one value of a kept tensor, where one of the layer's dtype has ``value_bytes``."""
     widths: dict[Width, int] = {"dtype": value_bytes, "float32": max(value_bytes, 4), "byte": 1, "index": 8}
     return widths[tensor.width]

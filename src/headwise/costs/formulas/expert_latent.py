@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from headwise.costs.formulas.activations import (
     Heads,
-    Kept,
     KeptOver,
+    KeptTensor,
     Training,
     kept_core,
     kept_inputs,
@@ -119,7 +119,7 @@ def shard(spec: ExpertLatentSpec, ranks: int) -> ExpertLatentSpec:
     return replace(spec, num_heads=heads // ranks, latent_kv_heads=-(-latents // ranks))
 
 
-def activations(spec: ExpertLatentSpec, impl: str, training: Training) -> tuple[Kept, ...]:
+def activations(spec: ExpertLatentSpec, impl: str, training: Training) -> tuple[KeptTensor, ...]:
     """The tensors that one layer keeps for the backward pass."""
     E, H, D = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.head_dim, "D")
     P = Size(0) if spec.rope is None else Size(spec.rope.dim, "P")
@@ -129,81 +129,81 @@ def activations(spec: ExpertLatentSpec, impl: str, training: Training) -> tuple[
     query_is_read = not by_sequence or (impl == "absorbed" and D > P)
     kept = [
         *kept_inputs(training, E),
-        *((Kept("query", H * D, "new"),) if query_is_read else ()),
-        *((Kept("mean query", H * D, "call"),) if by_sequence else ()),
-        Kept("gates", Size(spec.num_experts, "X"), rows, "float32"),
-        Kept("top-k indices", spec.top_k, rows, "index"),
-        Kept("kept gates", Size(spec.num_experts, "X"), rows),
+        *((KeptTensor("query", H * D, "new"),) if query_is_read else ()),
+        *((KeptTensor("mean query", H * D, "call"),) if by_sequence else ()),
+        KeptTensor("gates", Size(spec.num_experts, "X"), rows, "float32"),
+        KeptTensor("top-k indices", spec.top_k, rows, "index"),
+        KeptTensor("kept gates", Size(spec.num_experts, "X"), rows),
     ]
     if spec.rope is not None:
-        kept += [Kept("cos, sin", P, "queries"), Kept("cos, sin of keys", P, "keys")]
+        kept += [KeptTensor("cos, sin", P, "queries"), KeptTensor("cos, sin of keys", P, "keys")]
     kept += (_kept_absorbed if impl == "absorbed" else _kept_expanded)(spec, training, by_sequence)
     return tuple(kept)
 
 
-def _kept_expanded(spec: ExpertLatentSpec, training: Training, by_sequence: bool) -> list[Kept]:
+def _kept_expanded(spec: ExpertLatentSpec, training: Training, by_sequence: bool) -> list[KeptTensor]:
     H, D, K = Size(spec.num_heads, "H"), Size(spec.head_dim, "D"), Size(spec.latent_kv_heads, "K")
     C, X = Size(spec.kv_dim, "C"), Size(spec.num_experts, "X")
     if by_sequence:
         core = kept_core(training, Heads(H, H, D, D), contiguous=spec.rope is not None)
-        return [Kept("mixed decoders", 2 * H * C * D, "call"), Kept("latents", 2 * K * C, "total"), *core]
+        return [KeptTensor("mixed decoders", 2 * H * C * D, "call"), KeptTensor("latents", 2 * K * C, "total"), *core]
     return [
         *_kept_rotated_query(spec),
-        Kept("key decoders", X * H * C * D if _keys_are_laid_out(spec, D) else 0, "once"),
-        Kept("value decoders", X * H * C * D if _values_are_laid_out(spec) else 0, "once"),
-        Kept("latents", 2 * K * C, "total"),
-        Kept("gated queries", X * H * D, "new"),
-        Kept("keys and values of every expert", 2 * X * H * D, "total"),
+        KeptTensor("key decoders", X * H * C * D if _keys_are_laid_out(spec, D) else 0, "once"),
+        KeptTensor("value decoders", X * H * C * D if _values_are_laid_out(spec) else 0, "once"),
+        KeptTensor("latents", 2 * K * C, "total"),
+        KeptTensor("gated queries", X * H * D, "new"),
+        KeptTensor("keys and values of every expert", 2 * X * H * D, "total"),
         *_kept_weights(training, H),
-        Kept("mixed by every expert", X * H * D, "new"),
-        Kept("merged heads", H * D, "new"),
+        KeptTensor("mixed by every expert", X * H * D, "new"),
+        KeptTensor("merged heads", H * D, "new"),
     ]
 
 
-def _kept_absorbed(spec: ExpertLatentSpec, training: Training, by_sequence: bool) -> list[Kept]:
+def _kept_absorbed(spec: ExpertLatentSpec, training: Training, by_sequence: bool) -> list[KeptTensor]:
     H, D, K = Size(spec.num_heads, "H"), Size(spec.head_dim, "D"), Size(spec.latent_kv_heads, "K")
     C, X = Size(spec.kv_dim, "C"), Size(spec.num_experts, "X")
     P = Size(0) if spec.rope is None else Size(spec.rope.dim, "P")
     copied = _latents_are_copied(training, K)
     kept = []
     if D > P:
-        kept += [Kept("gated query", X * H * (D - P), "new")]
-        kept += [Kept("key decoders", X * H * C * (D - P), "once")] if X > 1 and P > 0 and D - P > 1 else []
+        kept += [KeptTensor("gated query", X * H * (D - P), "new")]
+        kept += [KeptTensor("key decoders", X * H * C * (D - P), "once")] if X > 1 and P > 0 and D - P > 1 else []
     if spec.rope is None:
         kept += kept_core(training, Heads(H, K, C, C), read_from="heads")
     else:
         kept += _kept_rotary(spec, training, by_sequence, H, K, C, X, P)
         kept += _kept_rotated_query(spec)
         if D > P:
-            kept += [Kept("absorbed query", H * C, "new")]
-            kept += [Kept("key latents", K * C, "total")] if copied else []
-        kept += [*_kept_weights(training, H), Kept("mixed latents", H * C, "new")]
-        kept += [Kept("value latents", K * C, "total")] if copied else []
-    kept += [Kept("gated latents", X * H * C, "new"), Kept("merged heads", H * D, "new")]
+            kept += [KeptTensor("absorbed query", H * C, "new")]
+            kept += [KeptTensor("key latents", K * C, "total")] if copied else []
+        kept += [*_kept_weights(training, H), KeptTensor("mixed latents", H * C, "new")]
+        kept += [KeptTensor("value latents", K * C, "total")] if copied else []
+    kept += [KeptTensor("gated latents", X * H * C, "new"), KeptTensor("merged heads", H * D, "new")]
     return kept
 
 
 def _kept_rotary(
     spec: ExpertLatentSpec, training: Training, by_sequence: bool, H: Size, K: Size, C: Size, X: Size, P: Size
-) -> list[Kept]:
+) -> list[KeptTensor]:
     """Tensors of the keys' rotated channels: of one mixture, or of every expert."""
     if by_sequence:
         return [
-            Kept("mixed decoders", H * C * P, "call"),
-            Kept("latents", K * C if _latents_are_copied(training, K) else 2 * K * C, "total"),
-            Kept("rotary keys", H * P, "total"),
+            KeptTensor("mixed decoders", H * C * P, "call"),
+            KeptTensor("latents", K * C if _latents_are_copied(training, K) else 2 * K * C, "total"),
+            KeptTensor("rotary keys", H * P, "total"),
         ]
     return [
-        Kept("rotary decoders", X * H * C * P if _keys_are_laid_out(spec, P) else 0, "once"),
-        Kept("latents", 2 * K * C, "total"),
-        Kept("gated queries", X * H * P, "new"),
-        Kept("rotary keys of every expert", X * H * P, "total"),
+        KeptTensor("rotary decoders", X * H * C * P if _keys_are_laid_out(spec, P) else 0, "once"),
+        KeptTensor("latents", 2 * K * C, "total"),
+        KeptTensor("gated queries", X * H * P, "new"),
+        KeptTensor("rotary keys of every expert", X * H * P, "total"),
     ]
 
 
-def _kept_rotated_query(spec: ExpertLatentSpec) -> list[Kept]:
+def _kept_rotated_query(spec: ExpertLatentSpec) -> list[KeptTensor]:
     width = Size(spec.num_heads, "H") * Size(spec.head_dim, "D")
-    return [] if spec.rope is None else [Kept("rotated query", width, "new")]
+    return [] if spec.rope is None else [KeptTensor("rotated query", width, "new")]
 
 
 def _keys_are_laid_out(spec: ExpertLatentSpec, width: int) -> bool:
@@ -223,10 +223,10 @@ def _latents_are_copied(training: Training, K: Size) -> bool:
     return K > 1 and not training.batch_of_one
 
 
-def _kept_weights(training: Training, H: Size) -> list[Kept]:
+def _kept_weights(training: Training, H: Size) -> list[KeptTensor]:
     """The attention weights as in `kept_softmax`, but in the layer's dtype once they are normalised."""
     softmax = kept_softmax(training, H)
-    weights = Kept("weights in the layer's dtype", H, "scores")
-    if training.masked:
+    weights = KeptTensor("weights in the layer's dtype", H, "scores")
+    if training.is_masked:
         return [softmax[0], weights, softmax[2]]
     return [softmax[0], weights] if training.half else [softmax[0]]

@@ -11,7 +11,7 @@ from typing import Literal
 
 from headwise.costs.formulas.activations import (
     Heads,
-    Kept,
+    KeptTensor,
     Training,
     kept_core,
     kept_inputs,
@@ -74,7 +74,7 @@ def shard(spec: GroupedSpec, ranks: int) -> GroupedSpec:
     return replace(spec, num_heads=heads // ranks, num_kv_heads=-(-kv_heads // ranks))
 
 
-def activations(spec: GroupedSpec, impl: str, training: Training) -> tuple[Kept, ...]:
+def activations(spec: GroupedSpec, impl: str, training: Training) -> tuple[KeptTensor, ...]:
     """The tensors that one layer keeps for the backward pass."""
     for name in ("sinks", "softcap", "output_gate", "shares_kv", "chunked", "q_lora_rank"):
         if getattr(spec, name):

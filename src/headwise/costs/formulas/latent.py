@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from headwise.costs.formulas.activations import (
     Heads,
-    Kept,
+    KeptTensor,
     Storages,
     Training,
     kept_core,
@@ -125,7 +125,7 @@ def shard(spec: LatentSpec, ranks: int) -> LatentSpec:
     return replace(spec, num_heads=spec.num_heads // ranks)
 
 
-def activations(spec: LatentSpec, impl: str, training: Training) -> tuple[Kept, ...]:
+def activations(spec: LatentSpec, impl: str, training: Training) -> tuple[KeptTensor, ...]:
     """The tensors that one layer keeps for the backward pass."""
     E, H, R = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.kv_lora_rank, "R")
     N, P, V = Size(spec.qk_nope_head_dim, "N"), Size(spec.qk_rope_head_dim, "P"), Size(spec.v_head_dim, "V")
@@ -138,25 +138,25 @@ def activations(spec: LatentSpec, impl: str, training: Training) -> tuple[Kept, 
         kept += kept_rotation(training, P)
     if spec.q_lora_rank is not None:
         Q = Size(spec.q_lora_rank, "Q")
-        kept += [Kept("q_b_proj input", Q, "new")]
+        kept += [KeptTensor("q_b_proj input", Q, "new")]
         kept += kept_norm(training, "q_a_proj output", Q, "new") if spec.latent_norm else ()
     if spec.latent_norm:
         kept += kept_norm(training, "kv_a_proj output", R, "total", storage=R + P)
     if impl == "absorbed":
         return (*kept, *_kept_absorbed(spec, training, H, R, N, P, V))
-    kept += [Kept("latent and rotary key", R + P, "total")]
+    kept += [KeptTensor("latent and rotary key", R + P, "total")]
     kept += kept_core(training, Heads(H, H, N + P, V), storages=Storages(value=H * (N + V)))
     return tuple(kept)
 
 
 def _kept_absorbed(
     spec: LatentSpec, training: Training, H: Size, R: Size, N: Size, P: Size, V: Size
-) -> tuple[Kept, ...]:
+) -> tuple[KeptTensor, ...]:
     """Tensors of an absorbed layer: keys and values are one head, views of the same tensor."""
     has_bias = "kv_b_proj" in spec.bias
     mixed = R + has_bias
     scored = R + P if spec.qk_nope_head_dim else P
-    queries = (Kept("query before absorption", H * (N + P), "new"),) if spec.qk_nope_head_dim else ()
+    queries = (KeptTensor("query before absorption", H * (N + P), "new"),) if spec.qk_nope_head_dim else ()
     key_is_copied = training.kernel == "padded" and scored < mixed
     core = kept_core(
         training,
@@ -164,10 +164,10 @@ def _kept_absorbed(
         storages=Storages(key=R + P, value=mixed if has_bias else R + P if key_is_copied else Size(0)),
         read_from="heads",
     )
-    copied = H > 1 and not training.batch_of_one and (training.fused or has_bias)
+    copied = H > 1 and not training.batch_of_one and (training.is_fused or has_bias)
     return (
         *queries,
         *core,
-        *((Kept("mixed latents", H * R, "new"),) if copied else ()),
-        Kept("merged heads", H * V, "new"),
+        *((KeptTensor("mixed latents", H * R, "new"),) if copied else ()),
+        KeptTensor("merged heads", H * V, "new"),
     )

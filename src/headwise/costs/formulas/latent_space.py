@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headwise.costs.formulas.activations import (
     Heads,
-    Kept,
+    KeptTensor,
     Storages,
     Training,
     kept_core,
@@ -37,7 +37,7 @@ def cache_values(spec: LatentSpaceSpec) -> Size:
     return 2 * Size(spec.latent_dim, "R")
 
 
-def activations(spec: LatentSpaceSpec, impl: str, training: Training) -> tuple[Kept, ...]:
+def activations(spec: LatentSpaceSpec, impl: str, training: Training) -> tuple[KeptTensor, ...]:
     """The tensors that one layer keeps for the backward pass; without rotation, queries are views of all D dims."""
     E, H, D = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.head_dim, "D")
     width = Size(spec.latent_head_dim, "R/H")
@@ -51,5 +51,5 @@ def activations(spec: LatentSpaceSpec, impl: str, training: Training) -> tuple[K
             storages=Storages(query=H * D if spec.rope is None else None),
             contiguous=spec.rope is not None,
         ),
-        Kept("v_out_proj output", H * D, "new"),
+        KeptTensor("v_out_proj output", H * D, "new"),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol, cast
 
-from headwise.costs.formulas.activations import Kept, Training
+from headwise.costs.formulas.activations import KeptTensor, Training
 from headwise.costs.formulas.size import Size
 from headwise.costs.formulas.stages import (
     Call,
@@ -56,7 +56,7 @@ class Formulas(Protocol):
     def cache_values(self, spec: AttentionSpec) -> Size:
         """Values cached for one token."""
 
-    def activations(self, spec: AttentionSpec, impl: str, training: Training) -> tuple[Kept, ...]:
+    def activations(self, spec: AttentionSpec, impl: str, training: Training) -> tuple[KeptTensor, ...]:
         """The tensors that one layer keeps for the backward pass."""
 
     def shard(self, spec: AttentionSpec, ranks: int) -> AttentionSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.costs.formulas.activations import Kept, Training, total_bytes
+from headwise.costs.formulas.activations import KeptTensor, Training, total_bytes
 from headwise.costs.formulas.layer import call_of, chosen_impl, dtype_bytes, formulas, is_causal, stages
 from headwise.costs.formulas.stages import Call, Kernel, check_kernel
 from headwise.errors import SpecError
@@ -88,7 +88,7 @@ def kept_activations(
     causal: bool | None = None,
     impl: str = "auto",
     kernel: Kernel = "fused",
-) -> tuple[tuple[Kept, ...], Call]:
+) -> tuple[tuple[KeptTensor, ...], Call]:
     """The tensors that `activation_bytes` adds up, and the call they belong to; the arguments are the same.
 
     Raises:

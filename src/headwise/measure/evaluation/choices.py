@@ -95,7 +95,7 @@ def evaluate_choices(
     """
     items = read_choices(options.file, limit=options.limit)
     pair = open_pair(model, against=options.against, dtype=options.dtype, device=options.device, progress=progress)
-    sequences = _sequences(pair.tokenizer, items, pair.positions)
+    sequences = _tokenise_items(pair.tokenizer, items, pair.positions)
     with pair.caching(options.cache):
         check_vocabulary(pair.models, max(max(prompt + ending) for prompt, ending in sequences))
         likelihoods = {
@@ -117,7 +117,7 @@ def evaluate_choices(
         accuracy=compare_rates(by_total["model"], by_total.get("against"), seed=options.seed),
         accuracy_norm=compare_rates(by_character["model"], by_character.get("against"), seed=options.seed),
         cache=options.cache,
-        **pair.about(),
+        **pair.describe(),
     )
 
 
@@ -179,14 +179,14 @@ def log_likelihoods(
     done = 0
     for batch in similar_length_batches(model, lengths, tokens=_BATCH):
         progress("choices", done, len(sequences))
-        for index, score in zip(batch, _batch([sequences[index] for index in batch], model), strict=True):
+        for index, score in zip(batch, _score_batch([sequences[index] for index in batch], model), strict=True):
             scores[index] = score
         done += len(batch)
     progress("choices", done, len(sequences))
     return scores
 
 
-def _batch(sequences: list[tuple[list[int], list[int]]], model: Any) -> list[float]:
+def _score_batch(sequences: list[tuple[list[int], list[int]]], model: Any) -> list[float]:
     longest = max(len(prompt) + len(ending) for prompt, ending in sequences)
     # Padding is on the right, where no token of a causal model sees it, so no mask is needed.
     ids = torch.zeros(len(sequences), longest, dtype=torch.long)
@@ -206,7 +206,7 @@ def _batch(sequences: list[tuple[list[int], list[int]]], model: Any) -> list[flo
     return scores
 
 
-def _sequences(tokenizer: Any, items: list[Choice], positions: int | None) -> list[tuple[list[int], list[int]]]:
+def _tokenise_items(tokenizer: Any, items: list[Choice], positions: int | None) -> list[tuple[list[int], list[int]]]:
     first = first_ids(tokenizer)
     sequences = []
     for item in items:

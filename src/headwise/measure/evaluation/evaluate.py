@@ -143,8 +143,8 @@ def evaluate_windows(
     prompt = timing_prompt(texts, context)
     with pair.caching(cache):
         check_vocabulary(pair.models, max(int(batch.max()) for _, batch in texts))
-        scores = _scores(pair, texts, progress, shared=shared)
-        speed = _speed(pair, prompt, progress, shared=shared)
+        scores = _score_texts(pair, texts, progress, shared=shared)
+        speed = _measure_speed(pair, prompt, progress, shared=shared)
     if cache is not None or has_codes(pair.models["model"]):
         allocated = allocated_bytes(pair.models["model"], texts[0][1][0], cache)
         speed["model"] = replace(speed["model"], bytes_per_token=allocated)
@@ -152,8 +152,8 @@ def evaluate_windows(
     reference = None
     if "against" in speed:
         alone = [(name, {"nll": score["reference_nll"]}) for name, score in scores]
-        reference = evaluation_of(alone, speed["against"], about | pair.about("against"))
-    return evaluation_of(scores, speed["model"], about | pair.about() | {"cache": cache}, reference)
+        reference = evaluation_of(alone, speed["against"], about | pair.describe("against"))
+    return evaluation_of(scores, speed["model"], about | pair.describe() | {"cache": cache}, reference)
 
 
 def leading_tokens(pair: Pair, texts: Windows) -> tuple[str, ...]:
@@ -168,7 +168,7 @@ def leading_tokens(pair: Pair, texts: Windows) -> tuple[str, ...]:
     return ()
 
 
-def _scores(pair: Pair, texts: Windows, progress: Progress, *, shared: bool) -> Scores:
+def _score_texts(pair: Pair, texts: Windows, progress: Progress, *, shared: bool) -> Scores:
     """The scores of every window, of which each process computes its share where they are shared."""
     windows = [(name, ids) for name, batch in texts for ids in batch]
     mine = my_windows(len(windows)) if shared else range(len(windows))
@@ -192,7 +192,7 @@ def _scores(pair: Pair, texts: Windows, progress: Progress, *, shared: bool) -> 
     return [(name, {key: value[number] for key, value in parts.items()}) for number, (name, _) in enumerate(texts)]
 
 
-def _speed(pair: Pair, prompt: Tensor, progress: Progress, *, shared: bool) -> dict[str, Speed]:
+def _measure_speed(pair: Pair, prompt: Tensor, progress: Progress, *, shared: bool) -> dict[str, Speed]:
     """Each model's cache and decoding time; of several processes the first measures, while the others wait."""
     if not shared:
         return decode_times(pair.models, prompt.to(pair.device), progress=progress)

@@ -106,7 +106,7 @@ class Pair:
         with naming(quantize="cache"), default_cache(self.models["model"], cache):
             yield
 
-    def about(self, name: str = "model") -> dict[str, Any]:
+    def describe(self, name: str = "model") -> dict[str, Any]:
         """Describe the models and the run, as fields of an evaluation.
 
         Args:

@@ -190,7 +190,7 @@ def evaluate_planted(
     stretches = cut_windows(ids, window=context, windows=trials, name=f"text {options.text}")
     with pair.caching(options.cache):
         check_vocabulary(pair.models, int(stretches.max()))
-        answers = _answers(pair, stretches, options, progress)
+        answers = _answer_contexts(pair, stretches, options, progress)
     # Both models' answers are joined in the same order, so that they are compared question by question.
     at_all_depths = {name: [answer for row in rows for answer in row] for name, rows in answers.items()}
     generated = {name: [answer.found for answer in row] for name, row in at_all_depths.items()}
@@ -211,11 +211,11 @@ def evaluate_planted(
         keys=options.keys,
         strings=options.strings,
         together=options.together,
-        **pair.about(),
+        **pair.describe(),
     )
 
 
-def _answers(
+def _answer_contexts(
     pair: Pair, stretches: Tensor, options: PlantedOptions, progress: Progress
 ) -> dict[str, list[list[_Answer]]]:
     """The answers of each model in the same contexts, a list for each depth."""
@@ -229,11 +229,13 @@ def _answers(
         progress("planted facts", step, total)
         places = contexts[index]
         if options.strings:
-            questions = _strings(stretches, options, random, len(places))
+            questions = _string_questions(stretches, options, random, len(places))
         else:
-            questions = _codes(pair.tokenizer, options, random, len(places))
+            questions = _code_questions(pair.tokenizer, options, random, len(places))
         asked = len(places) if options.together else 1
-        context = _context(pair.tokenizer, stretches[trial % len(stretches)].tolist(), places, questions, asked=asked)
+        context = _plant_facts(
+            pair.tokenizer, stretches[trial % len(stretches)].tolist(), places, questions, asked=asked
+        )
         for name, model in pair.models.items():
             for depth, answer in enumerate(_answer_all(model, pair.tokenizer, context), start=index):
                 answers[name][depth].append(answer)
@@ -246,13 +248,15 @@ def _spread_depths(depth: float, facts: int) -> list[float]:
     return [depth, *((depth + number / facts) % 1 for number in range(1, facts))]
 
 
-def _codes(tokenizer: Any, options: PlantedOptions, random: np.random.Generator, facts: int) -> list[_Question]:
+def _code_questions(
+    tokenizer: Any, options: PlantedOptions, random: np.random.Generator, facts: int
+) -> list[_Question]:
     """Codes of five digits in sentences, each that of another city where there are several."""
     codes = [str(code) for code in random.choice(90_000, size=options.codes, replace=False) + 10_000]
-    return _sentences(tokenizer, codes, random.permutation(CITIES)[:facts].tolist() if facts > 1 else [""])
+    return _sentence_questions(tokenizer, codes, random.permutation(CITIES)[:facts].tolist() if facts > 1 else [""])
 
 
-def _sentences(tokenizer: Any, codes: Sequence[str], names: Sequence[str] = ("",)) -> list[_Question]:
+def _sentence_questions(tokenizer: Any, codes: Sequence[str], names: Sequence[str] = ("",)) -> list[_Question]:
     """A sentence with a code for each name, and the question for it."""
     questions = []
     for name, code, others in zip(names, codes, _each_with_others(codes), strict=False):
@@ -263,7 +267,9 @@ def _sentences(tokenizer: Any, codes: Sequence[str], names: Sequence[str] = ("",
     return questions
 
 
-def _strings(stretches: Tensor, options: PlantedOptions, random: np.random.Generator, facts: int) -> list[_Question]:
+def _string_questions(
+    stretches: Tensor, options: PlantedOptions, random: np.random.Generator, facts: int
+) -> list[_Question]:
     """Strings of random tokens of the text; a question is the first half of one, and the answer its second half."""
     length = options.strings or 0
     drawn = random.choice(np.unique(stretches.numpy()), size=(options.codes, length)).tolist()
@@ -279,7 +285,7 @@ def _each_with_others(items: Sequence[Any]) -> Iterator[list[Any]]:
     return ([*items[:number], *items[number + 1 :]] for number in range(len(items)))
 
 
-def _context(
+def _plant_facts(
     tokenizer: Any, stretch: list[int], places: Sequence[float], questions: list[_Question], *, asked: int = 1
 ) -> _Context:
     """Plant facts at their depths in a stretch of text, which is shortened to make room for them and the answer.

@@ -133,8 +133,8 @@ def evaluate_retrieval(
     task = Questions.read(options.file, options.limit)
     encoders = {}
     if against is not None:
-        encoders["against"] = _loaded(against, options)
-    encoders["model"] = _loaded(model, options, reference=encoders.get("against"))
+        encoders["against"] = _open_encoder(against, options)
+    encoders["model"] = _open_encoder(model, options, reference=encoders.get("against"))
     ranks = {name: task.ranks(encoder, progress) for name, encoder in encoders.items()}
     encoder = encoders["model"].model
     run: dict[str, Any] = {
@@ -352,11 +352,11 @@ def read_pooling(folder: Path) -> Pooling:
     """
     if not (folder / "modules.json").is_file():
         return Pooling()
-    modules = _json(folder / "modules.json", list)
+    modules = _read_json(folder / "modules.json", list)
     kinds = {str(module.get("type", "")).rpartition(".")[2]: str(module.get("path", "")) for module in modules}
     if unknown := sorted(set(kinds) - {"Transformer", "Pooling", "Normalize"}):
         raise CheckpointError("modules.json", unknown[0], "must be Transformer, Pooling or Normalize")
-    config = _json(folder / kinds.get("Pooling", "") / "config.json", dict) if "Pooling" in kinds else {}
+    config = _read_json(folder / kinds.get("Pooling", "") / "config.json", dict) if "Pooling" in kinds else {}
     modes = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
     if "Pooling" in kinds and (len(modes) != 1 or modes[0] not in _POOLINGS):
         raise CheckpointError("pooling_mode", ", ".join(modes), f"must be one of {', '.join(_POOLINGS)}")
@@ -365,7 +365,7 @@ def read_pooling(folder: Path) -> Pooling:
     )
 
 
-def _json(path: Path, kind: type) -> Any:
+def _read_json(path: Path, kind: type) -> Any:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -375,7 +375,9 @@ def _json(path: Path, kind: type) -> Any:
     return value
 
 
-def _loaded(source: str | Path | Encoder, options: RetrievalOptions, reference: Encoder | None = None) -> Encoder:
+def _open_encoder(
+    source: str | Path | Encoder, options: RetrievalOptions, reference: Encoder | None = None
+) -> Encoder:
     if isinstance(source, Encoder):
         return source
     return load_encoder(source, dtype=options.dtype, device=options.device, reference=reference)

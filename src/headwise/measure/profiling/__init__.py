@@ -1,7 +1,7 @@
 """Profiles of this machine, on which predictions for it rest, and a check of these on models not in the profile."""
 
-from headwise.measure.profiling.check import Check, Point, check
+from headwise.measure.profiling.check import Check, TimePoint, check
 from headwise.measure.profiling.measure import measure_curves
 from headwise.measure.profiling.profile import Profile, profile, write_profile
 
-__all__ = ["Check", "Point", "Profile", "check", "measure_curves", "profile", "write_profile"]
+__all__ = ["Check", "Profile", "TimePoint", "check", "measure_curves", "profile", "write_profile"]

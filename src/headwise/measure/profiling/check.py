@@ -120,7 +120,7 @@ def attention_kinds(places: Places) -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class TimePoint:
     """The time of one pass of a decoder, measured and predicted.
 
     Attributes:
@@ -163,7 +163,7 @@ class Check:
         memory: the measured and predicted memory of decoders, for each mechanism and dtype.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[TimePoint, ...]
     memory: tuple[MemoryPoint, ...] = ()
 
     @property
@@ -218,7 +218,7 @@ class Check:
         }
 
 
-def _place_of(point: Point) -> Point:
+def _place_of(point: TimePoint) -> TimePoint:
     """A point without the fields that differ between mechanisms."""
     return replace(point, mechanism="", measured=0, predicted=0, pace=1)
 
@@ -249,7 +249,7 @@ def check(
     names = [dtype_name(dtype) for dtype in grids.dtypes]
     known = {name: device.curves[name].pace for name in names if name in device.curves}
     paces = {name: Pace(getattr(torch, name), reference, place) for name, reference in known.items()}
-    points: list[Point] = []
+    points: list[TimePoint] = []
     for index in range(places):
         progress("checking", index, places + 1)
         points += _measure_place(chosen, device, paces, grids)
@@ -257,7 +257,7 @@ def check(
     memory = []
     for name, kind in attention_kinds(grids.places).items():
         heads = chosen.choice(grids.places.heads)
-        sizes = _sizes(grids, heads) | {"vocab_size": chosen.choice(grids.places.vocabularies)}
+        sizes = _draw_sizes(grids, heads) | {"vocab_size": chosen.choice(grids.places.vocabularies)}
         inner = chosen.choice([2, 3, 4]) * grids.head_dim * heads
         decoder = Decoder(**sizes, intermediate_size=inner, **kind)
         memory += [memory_point(name, decoder, dtype, place) for dtype in paces]
@@ -265,17 +265,17 @@ def check(
     return Check(points=tuple(points), memory=tuple(memory))
 
 
-def _sizes(grids: Grids, heads: int) -> dict[str, Any]:
+def _draw_sizes(grids: Grids, heads: int) -> dict[str, Any]:
     """The sizes of a decoder with ``heads`` query heads."""
     return {"hidden_size": grids.head_dim * heads, "num_heads": heads, "head_dim": grids.head_dim}
 
 
-def _measure_place(chosen: random.Random, device: Device, paces: Mapping[str, Pace], grids: Grids) -> list[Point]:
+def _measure_place(chosen: random.Random, device: Device, paces: Mapping[str, Pace], grids: Grids) -> list[TimePoint]:
     """Measure and predict all mechanisms at one place."""
     choices = grids.places
     heads = chosen.choice(choices.heads)
     layers, hidden = chosen.choice(choices.layers), grids.head_dim * heads
-    sizes = _sizes(grids, heads) | {"num_layers": layers}
+    sizes = _draw_sizes(grids, heads) | {"num_layers": layers}
     sizes |= {
         "intermediate_size": chosen.choice([2, 3, 4]) * hidden,
         "vocab_size": chosen.choice(choices.vocabularies),
@@ -330,7 +330,7 @@ class _Call:
         run: runs the pass.
         spec: the spec of the decoder.
         forward: the sizes of the pass.
-        about: the fields of the pass's `Point`.
+        about: the fields of the pass's `TimePoint`.
     """
 
     run: Callable[[], object]
@@ -338,12 +338,12 @@ class _Call:
     forward: Pass
     about: Mapping[str, Any]
 
-    def point(self, device: Device, measured: float, pace: float) -> Point:
+    def point(self, device: Device, measured: float, pace: float) -> TimePoint:
         """The measured time of the pass beside the one that a device's curves predict."""
         timed = seconds(operators(self.spec, self.forward), device, self.forward)
         predicted = sum(each.seconds for each in timed)
         is_prompt = self.forward.new > 1
-        return Point(**self.about, is_prompt=is_prompt, measured=measured, pace=pace, predicted=predicted)
+        return TimePoint(**self.about, is_prompt=is_prompt, measured=measured, pace=pace, predicted=predicted)
 
 
 def _held_bytes(steps: Sequence[tuple[Decoder, Pass]]) -> int:
@@ -354,9 +354,9 @@ def _held_bytes(steps: Sequence[tuple[Decoder, Pass]]) -> int:
     return sum(weights.values()) + caches + max(memory.workspace for _, memory in each)
 
 
-def points_by_mechanism(points: Sequence[Point]) -> dict[str, list[Point]]:
+def points_by_mechanism(points: Sequence[TimePoint]) -> dict[str, list[TimePoint]]:
     """The points of each mechanism, decoding and prompts apart."""
-    kinds: dict[str, list[Point]] = {}
+    kinds: dict[str, list[TimePoint]] = {}
     for point in points:
         kinds.setdefault(f"{point.mechanism}, {'prompts' if point.is_prompt else 'decoding'}", []).append(point)
     return kinds

@@ -141,11 +141,11 @@ class Pace:
 def _median_seconds(run: Callable[[], object], count: int, least: int, patience: float) -> float:
     """Median seconds of a call; its first run, which brings what it reads back into the processor's caches, counts if
     it takes so long that this does not matter."""
-    first = _seconds(run, count)
+    first = _seconds_a_call(run, count)
     times = [first] if first * count > _LONG else []
     until = time.perf_counter() + patience
     while len(times) < least or (time.perf_counter() < until and len(times) < 15 * least):
-        times.append(_seconds(run, count))
+        times.append(_seconds_a_call(run, count))
     return statistics.median(times)
 
 
@@ -173,7 +173,7 @@ def repeat_for_clock(call: Callable[[], object], device: torch.device) -> tuple[
     return record_graph(call, count), count
 
 
-def _seconds(call: Callable[[], object], count: int) -> float:
+def _seconds_a_call(call: Callable[[], object], count: int) -> float:
     """Seconds of one call, where a function makes ``count`` of them."""
     return time_call(call) / count
 

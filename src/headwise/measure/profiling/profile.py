@@ -54,7 +54,7 @@ def profile(device: torch.device = HERE, *, progress: Progress = silent) -> Prof
         progress: the callback that reports each step.
     """
     start = time.perf_counter()
-    limits = _gpu(device) if device.type == "cuda" else _processor(progress)
+    limits = _measure_gpu(device) if device.type == "cuda" else _measure_processor(progress)
     grids = grids_of(device)
     curves = {
         dtype_name(dtype): measure_curves(dtype, limits, grids=grids, place=device, progress=progress)
@@ -65,7 +65,7 @@ def profile(device: torch.device = HERE, *, progress: Progress = silent) -> Prof
     )
 
 
-def _processor(progress: Progress) -> Device:
+def _measure_processor(progress: Progress) -> Device:
     """The limits of this machine's processor."""
     health = doctor(progress=progress)
     facts = describe_machine("cpu")
@@ -80,7 +80,7 @@ def _processor(progress: Progress) -> Device:
     )
 
 
-def _gpu(device: torch.device) -> Device:
+def _measure_gpu(device: torch.device) -> Device:
     """The limits of a CUDA GPU."""
     found = {}
     for dtype in GPU_DTYPES:
@@ -143,8 +143,8 @@ def _toml(path: Sequence[str], table: Mapping[str, Any]) -> list[str]:
     """A table and the tables in it, as lines of TOML."""
     plain = {name: value for name, value in table.items() if not isinstance(value, Mapping)}
     lines = [
-        f"[{'.'.join(_quoted(part) for part in path)}]",
-        *(f"{_quoted(k)} = {_value(v)}" for k, v in plain.items()),
+        f"[{'.'.join(_toml_string(part) for part in path)}]",
+        *(f"{_toml_string(k)} = {_toml_value(v)}" for k, v in plain.items()),
     ]
     for name, value in table.items():
         if isinstance(value, Mapping):
@@ -152,15 +152,15 @@ def _toml(path: Sequence[str], table: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _quoted(text: str) -> str:
+def _toml_string(text: str) -> str:
     """A string of TOML."""
     escaped = "".join(c if c.isprintable() and c not in '"\\' else f"\\u{ord(c):04x}" for c in text)
     return f'"{escaped}"'
 
 
-def _value(value: Any) -> str:
+def _toml_value(value: Any) -> str:
     if isinstance(value, str):
-        return _quoted(value)
+        return _toml_string(value)
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_value, value))}]"
+        return f"[{', '.join(map(_toml_value, value))}]"
     return repr(float(value))

@@ -45,10 +45,10 @@ def shared_tokens(evaluation: Sequence[Tensor], calibration: Sequence[Tensor], *
     calibration_rows = [_rows(windows) for windows in calibration]
     evaluation_hashes = [_hashes(rows, run) for rows in evaluation_rows]
     calibration_hashes = [_hashes(rows, run) for rows in calibration_rows]
-    candidates = zip(calibration_rows, _among(calibration_hashes, evaluation_hashes), strict=True)
+    candidates = zip(calibration_rows, _are_among(calibration_hashes, evaluation_hashes), strict=True)
     runs = {passage.tobytes() for rows, starts in candidates for passage in _runs(rows, run)[starts]}
     shared = []
-    matches = _among(evaluation_hashes, calibration_hashes)
+    matches = _are_among(evaluation_hashes, calibration_hashes)
     for windows, rows, starts in zip(evaluation, evaluation_rows, matches, strict=True):
         starts[starts] = [passage.tobytes() in runs for passage in _runs(rows, run)[starts]]
         covered = np.zeros(rows.shape, bool)
@@ -120,7 +120,7 @@ def _runs(rows: np.ndarray[Any, Any], run: int) -> np.ndarray[Any, Any]:
     return sliding_window_view(rows, run, axis=1)
 
 
-def _among(hashes: Sequence[np.ndarray[Any, Any]], others: Sequence[np.ndarray[Any, Any]]) -> list[Any]:
+def _are_among(hashes: Sequence[np.ndarray[Any, Any]], others: Sequence[np.ndarray[Any, Any]]) -> list[Any]:
     """Masks of these hashes, True where a hash is among the others."""
     if not hashes or not others:
         return [np.zeros(hashed.shape, bool) for hashed in hashes]

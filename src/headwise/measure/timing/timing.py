@@ -95,7 +95,7 @@ def spread_interleaved(
                 duration = time_call(call, within[name])
                 spent[name] += duration * within[name]
                 times[name].append(duration)
-    return {name: _spread(values) for name, values in times.items()}
+    return {name: _quartiles(values) for name, values in times.items()}
 
 
 def _find_repetitions(call: Callable[[], object]) -> int:
@@ -105,7 +105,7 @@ def _find_repetitions(call: Callable[[], object]) -> int:
     return max(1, min(200, round(_ENOUGH / max(time_call(call), 1e-7))))
 
 
-def _spread(values: list[float]) -> Spread:
+def _quartiles(values: list[float]) -> Spread:
     low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return Spread(median, low, high, len(values))
 

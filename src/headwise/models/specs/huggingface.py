@@ -117,9 +117,9 @@ def _reader(model_type: str, config: Config) -> Reader:
         family = READERS.get(model_type.removeprefix(HOSTED_PREFIX))
         has_cross = family is not None and family.cross is not None
         return Reader(
-            partial(_hosted, name="attention"),
+            partial(_read_hosted_layers, name="attention"),
             family.body if family else None,
-            cross=partial(_hosted, name="cross_attention") if has_cross else None,
+            cross=partial(_read_hosted_layers, name="cross_attention") if has_cross else None,
         )
     for reason, names in _REFUSED.items():
         if model_type in names:
@@ -165,7 +165,7 @@ def hosted_attention(model: ModelSpec, *, cross: bool = False) -> list[dict[str,
     return [{"layers": list(indices), **spec.to_dict()} for spec, indices in group_equal_layers(layers)]
 
 
-def _hosted(config: Config, name: str) -> tuple[AttentionSpec, ...]:
+def _read_hosted_layers(config: Config, name: str) -> tuple[AttentionSpec, ...]:
     """Read the layers of a config that headwise wrote, which holds their specs."""
     block = config.get("headwise")
     if not isinstance(block, Mapping) or not isinstance(block.get(name), list):

@@ -57,7 +57,7 @@ def with_stored_head(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         The config itself, or a changed copy.
     """
     try:
-        if not _ties(config) or not _has_own_head(_folder_tensors(folder)):
+        if not _ties_head(config) or not _has_own_head(_folder_tensors(folder)):
             return config
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, HeadwiseError):
         return config
@@ -67,7 +67,7 @@ def with_stored_head(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     return config
 
 
-def _ties(config: dict[str, Any]) -> bool:
+def _ties_head(config: dict[str, Any]) -> bool:
     """Whether a config ties the head to the embedding, by ``tie_word_embeddings`` or by its family's default."""
     body = read_config(config).body
     return bool(config.get("tie_word_embeddings", True)) if body is None else body.tied

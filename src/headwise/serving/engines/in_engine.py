@@ -341,5 +341,5 @@ def _evaluation(pair: Pair, texts: Windows, answer: dict[str, Any], context: int
     reference = None
     if "against" in speed:
         alone: Scores = [(name, {"nll": score["reference_nll"]}) for name, score in own]
-        reference = evaluation_of(alone, speed["against"], about | pair.about("against") | device)
-    return evaluation_of(own, speed["model"], about | pair.about() | device | {"cache": cache}, reference)
+        reference = evaluation_of(alone, speed["against"], about | pair.describe("against") | device)
+    return evaluation_of(own, speed["model"], about | pair.describe() | device | {"cache": cache}, reference)

@@ -256,14 +256,14 @@ class Result:
     @property
     def printed(self) -> str:
         """The printed value, as text."""
-        return _text(self.check.printed)
+        return _shown_value(self.check.printed)
 
     @property
     def shown(self) -> str:
         """The found value, as text with its unit."""
         if self.found is None:
             return "not tested"
-        text = _text(self.found)
+        text = _shown_value(self.found)
         return f"{text} {self.check.unit}" if self.check.unit else text
 
     def to_dict(self) -> dict[str, Any]:
@@ -271,7 +271,7 @@ class Result:
         return {
             "states": self.check.states,
             "when": self.check.when,
-            "inputs": {name: _plain(value) for name, value in self.check.inputs.items()},
+            "inputs": {name: _json_value(value) for name, value in self.check.inputs.items()},
             "printed": self.printed,
             "found": self.found,
             "shown": self.shown,
@@ -282,7 +282,7 @@ class Result:
         }
 
 
-def _text(value: Printed | Found) -> str:
+def _shown_value(value: Printed | Found) -> str:
     if isinstance(value, Number | Range):
         return value.text
     if isinstance(value, bool):
@@ -292,5 +292,5 @@ def _text(value: Printed | Found) -> str:
     return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)

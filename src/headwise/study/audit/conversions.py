@@ -19,7 +19,7 @@ LENGTH = 1024
 
 
 @cache
-def folder() -> Path:
+def working_folder() -> Path:
     """A folder that is removed when the process ends."""
     path = Path(tempfile.mkdtemp(prefix="headwise-audit-"))
     register(shutil.rmtree, path, ignore_errors=True)
@@ -27,7 +27,7 @@ def folder() -> Path:
 
 
 @cache
-def texts() -> tuple[Path, Path]:
+def text_pair() -> tuple[Path, Path]:
     """A text to calibrate on, and one that shares no passage with it.
 
     Raises:
@@ -37,7 +37,7 @@ def texts() -> tuple[Path, Path]:
     from headwise.models.checkpoints import load_tokenizer
     from headwise.models.specs.sources import bundled_gguf
 
-    return write_reference_texts(folder(), load_tokenizer(bundled_gguf()))
+    return write_reference_texts(working_folder(), load_tokenizer(bundled_gguf()))
 
 
 def converted(to: str, method: str) -> Path:
@@ -54,8 +54,8 @@ def _converted(to: str, method: str, work: Effort) -> Path:
     from headwise import convert
     from headwise.costs.formulas.target import target_options
 
-    path = folder() / f"{to}-{method}-{work.calibration_tokens}".replace(":", "-")
-    study, _ = texts()
+    path = working_folder() / f"{to}-{method}-{work.calibration_tokens}".replace(":", "-")
+    study, _ = text_pair()
     calibration = {"calibrate": study, "calibration_tokens": work.calibration_tokens, "calibration_window": WINDOW}
     options: dict[str, Any] = calibration if method == "headwise" else {"method": method}
     convert(SOURCE, path, **target_options(to), evaluate=False, **options)
@@ -74,7 +74,7 @@ def perplexity(to: str, method: str) -> float:
 def _perplexity(to: str, method: str, work: Effort) -> float:
     from headwise import evaluate
 
-    _, evaluation_text = texts()
+    _, evaluation_text = text_pair()
     model = SOURCE if to == "own" else converted(to, method)
     return evaluate(model, text=evaluation_text, window=LENGTH, windows=work.windows, dtype="float32").perplexity
 
@@ -98,7 +98,7 @@ def _layer_similarity(to: str, method: str, work: Effort) -> tuple[float, float]
     from headwise.models.checkpoints import load_tokenizer, tokenize
     from headwise.study.audit.mechanisms import similarity
 
-    _, evaluation_text = texts()
+    _, evaluation_text = text_pair()
     source, other = load(SOURCE, dtype="float32"), load(_converted(to, method, work), dtype="float32")
     tokenizer = load_tokenizer(_converted(to, method, work))
     text = evaluation_text.read_text(encoding="utf-8")[: 8 * LENGTH]

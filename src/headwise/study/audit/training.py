@@ -96,7 +96,7 @@ class FromScratch:
                 return row
         raise UntestableError(f"no decoder with {mechanism} was trained")
 
-    def kept(self, mechanism: str) -> float:
+    def percent_kept(self, mechanism: str) -> float:
         """MHA's perplexity a byte as a percentage of a mechanism's, the mean over seeds."""
         return 100 * math.exp(-self.beside_mha(mechanism)[0])
 

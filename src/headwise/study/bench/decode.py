@@ -169,7 +169,9 @@ def bench_decode(
             a dtype is not known, or there is no such device.
     """
     check_sizes(tokens=(tokens,))
-    points = _points(quick=quick, shapes=shapes, lengths=lengths, cache_mib=cache_mib, batches=batches, dtypes=dtypes)
+    points = _grid_points(
+        quick=quick, shapes=shapes, lengths=lengths, cache_mib=cache_mib, batches=batches, dtypes=dtypes
+    )
     as_device(device)
     for dtype, shape, B, T in points:
         check_fits(shape, shape.nbytes(B, T, dtype.itemsize), device, length=T, batch=B)
@@ -183,7 +185,7 @@ def bench_decode(
     return Bench("decode", cases, device)
 
 
-def _points(
+def _grid_points(
     *,
     quick: bool,
     shapes: Sequence[Shape] | None = None,
@@ -214,7 +216,7 @@ def _time_point(point: GridPoint, probes: Probes, *, tokens: int, device: str, q
     query = torch.randn(B, shape.H, tokens, shape.D, device=device).to(dtype)
     key = torch.randn(B, shape.K, T, shape.D, device=device).to(dtype)
     nbytes = shape.nbytes(B, T, dtype.itemsize)
-    caches = _caches(key, shape, -(-BETWEEN // nbytes))
+    caches = _split_caches(key, shape, -(-BETWEEN // nbytes))
     ways = ways_to_attend(query, caches, with_compiled=not quick, is_causal=tokens > 1)
     choice = choose_backend(query.shape, key.shape, dtype=dtype, device=device, value_dim=shape.V)
     return run_case(
@@ -229,7 +231,7 @@ def _time_point(point: GridPoint, probes: Probes, *, tokens: int, device: str, q
     )
 
 
-def _caches(key: Tensor, shape: Shape, count: int) -> list[tuple[Tensor, Tensor]]:
+def _split_caches(key: Tensor, shape: Shape, count: int) -> list[tuple[Tensor, Tensor]]:
     """Make a number of caches, each of keys and values; a latent's values are its keys' first columns."""
     keys = [key, *(key.clone() for _ in range(count - 1))]
     return [(one, one[..., : shape.V] if shape.is_latent else torch.randn_like(one)) for one in keys]
@@ -254,9 +256,9 @@ def ways_to_attend(
     makers: dict[str, Callable[[], Callable[..., object]]] = {
         OURS: lambda: partial(attend, is_causal=is_causal),
         "packed": lambda: partial(attend, is_causal=is_causal, backend="packed"),
-        "SDPA": lambda: _sdpa(query, key, value, is_causal),
-        "Flex": lambda: _flex(query, key, value, is_causal),
-        "expanded": lambda: _expanded(query, key, value, is_causal),
+        "SDPA": lambda: _prepare_sdpa(query, key, value, is_causal),
+        "Flex": lambda: _prepare_flex(query, key, value, is_causal),
+        "expanded": lambda: _prepare_expanded(query, key, value, is_causal),
     }
     ways: dict[str, Callable[[], Way]] = {
         name: partial(_in_turn, make, query, following) for name, make in makers.items()
@@ -292,7 +294,7 @@ def expanded(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False)
     return mixed
 
 
-def _expanded(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Callable[..., object]:
+def _prepare_expanded(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Callable[..., object]:
     _check_copies(query, key, value)
     return partial(expanded, is_causal=is_causal)
 
@@ -305,7 +307,7 @@ def _check_copies(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise UnableError(f"would copy {needed / 2**30:.1f} GiB")
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Callable[..., object]:
+def _prepare_sdpa(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Callable[..., object]:
     """torch's SDPA with ``enable_gqa``."""
     S, T = query.shape[2], key.shape[2]
     grouped = query.shape[1] != key.shape[1]
@@ -317,7 +319,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Callabl
     return partial(F.scaled_dot_product_attention, is_causal=is_causal, enable_gqa=grouped)
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Callable[..., object]:
+def _prepare_flex(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Callable[..., object]:
     """torch's FlexAttention, compiled for the shape."""
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -63,7 +63,7 @@ class _LlamaCpp:
 
     def __init__(self, path: Path, max_tokens: int) -> None:
         self._api = api = importlib.import_module("llama_cpp")
-        _silence(api)
+        _silence_log(api)
         api.llama_backend_init()
         with tempfile.TemporaryDirectory(prefix="headwise-bench-") as folder:
             wide = Path(folder) / "float32.gguf"
@@ -93,7 +93,7 @@ class _LlamaCpp:
 
 
 @cache
-def _silence(api: Any) -> Any:
+def _silence_log(api: Any) -> Any:
     """Drop llama.cpp's log; the callback is kept as long as the process, because llama.cpp keeps a pointer to it."""
     callback = api.llama_log_callback(lambda *_: None)
     api.llama_log_set(callback, None)

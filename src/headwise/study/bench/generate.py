@@ -90,8 +90,12 @@ def bench_generate(
     stock = load(source, dtype=dtype).eval()
     others = {name: load(other, dtype=dtype).eval() for name, other in zip(names, beside, strict=True)}
     steps = 2 * (repeats + _UNTIMED)
-    _check(contexts, steps, [stock, *others.values()])
-    optimized, sdpa, eager = optimize(_shared(stock)), _set(stock, "sdpa"), _set(_shared(stock), "eager")
+    _check_contexts(contexts, steps, [stock, *others.values()])
+    optimized, sdpa, eager = (
+        optimize(_share_tensors(stock)),
+        _set_attention(stock, "sdpa"),
+        _set_attention(_share_tensors(stock), "eager"),
+    )
     vocabulary = min(model.get_input_embeddings().weight.shape[0] for model in (stock, *others.values()))
     ids = torch.randint(vocabulary, (max(contexts),)).tolist()
     cases = [_Case(ids[:context]) for context in contexts]
@@ -110,7 +114,7 @@ def bench_generate(
                     case.ways[name] = stack.enter_context(start_engine(name, source, dtype, max_tokens))
                 except UnableError as error:
                     case.errors[name] = str(error)
-        return _measured(cases, spec, Probes(stock.dtype), stock, repeats + _UNTIMED, progress)
+        return _measure_cases(cases, spec, Probes(stock.dtype), stock, repeats + _UNTIMED, progress)
 
 
 @dataclass
@@ -140,7 +144,7 @@ class _Case:
             del self.ways[name]
 
 
-def _measured(
+def _measure_cases(
     cases: Sequence[_Case], spec: ModelSpec, probes: Probes, stock: Any, rounds: int, progress: Progress
 ) -> Bench:
     """Time all contexts in the same rounds, so that a disturbance of the machine strikes all of them alike."""
@@ -162,7 +166,7 @@ def _measured(
                 probed[name].append(time_call(probes.calls()[name]))
             else:
                 token = turn.ids[index % len(turn.ids)]
-                turn.ask(name, partial(_step, token, turn.times.setdefault(name, [])))
+                turn.ask(name, partial(_time_step, token, turn.times.setdefault(name, [])))
     progress("tokens", rounds, rounds)
     limits = probes.limits(*(statistics.median(probed[name][_UNTIMED:]) for name in ("read", "product")))
     active = cost.model.weights(spec, active=True)
@@ -176,10 +180,10 @@ def _measured(
         flops = cost.model.forward_flops(spec, 1, len(case.ids) + 1).total
         title = f"{len(case.ids):,} tokens"
         measured.append(case_of(title, values, timings, nbytes=read + held, flops=flops, limits=limits))
-    return Bench("generate", measured, notes=_growth(measured))
+    return Bench("generate", measured, notes=_growth_notes(measured))
 
 
-def _step(token: int, times: list[float], way: _Way) -> None:
+def _time_step(token: int, times: list[float], way: _Way) -> None:
     way.step(token)  # wakes its threads, which stay awake between the tokens of a text
     times.append(way.step(token))
 
@@ -213,18 +217,18 @@ class _Model:
         return time_call(lambda: self.model(torch.tensor([[token]]), past_key_values=self.cache, use_cache=True))
 
 
-def _shared(model: Any) -> Any:
+def _share_tensors(model: Any) -> Any:
     """Copy a model's modules, but not its tensors, which both models use."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, tensors)
 
 
-def _set(model: Any, implementation: str) -> Any:
+def _set_attention(model: Any, implementation: str) -> Any:
     model.set_attn_implementation(implementation)
     return model
 
 
-def _check(contexts: Sequence[int], steps: int, models: Sequence[Any]) -> None:
+def _check_contexts(contexts: Sequence[int], steps: int, models: Sequence[Any]) -> None:
     for model in models:
         positions = getattr(model.config, "max_position_embeddings", None)
         most = positions - steps if isinstance(positions, int) else max(contexts)
@@ -234,7 +238,7 @@ def _check(contexts: Sequence[int], steps: int, models: Sequence[Any]) -> None:
                 raise ArgumentError("context", context, rule if positions else "must be at least 1")
 
 
-def _growth(cases: Sequence[Case]) -> list[str]:
+def _growth_notes(cases: Sequence[Case]) -> list[str]:
     """Notes on the growth of each model's time from the first context to the last, beside the stock model's."""
     notes = []
     if len(cases) > 1:

@@ -197,7 +197,7 @@ def run_case(
         except RuntimeError as error:
             errors[way] = str(error).strip().splitlines()[0][:200]
     times = max(1, min(_REPLAYED, BETWEEN // max(nbytes, 1)))
-    replays = _replays(calls, times) if probes.device.type == "cuda" else {}
+    replays = _record_replays(calls, times) if probes.device.type == "cuda" else {}
     timed = spread_interleaved({**probes.calls(), **calls}, budget=budget)
     replayed = spread_interleaved(replays, budget=budget)
     limits = probes.limits(timed["read"].median, timed["product"].median)
@@ -225,7 +225,7 @@ def case_of(
     )
 
 
-def _replays(calls: Mapping[str, Way], times: int) -> dict[str, Way]:
+def _record_replays(calls: Mapping[str, Way], times: int) -> dict[str, Way]:
     """Calls that replay a CUDA graph of ``times`` calls of each way, for the ways that can be recorded."""
     replays = {}
     for way, call in calls.items():

@@ -110,7 +110,11 @@ class _Counter:
                 if packet is not None:
                     self._formulas[packet] = self._formula(packet, *products)
         aten = torch.ops.aten
-        self._formulas |= {aten.mv: _mv, aten.dot: _dot, aten._grouped_mm: _grouped}
+        self._formulas |= {
+            aten.mv: _matrix_vector_flops,
+            aten.dot: _dot_product_flops,
+            aten._grouped_mm: _grouped_flops,
+        }
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -140,15 +144,15 @@ class _Counter:
 Shape = tuple[int, ...]
 
 
-def _mv(matrix: Shape, vector: Shape, **_: Any) -> int:
+def _matrix_vector_flops(matrix: Shape, vector: Shape, **_: Any) -> int:
     return 2 * matrix[0] * matrix[1]
 
 
-def _dot(left: Shape, right: Shape, **_: Any) -> int:
+def _dot_product_flops(left: Shape, right: Shape, **_: Any) -> int:
     return 2 * left[0]
 
 
-def _grouped(left: Shape, right: Shape, *_: Any, out_val: Any = None, **__: Any) -> int:
+def _grouped_flops(left: Shape, right: Shape, *_: Any, out_val: Any = None, **__: Any) -> int:
     """FLOPs of rows ``[M, K]`` by a matrix of each group ``[G, K, N]``; for its gradient ``[N, M]`` by ``[M, K]``."""
     if len(left) == len(right) == 2:
         return 2 * left[0] * left[1] * right[1]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.costs.formulas import layer
-from headwise.costs.formulas.activations import Kept, kept_values, kept_width
+from headwise.costs.formulas.activations import KeptTensor, kept_values, kept_width
 from headwise.costs.formulas.latent import expanded_cache_values
 from headwise.costs.formulas.size import Size
 from headwise.costs.formulas.stages import Call, Core, Kernel, check_kernel
@@ -191,7 +191,7 @@ def complexity(
     )
 
 
-def _kept_bytes(tensor: Kept, call: Call, value_bytes: Size) -> Size:
+def _kept_bytes(tensor: KeptTensor, call: Call, value_bytes: Size) -> Size:
     """Bytes of one kept tensor, in letters where its values are of the layer's dtype."""
     width = kept_width(tensor, value_bytes)
     values = kept_values(tensor, batch=call.batch, new=call.new, total=call.total)

@@ -153,7 +153,7 @@ def _heads(header: GgufHeader, get: Get, *, partial: bool = False) -> dict[str, 
     return {"num_key_value_heads": get("attention.head_count_kv", num_heads), "head_dim": head_dim}
 
 
-def _theta(get: Get) -> float:
+def _rope_theta(get: Get) -> float:
     return float(get("rope.freq_base", 10000.0))
 
 
@@ -161,13 +161,13 @@ def _llama(model_type: str, header: GgufHeader, get: Get) -> dict[str, Any]:
     """Llama, Mistral, which GGUF calls Llama too, and Qwen."""
     _refuse(header, get, "expert_count")
     heads = _heads(header, get)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _theta(get)}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _rope_theta(get)}
     if get("rope.scaling.type") == "linear":
         rope |= {"rope_type": "linear", "factor": _positive_number(header, get, "rope.scaling.factor", 1.0)}
     else:
         _refuse(header, get, "rope.scaling.type")
     if _FREQS in header.factors:
-        rope = _llama3_rope(header.factors[_FREQS], _theta(get), heads["head_dim"])
+        rope = _llama3_rope(header.factors[_FREQS], _rope_theta(get), heads["head_dim"])
     config = {"model_type": model_type, **heads, "rope_parameters": rope}
     if "blk.0.attn_q.bias" in header.tensors and model_type == "llama":  # Qwen2's need no word in the config
         config["attention_bias"] = True
@@ -222,13 +222,13 @@ def _phi3(header: GgufHeader, get: Get) -> dict[str, Any]:
     _refuse(header, get, "rope.scaling.type", "expert_count")
     heads = _heads(header, get, partial=True)
     rotated, head_dim = get("rope.dimension_count"), heads["head_dim"]
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _theta(get)}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _rope_theta(get)}
     original = _positive_number(header, get, "rope.scaling.original_context_length", whole=True)
     if _LONG in header.factors or _SHORT in header.factors:
         long, short = (header.factors.get(name) for name in (_LONG, _SHORT))
         if long is None or short is None:
             raise SpecError("rope_factors", "one of two", "must be given for short and for long texts")
-        rope = {"rope_type": "longrope", "rope_theta": _theta(get)}
+        rope = {"rope_type": "longrope", "rope_theta": _rope_theta(get)}
         rope |= {"long_factor": list(long), "short_factor": list(short)}
         attention = _positive_number(header, get, "rope.scaling.attn_factor")
         for factors in (long, short):
@@ -340,12 +340,12 @@ def _deepseek2(header: GgufHeader, get: Get) -> dict[str, Any]:
 
 def _deepseek_rope(header: GgufHeader, get: Get) -> dict[str, Any]:
     if get("rope.scaling.type") in (None, "none"):
-        return {"rope_type": "default", "rope_theta": _theta(get)}
+        return {"rope_type": "default", "rope_theta": _rope_theta(get)}
     if get("rope.scaling.type") != "yarn":
         raise SpecError("deepseek2.rope.scaling.type", get("rope.scaling.type"), "must be yarn")
     rope = {
         "rope_type": "yarn",
-        "rope_theta": _theta(get),
+        "rope_theta": _rope_theta(get),
         "factor": _positive_number(header, get, "rope.scaling.factor"),
     }
     rope["original_max_position_embeddings"] = _required_integer(header, get, "rope.scaling.original_context_length")
@@ -431,7 +431,7 @@ def gguf_model(config: Mapping[str, Any]) -> GgufModel:
         raise SpecError("attention_bias", True, "has no place in llama.cpp's qwen3")
     _refuse_windows(spec)
     architecture = GGUF_ARCHITECTURES[str(model_type)]
-    rope, factors = _rope(first.rope)
+    rope, factors = _rope_metadata(first.rope)
     own = {
         "block_count": len(spec.layers),
         "context_length": config["max_position_embeddings"],
@@ -441,7 +441,7 @@ def gguf_model(config: Mapping[str, Any]) -> GgufModel:
         "attention.head_count": config["num_attention_heads"],
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         **rope,
-        **(_latent(config, first) if isinstance(first, LatentSpec) else _grouped(first)),
+        **(_latent_metadata(config, first) if isinstance(first, LatentSpec) else _grouped_metadata(first)),
     }
     for key, value in own.items():
         _refuse_large(key, value)
@@ -475,7 +475,7 @@ def _refuse_windows(spec: ModelSpec) -> None:
             raise SpecError("sliding_window", layer.sliding_window, rule)
 
 
-def _grouped(layer: AttentionSpec) -> dict[str, Any]:
+def _grouped_metadata(layer: AttentionSpec) -> dict[str, Any]:
     assert isinstance(layer, GroupedSpec)
     if layer.rope is not None and layer.rope.dim != layer.head_dim:
         raise SpecError("rope dim", layer.rope.dim, f"must be the head dim, {layer.head_dim}, in llama.cpp's model")
@@ -487,7 +487,7 @@ def _grouped(layer: AttentionSpec) -> dict[str, Any]:
     }
 
 
-def _latent(config: Mapping[str, Any], layer: LatentSpec) -> dict[str, Any]:
+def _latent_metadata(config: Mapping[str, Any], layer: LatentSpec) -> dict[str, Any]:
     """MLA: to llama.cpp one key head of R + P dims, whose first R are the values.
 
     Raises:
@@ -520,7 +520,7 @@ def _latent(config: Mapping[str, Any], layer: LatentSpec) -> dict[str, Any]:
     }
 
 
-def _rope(rope: RopeSpec | None) -> tuple[dict[str, Any], tuple[float, ...]]:
+def _rope_metadata(rope: RopeSpec | None) -> tuple[dict[str, Any], tuple[float, ...]]:
     """The metadata of RoPE, and the factors of its frequencies.
 
     Raises:

@@ -185,7 +185,7 @@ def read_rope(
         SpecError: a field is impossible, or transformers' class would fail with it.
     """
     base: Any = config.get("rope_theta", theta)
-    values = _shared(config) if local is None else _of_layers(config, layer_type)
+    values = _shared_rope(config) if local is None else _rope_of_layers(config, layer_type)
     if local is not None and layer_type == SLIDING:
         base = config.get(*local)
     kind = values.pop("rope_type", values.pop("type", "default"))
@@ -236,10 +236,10 @@ def _rotated_dims(config: Config, head_dim: int, kind: str, values: dict[str, An
     return dim
 
 
-def _shared(config: Config) -> dict[str, Any]:
+def _shared_rope(config: Config) -> dict[str, Any]:
     """The object that describes the one embedding of all layers; empty where there is none."""
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    values = _object(name, config.get(name) or {})
+    values = _check_object(name, config.get(name) or {})
     for key in (FULL, SLIDING):
         if isinstance(value := values.get(key), Mapping):
             rule = f"is not understood: all layers of a {config.get('model_type')} model share one embedding"
@@ -247,26 +247,26 @@ def _shared(config: Config) -> dict[str, Any]:
     return values
 
 
-def _of_layers(config: Config, layer_type: str) -> dict[str, Any]:
+def _rope_of_layers(config: Config, layer_type: str) -> dict[str, Any]:
     """The object that describes the embedding of one type of layers, where types differ (Gemma 3, OLMo 3)."""
     given: Any = config.get("rope_parameters")
     if given is None:
         given = {FULL: {"rope_type": "default"}}
-    given = _object("rope_parameters", given)
-    values = _object(f"rope_parameters.{layer_type}", given.get(layer_type) or {})
+    given = _check_object("rope_parameters", given)
+    values = _check_object(f"rope_parameters.{layer_type}", given.get(layer_type) or {})
     if (scaling := config.get("rope_scaling")) is not None:
         if not isinstance(given.get(FULL), Mapping):
             rule = f"cannot be read beside rope_parameters = {given!r}, which has no {FULL} that it would change"
             raise SpecError("rope_scaling", scaling, rule)
         if layer_type == FULL:
-            values |= _object("rope_scaling", scaling)
+            values |= _check_object("rope_scaling", scaling)
     # transformers reads this number of yarn's beside the types of layers, and not within one.
     if "truncate" in (values | given):
         values["truncate"] = given.get("truncate", True)
     return values
 
 
-def _object(name: str, value: Any) -> dict[str, Any]:
+def _check_object(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise SpecError(name, value, "must be a JSON object")
     return dict(value)

@@ -81,7 +81,7 @@ def read_stored(
     if not given:
         return None
     try:
-        scheme = _read(given, config)
+        scheme = _read_scheme(given, config)
     except _UnknownError as error:
         scheme = _Scheme("not known", [], unknown=[str(error)])
     except (AttributeError, TypeError):
@@ -105,7 +105,7 @@ def _skip_notes(scheme: _Scheme, every: Sequence[Module], num_layers: int) -> It
             yield f"quantization_config: {pattern!r} is to be left alone, and names no matrix that is counted"
 
 
-def _read(given: object, config: Config) -> _Scheme:
+def _read_scheme(given: object, config: Config) -> _Scheme:
     if not isinstance(given, Mapping):
         raise _UnknownError("type", type(given).__name__)
     method = given.get("quant_method")
@@ -132,7 +132,7 @@ def _is_narrow(module: Module) -> bool:
     return module.stage == SHARED_GATE
 
 
-def _patterns(given: Config, *names: str) -> list[str] | None:
+def _first_list(given: Config, *names: str) -> list[str] | None:
     """The first of several fields that is present, a list of names; None where all are absent."""
     for name in names:
         if (value := given.get(name)) is not None:
@@ -146,19 +146,19 @@ def _by_transformers(
     name: str, given: Config, form: MatrixFormat, *lists: str, first: Sequence[Rule] = ()
 ) -> _Scheme:
     """A scheme of all matrices but those that a list names; where there is no list, all but the head."""
-    listed = _patterns(given, *(lists or ("modules_to_not_convert",)))
+    listed = _first_list(given, *(lists or ("modules_to_not_convert",)))
     skipped = None if listed is None else by_boundary(listed)
     return _Scheme(name, [(skipped or _is_head, None), *first, (_is_counted, form)], skipped)
 
 
-def _number(given: Config, name: str, known: Sequence[int], absent: int | None = None) -> int:
+def _known_number(given: Config, name: str, known: Sequence[int], absent: int | None = None) -> int:
     value = given.get(name, absent)
     if type(value) is not int or value not in known:
         raise _UnknownError(name, value)
     return value
 
 
-def _group(given: Config, name: str, absent: int) -> int | None:
+def _group_size(given: Config, name: str, absent: int) -> int | None:
     """The inputs that share a scale; None for all, which is spelled -1."""
     value = given.get(name, absent)
     if type(value) is not int or not (value == -1 or 0 < value < 2**20):
@@ -166,7 +166,7 @@ def _group(given: Config, name: str, absent: int) -> int | None:
     return None if value == -1 else value
 
 
-def _sizes(name: str, value: object) -> tuple[int, int]:
+def _block_sizes(name: str, value: object) -> tuple[int, int]:
     """Outputs and inputs of a block."""
     is_pair = isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
     if not is_pair:
@@ -184,7 +184,7 @@ def _in_groups(group: int | None) -> str:
 
 def _fp8(given: Config, config: Config) -> _Scheme:
     block = given.get("weight_block_size")
-    sizes = (None, None) if block is None else _sizes("weight_block_size", block)
+    sizes = (None, None) if block is None else _block_sizes("weight_block_size", block)
     scale = 8 if given.get("scale_fmt") == "ue8m0" else 32
     static = 4 if given.get("activation_scheme") == "static" else 0
     name = "FP8" if block is None else f"FP8 {sizes[0]} × {sizes[1]}"
@@ -198,7 +198,7 @@ def _fp8(given: Config, config: Config) -> _Scheme:
 
 def _mxfp4(given: Config, config: Config) -> _Scheme:
     form = MatrixFormat(name="mxfp4", bits=4, block=(1, 32), scale_bits=8)
-    skipped = by_boundary(_patterns(given, "modules_to_not_convert") or [])
+    skipped = by_boundary(_first_list(given, "modules_to_not_convert") or [])
     rules: list[Rule] = [(skipped, None), (lambda module: module.is_expert, form)]
     return _Scheme("mxfp4", rules, skipped)
 
@@ -224,7 +224,7 @@ def _bitsandbytes(given: Config, config: Config) -> _Scheme:
 
 def _gptq(given: Config, config: Config) -> _Scheme:
     def form_of(settings: Config) -> MatrixFormat:
-        bits, group = _number(settings, "bits", (2, 3, 4, 8)), _group(settings, "group_size", 128)
+        bits, group = _known_number(settings, "bits", (2, 3, 4, 8)), _group_size(settings, "group_size", 128)
         layout = settings.get("checkpoint_format") or settings.get("format") or "gptq"
         if layout not in ("gptq", "gptq_v2", "marlin"):
             raise _UnknownError("checkpoint_format", layout)
@@ -248,10 +248,10 @@ def _gptq(given: Config, config: Config) -> _Scheme:
 
 
 def _awq(given: Config, config: Config) -> _Scheme:
-    bits = _number(given, "bits" if "bits" in given else "w_bit", (4, 8), 4)
-    group = _group(given, "group_size" if "group_size" in given else "q_group_size", 128)
+    bits = _known_number(given, "bits" if "bits" in given else "w_bit", (4, 8), 4)
+    group = _group_size(given, "group_size" if "group_size" in given else "q_group_size", 128)
     form = MatrixFormat(name=f"AWQ {bits} bits{_in_groups(group)}", bits=bits, block=(1, group), scale_bits=16 + bits)
-    skipped = by_boundary(_patterns(given, "modules_to_not_convert") or [])
+    skipped = by_boundary(_first_list(given, "modules_to_not_convert") or [])
     rules: list[Rule] = [(_is_narrow, None), (_is_head, None), (skipped, None), (_is_counted, form)]
     return _Scheme(form.name, rules, skipped)
 
@@ -273,11 +273,11 @@ def _hqq(given: Config, config: Config) -> _Scheme:
     settings = own.get("weight_quant_params") if isinstance(own, Mapping) else None
     if not isinstance(settings, Mapping):  # settings for each layer by its name
         raise _UnknownError("quant_config", own)
-    bits, group = _number(settings, "nbits", (1, 2, 3, 4, 8)), _group(settings, "group_size", 64)
+    bits, group = _known_number(settings, "nbits", (1, 2, 3, 4, 8)), _group_size(settings, "group_size", 64)
     packed = 3.2 if bits == 3 else bits  # ten values of 3 bits in an int32
     name = f"HQQ {bits} bits{_in_groups(group)}"
     form = MatrixFormat(name=name, bits=packed, block=(1, group), scale_bits=32)
-    skipped = _patterns(given, "skip_modules")
+    skipped = _first_list(given, "skip_modules")
     listed = ["lm_head"] if skipped is None else skipped
     return _by_transformers(name, {"skip_modules": listed}, form, "skip_modules")
 
@@ -305,7 +305,7 @@ def _modelopt(given: Config, config: Config) -> _Scheme:
         form = MatrixFormat(name="nvfp4", bits=4, block=(1, 16), scale_bits=8, matrix_bytes=8)
     else:
         raise _UnknownError("quant_algo", kind)
-    skipped = by_wildcard(_patterns(given, "ignore", "exclude_modules") or [])
+    skipped = by_wildcard(_first_list(given, "ignore", "exclude_modules") or [])
     return _Scheme(f"ModelOpt {form.name}", [(skipped, None), (_is_counted, form)], skipped)
 
 
@@ -317,7 +317,7 @@ _MICROSCALED = {"nvfp4-pack-quantized": (4, 16), "mxfp4-pack-quantized": (4, 32)
 
 
 def _compressed(given: Config, config: Config) -> _Scheme:
-    groups, ignored = given.get("config_groups"), by_name(_patterns(given, "ignore") or [])
+    groups, ignored = given.get("config_groups"), by_name(_first_list(given, "ignore") or [])
     if not isinstance(groups, Mapping) or not groups:
         raise _UnknownError("config_groups", groups)
     sparsity = given.get("sparsity_config")
@@ -338,7 +338,7 @@ def _compressed(given: Config, config: Config) -> _Scheme:
 
 def _targets(group: Config) -> Matcher:
     """The matrices of a group; class names other than that of all linear layers are not known."""
-    targets = _patterns(group, "targets") or []
+    targets = _first_list(group, "targets") or []
     if "Linear" in targets:
         return _is_counted
     if not targets or any(target.isidentifier() and target != "lm_head" for target in targets):
@@ -353,7 +353,7 @@ def _group_format(group: object, layout: object) -> MatrixFormat | None:
         return None
     assert isinstance(group, Mapping)
     activations = group.get("input_activations")
-    bits, kind = _number(weights, "num_bits", range(1, 9)), weights.get("type", "int")
+    bits, kind = _known_number(weights, "num_bits", range(1, 9)), weights.get("type", "int")
     if layout in _MICROSCALED:
         bits, inputs = _MICROSCALED[str(layout)]
         # nvfp4 has a float32 besides, and another of its inputs where they are quantised.
@@ -363,7 +363,7 @@ def _group_format(group: object, layout: object) -> MatrixFormat | None:
     if layout not in (_PACKED, *_WHOLE):
         raise _UnknownError("format", layout)
     is_packed = layout == _PACKED
-    block = _block(weights)
+    block = _scale_block(weights)
     zero = 0 if weights.get("symmetric", True) else bits if is_packed else 8
     is_static = isinstance(activations, Mapping) and activations.get("dynamic") is False
     label = f"{'FP' if kind == 'float' else 'int'}{bits}"
@@ -379,7 +379,7 @@ def _group_format(group: object, layout: object) -> MatrixFormat | None:
     )
 
 
-def _block(weights: Config) -> tuple[int | None, int | None]:
+def _scale_block(weights: Config) -> tuple[int | None, int | None]:
     """The outputs and inputs that share a scale."""
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
     if strategy == "tensor":
@@ -387,10 +387,10 @@ def _block(weights: Config) -> tuple[int | None, int | None]:
     if strategy == "channel":
         return 1, None
     if strategy in ("group", "tensor_group"):
-        return 1, _group(weights, "group_size", -1)
+        return 1, _group_size(weights, "group_size", -1)
     if strategy != "block":
         raise _UnknownError("strategy", strategy)
-    return _sizes("block_structure", weights.get("block_structure"))
+    return _block_sizes("block_structure", weights.get("block_structure"))
 
 
 _METHODS: dict[str, Callable[[Config, Config], _Scheme]] = {

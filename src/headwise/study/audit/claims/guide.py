@@ -15,7 +15,7 @@ CONTEXTS = (256, 1024, 4096, 200_000)
 PARAMETERS = (10**8, 3 * 10**9, 7 * 10**10)
 
 
-def disagreeing(heads: int) -> float:
+def percent_disagreeing(heads: int) -> float:
     """The percentage of questions on which two of the guide's rules have no mechanism in common."""
     yes_or_no = itertools.product((False, True), repeat=4)
     questions = [
@@ -62,7 +62,7 @@ CLAIMS = (
             Check(
                 states="questions on which its rules disagree",
                 printed=exact_number(0),
-                measure=disagreeing,
+                measure=percent_disagreeing,
                 inputs={"heads": 8},
                 unit="%",
             ),

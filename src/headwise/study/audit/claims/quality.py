@@ -30,7 +30,7 @@ def kept_from_scratch(mechanism: str) -> float:
     """
     from headwise.study.audit.training import trained_decoders
 
-    return trained_decoders().kept(mechanism)
+    return trained_decoders().percent_kept(mechanism)
 
 
 def refuse_to_measure(why: str) -> bool:
