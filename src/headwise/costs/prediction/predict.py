@@ -11,7 +11,7 @@ from typing import Any
 from headwise.base.documents import as_document
 from headwise.base.type_checks import checked_types
 from headwise.costs.formulas import dtype_bytes
-from headwise.costs.prediction.engine_caches import caches_of_bits, engine_caches
+from headwise.costs.prediction.engines import caches_of_bits, engine_caches
 from headwise.costs.prediction.hardware import Device, device
 from headwise.costs.prediction.memory import (
     CHUNK,

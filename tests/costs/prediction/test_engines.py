@@ -24,7 +24,7 @@ def test_what_is_simulated_is_what_formats_spell(engine: str, cache: object) -> 
     except ArgumentError:
         form = None
     is_known = isinstance(form, EngineFormat)
-    assert cache.is_simulated == is_known, f"is_simulated of {name} in prediction/engine_caches.py"  # type: ignore[attr-defined]
+    assert cache.is_simulated == is_known, f"is_simulated of {name} in prediction/engines.py"  # type: ignore[attr-defined]
     if not isinstance(form, EngineFormat):
         return
     assert PrepareOptions(cache=[name]).cache == [name]
