@@ -50,6 +50,7 @@ from headwise.runtime.caches.cache import rounded_queries
 from headwise.runtime.caches.growing import Update
 from headwise.runtime.hf import HeadwiseCache, LayerwiseModel, as_device
 from headwise.runtime.quantization.formats import ENGINES, EngineFormat, parse_format
+from headwise.runtime.quantization.groups import BITS, HADAMARD, Float8Code
 from headwise.serving.programs import served_by
 
 STAGE = "rounding caches"
@@ -174,15 +175,7 @@ LEAST = 256
 EVERY = 16
 """One token in so many is run in every format, at positions drawn at random."""
 
-_OWN = (
-    "int4",
-    "int3",
-    "int2",
-    "int4+hadamard",
-    "int3+hadamard",
-    "int2+hadamard",
-    "fp8",
-)
+_OWN = (*(f"int{bits}{turned}" for turned in ("", HADAMARD) for bits in BITS if bits < 8), str(Float8Code()))
 """headwise's formats beside those that conversions are compared with."""
 
 
@@ -370,21 +363,24 @@ def list_formats(checkpoint: Checkpoint, targets: Sequence[str] = ()) -> tuple[d
         except HeadwiseError as error:
             reasons.setdefault(error.rule, []).append(name)
     reasons["as wide as a full cache"] = [name for name in _engine_formats() if not _rounds(name)]
-    known = {*_every_format(checkpoint.spec), *_engine_formats()}
-    reasons["headwise does not round as it does"] = [
-        f"{engine.name}:{cache.name}"
-        for engine in SERVING_ENGINES.values()
-        for cache in engine.caches
-        if f"{engine.name}:{cache.name}" not in known
-    ]
+    reasons["headwise does not round as it does"] = [name for name, is_known in _listed().items() if not is_known]
     return formats, [f"not predicted: {', '.join(names)} ({reason})" for reason, names in reasons.items() if names]
 
 
 def _every_format(spec: ModelSpec) -> list[str]:
     """All formats that could be predicted; some may not suit the model."""
     plain = [str(form.fitted(spec)) for form in PLAIN_FORMATS]
-    mixed = [f"llama.cpp:{keys}/{values}" for keys, values in (("q8_0", "q4_0"),)]
-    return [*dict.fromkeys((*plain, *_OWN, *filter(_rounds, _engine_formats()), *mixed))]
+    listed = [name for name, is_simulated in _listed().items() if is_simulated]  # some pairs of formats among them
+    return [*dict.fromkeys((*plain, *_OWN, *filter(_rounds, _engine_formats()), *listed))]
+
+
+def _listed() -> dict[str, bool]:
+    """The caches that are known of all engines, and whether headwise rounds as they do."""
+    return {
+        f"{name}:{cache.name}": cache.is_simulated
+        for name, engine in SERVING_ENGINES.items()
+        for cache in engine.caches
+    }
 
 
 def _engine_formats() -> list[str]:

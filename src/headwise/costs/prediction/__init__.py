@@ -3,6 +3,7 @@
 from headwise.costs.prediction.curves import MANY, Curves, Grid, Kind, Sizes, curves_of, pairs, to_table
 from headwise.costs.prediction.engine_cache import SAFE_LOSS, EngineCache
 from headwise.costs.prediction.engines import (
+    GGML_TYPES,
     OLLAMA,
     RUNNABLE,
     SERVING_ENGINES,
@@ -40,6 +41,7 @@ from headwise.costs.prediction.work import LayerWork, ModelWork, Reach, Work, mo
 
 __all__ = [
     "ENGINES",
+    "GGML_TYPES",
     "MANY",
     "MOST",
     "OLLAMA",
