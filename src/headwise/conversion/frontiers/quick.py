@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import kl_div, log_softmax
+from torch.nn.functional import log_softmax
 
 from headwise.base.documents import PREDICTED, as_document, finite, read_document
 from headwise.base.options import QuickFrontierOptions, takes_options
@@ -41,6 +41,7 @@ from headwise.costs.formulas.target import PLAIN_FORMATS, PlainFormat
 from headwise.costs.prediction import SERVING_ENGINES
 from headwise.errors import ArgumentError, HeadwiseError, SpecError
 from headwise.measure.evaluation.plain_cache import bfloat16_bytes
+from headwise.measure.evaluation.scoring import kl_divergence
 from headwise.measure.points import PREDICTED_ERROR
 from headwise.measure.texts import refuse_texts_within
 from headwise.measure.texts.calibration import CalibrationTexts, check_texts, open_windows
@@ -120,7 +121,7 @@ def _divergences(model: LayerwiseModel, exact: Tensor, states: dict[str, Tensor]
         target = log_softmax(model.finish(exact[:, piece]).float(), -1)
         for name, part in states.items():
             logits = log_softmax(model.finish(part[:, piece]).float(), -1)
-            found[name].append(kl_div(logits, target, reduction="none", log_target=True).sum(-1))
+            found[name].append(kl_divergence(target, logits))
     return {name: torch.cat(parts, 1) for name, parts in found.items()}
 
 

@@ -28,6 +28,7 @@ from headwise.conversion.preparation.samples import projected
 from headwise.costs.prediction import RUNNABLE
 from headwise.errors import ArgumentError, CheckpointError, StorageError
 from headwise.measure.evaluation import Evaluation, Pair, evaluate_windows, open_pair
+from headwise.measure.evaluation.scoring import kl_divergence
 from headwise.models.checkpoints import Checkpoint, GgufCheckpoint, dtype_name, open_checkpoint
 from headwise.models.specs import GroupedSpec
 from headwise.runtime.hf import check_logits
@@ -330,7 +331,7 @@ def _difference(pair: Pair, ids: Tensor) -> Difference:
         logits.append(model(ids[None].to(model.device), use_cache=False).logits[0].float())  # [S, V]
         check_logits(logits[-1], model)
     own, reference = (each.log_softmax(-1) for each in logits)
-    kl = float((reference.exp() * (reference - own)).sum(-1).mean())
+    kl = float(kl_divergence(reference, own).mean())
     largest = float((own - reference).abs().max())
     return Difference(dtype=dtype_name(pair.dtype), tokens=len(ids), largest=largest, kl=max(kl, 0.0))
 
