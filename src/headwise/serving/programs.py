@@ -139,10 +139,8 @@ def commands(
     steps, path = _path(source, served)
     if target == "as it is":
         return (*steps, command(path))
-    known = engine_caches(model, name).get(target)
-    if known is None:
+    if (cache := engine_caches(model, name).get(target)) is None:
         return ()
-    cache = known[1]
     if cache.is_simulated and all(isinstance(layer, GroupedSpec) for layer in model.layers):
         prepared = "PREPARED" if served.reads_folders else "prepared.gguf"
         steps, path = (*steps, f"headwise prepare {path} {prepared} --for {target}"), prepared

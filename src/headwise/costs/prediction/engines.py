@@ -372,7 +372,7 @@ def cache_of(engine: str, name: str) -> EngineCache:
     raise ArgumentError("cache", f"{engine}:{name}", f"must be one of {', '.join(found)}")
 
 
-def engine_caches(model: ModelSpec, engine: str | None = None) -> dict[str, tuple[ServingEngine, EngineCache]]:
+def engine_caches(model: ModelSpec, engine: str | None = None) -> dict[str, EngineCache]:
     """The small caches that suit a model, by their target: an engine and a cache, such as ``llama.cpp:q8_0``.
 
     For example ``list(engine_caches(read_spec("llama-3-8b"), "mlx"))`` is ``["mlx:8", "mlx:4"]``.
@@ -382,7 +382,7 @@ def engine_caches(model: ModelSpec, engine: str | None = None) -> dict[str, tupl
         engine: whose caches are listed, all of them; when None, of each engine one of 8 bits and one of 4, the safe
             and usual ones.
     """
-    found: dict[str, tuple[ServingEngine, EngineCache]] = {}
+    found: dict[str, EngineCache] = {}
     for each in SERVING_ENGINES.values() if engine is None else [check_engine(engine)]:
         suiting = [cache for cache in each.caches if cache.suits(model)]
         if engine is None:
@@ -390,11 +390,11 @@ def engine_caches(model: ModelSpec, engine: str | None = None) -> dict[str, tupl
             for cache in sorted(suiting, key=lambda cache: not cache.is_safe_for(model)):
                 by_size.setdefault(int(cache.bits(model)), cache)
             suiting = [by_size[size] for size in (8, 4) if size in by_size]
-        found |= {f"{each.name}:{cache.name}": (each, cache) for cache in suiting}
+        found |= {f"{each.name}:{cache.name}": cache for cache in suiting}
     return found
 
 
-def named_caches(model: ModelSpec, names: Container[str]) -> dict[str, tuple[ServingEngine, EngineCache]]:
+def named_caches(model: ModelSpec, names: Container[str]) -> dict[str, EngineCache]:
     """Those of all engines' small caches that suit a model and are named, by their target.
 
     For example ``list(named_caches(read_spec("llama-3-8b"), ["mlx:4", "int8"]))`` is ``["mlx:4"]``.
@@ -404,7 +404,7 @@ def named_caches(model: ModelSpec, names: Container[str]) -> dict[str, tuple[Ser
         names: targets, of which others than engines' caches are left out.
     """
     every = (found for engine in SERVING_ENGINES for found in engine_caches(model, engine).items())
-    return {name: found for name, found in every if name in names}
+    return {name: cache for name, cache in every if name in names}
 
 
 def caches_of_bits(engine: str, model: ModelSpec, bits: float) -> list[EngineCache]:

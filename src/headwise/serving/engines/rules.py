@@ -294,14 +294,21 @@ def _vllm(facts: ModelFacts) -> Refusal | None:
     return _stock_vllm(facts)
 
 
-def _stock_vllm(facts: ModelFacts) -> Refusal | None:
-    """vLLM without plugins; SGLang's classes have the same conditions."""
+def _no_stock_folder(facts: ModelFacts) -> Refusal | None:
+    """Why a model is no folder of a stock decoder, which alone vLLM without plugins and TensorRT-LLM load."""
     if not facts.spec.is_causal or facts.spec.cross_layers:
         return "headwise knows its conditions of decoders alone", "nothing yet"
     if facts.is_gguf:
         return "reads folders of safetensors", FOLDER
-    if facts.is_own:  # model_executor/models/registry.py
+    if facts.is_own:  # vLLM's model_executor/models/registry.py
         return f"has no model of type {facts.model_type}", _instead_of_own(facts)
+    return None
+
+
+def _stock_vllm(facts: ModelFacts) -> Refusal | None:
+    """vLLM without plugins; SGLang's classes have the same conditions."""
+    if (refusal := _no_stock_folder(facts)) is not None:
+        return refusal
     if facts.is_deepseek:  # model_executor/models/deepseek_v2.py
         if facts.rope_type not in ("default", "yarn"):
             rule = f"takes rope_type {facts.rope_type} for yarn, and fails because yarn's numbers are missing"
@@ -340,12 +347,8 @@ def _ollama_caution(facts: ModelFacts) -> str | None:
 
 
 def _tensorrt(facts: ModelFacts) -> Refusal | None:
-    if not facts.spec.is_causal or facts.spec.cross_layers:
-        return "headwise knows its conditions of decoders alone", "nothing yet"
-    if facts.is_gguf:
-        return "reads folders of safetensors", FOLDER
-    if facts.is_own:
-        return f"has no model of type {facts.model_type}", _instead_of_own(facts)
+    if (refusal := _no_stock_folder(facts)) is not None:
+        return refusal
     if facts.is_deepseek and facts.attention_biases:
         return f"has no biases of {', '.join(facts.attention_biases)}", _convert(facts, BIAS_FREE)
     if facts.is_deepseek and facts.rope_type not in ("default", "yarn"):
