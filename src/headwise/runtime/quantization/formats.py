@@ -23,9 +23,6 @@ from headwise.runtime.quantization.vllm import Int4TokenCode, Int8TokenCode, Tur
 
 LLAMA_CPP = "llama.cpp"
 
-GGUF_READERS = tuple(name for name, engine in SERVING_ENGINES.items() if engine.reads_gguf)
-"""The engines that load a ``.gguf``."""
-
 _SIZE = "|".join(map(str, GROUPS))
 _INTEGERS = re.compile(rf"int({'|'.join(map(str, BITS))})(?::({_SIZE}))?({re.escape(HADAMARD)})?")
 _KIVI = re.compile(rf"kivi({'|'.join(map(str, kivi.BITS))})(?::({_SIZE})(?::([0-9]{{1,6}}))?)?")
