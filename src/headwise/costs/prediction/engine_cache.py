@@ -104,14 +104,14 @@ class EngineCache:
         taken = values = 0.0
         ends = min(self.wide_ends, model.num_layers // 2)
         for index, layer in enumerate(model.layers):
-            found = _sides(layer)
-            count = found.heads * (found.key + found.value)
+            heads, key, value = _cached(layer)
+            count = heads * (key + value)
             values += count
             if not ends <= index < model.num_layers - ends:
                 taken += 16 * count
                 continue
-            taken += found.heads * (found.key * self.key_bits + bool(found.key) * self.key_scale)
-            taken += found.heads * (found.value * self.value_bits + bool(found.value) * self.value_scale)
+            taken += heads * (key * self.key_bits + bool(key) * self.key_scale)
+            taken += heads * (value * self.value_bits + bool(value) * self.value_scale)
         return taken / values
 
     def is_safe_for(self, model: ModelSpec) -> bool:
@@ -125,18 +125,10 @@ class EngineCache:
         return self.is_safe and not (self.overflows and model.model_type.startswith("qwen2"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Sides:
+def _cached(layer: AttentionSpec) -> tuple[int, int, int]:
     """What a layer caches for a token: so many heads, of each a key and a value of so many channels."""
-
-    heads: int
-    key: int
-    value: int
-
-
-def _sides(layer: AttentionSpec) -> _Sides:
     if isinstance(layer, GroupedSpec) and not layer.shares_kv:
-        return _Sides(heads=layer.num_kv_heads, key=layer.head_dim, value=layer.value_dim)
+        return layer.num_kv_heads, layer.head_dim, layer.value_dim
     if isinstance(layer, LatentSpec):
-        return _Sides(heads=1, key=layer.kv_lora_rank + layer.qk_rope_head_dim, value=0)
-    return _Sides(heads=0, key=0, value=0)
+        return 1, layer.kv_lora_rank + layer.qk_rope_head_dim, 0
+    return 0, 0, 0

@@ -448,17 +448,19 @@ def engines(source: str | Path, *, tensor_parallel: int = 1) -> EngineReport:
 
 
 def _verdict(engine: Engine, facts: ModelFacts) -> Verdict:
-    title, installed, checked = engine.served.title, engine.installed, engine.served.checked
-    if (refusal := engine.refusal(facts)) is not None:
-        why, instead = refusal
-        return Verdict(engine=title, installed=installed, serves=False, why=why, instead=instead, checked=checked)
-    suiting = () if facts.is_own else engine.served.caches  # none of headwise's layers is stored in them
+    why, instead = engine.refusal(facts) or (None, None)
+    serves = why is None
+    suiting = (
+        engine.served.caches if serves and not facts.is_own else ()
+    )  # none of headwise's layers is stored in them
     return Verdict(
-        engine=title,
-        installed=installed,
-        serves=True,
-        command=engine.typed(facts),
-        caution=engine.caution(facts),
-        checked=checked,
+        engine=engine.served.title,
+        installed=engine.installed,
+        serves=serves,
+        why=why,
+        instead=instead,
+        command=engine.typed(facts) if serves else None,
+        caution=engine.caution(facts) if serves else None,
+        checked=engine.served.checked,
         caches=tuple(cache.words for cache in suiting if cache.suits(facts.spec)),
     )
