@@ -28,10 +28,11 @@ import headwise
 from benchmarks import data
 from headwise.base.options import EngineOptions
 from headwise.base.progress import silent
+from headwise.costs.prediction import RUNNABLE
 from headwise.measure.evaluation.evaluate import evaluation_windows, read_texts, timing_prompt
 from headwise.measure.evaluation.model_pair import open_pair
 from headwise.models.checkpoints import load_tokenizer
-from headwise.serving.engines.in_engine import RUNNABLE, ask
+from headwise.serving.engines.in_engine import ask
 
 
 def folder(cache: Path) -> Path:
@@ -159,8 +160,7 @@ def measured(
         "prompt": timing_prompt(texts, context)[0].tolist(),
         "threads": torch.get_num_threads(),
     }
-    engine = RUNNABLE[options.engine]
-    answer = ask(engine.name, options.python, engine.install, request, silent)
+    answer = ask(RUNNABLE[options.engine], options.python, request, silent)
     room = {key: speed["bytes"] / speed["room"] for key, speed in answer["speed"].items()}
     full = {"bytes": room["against"], "perplexity": float(np.exp(np.mean(answer["scores"]["against"]["nll"])))}
     rows = {}

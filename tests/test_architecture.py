@@ -16,7 +16,7 @@ PACKAGE = Path(headwise.__file__).parent
 WINGS = {
     "errors": (),
     "base": (),
-    "models": ("specs", "checkpoints"),
+    "models": ("specs", "families", "checkpoints"),
     "costs": ("formulas", "prediction"),
     "runtime": ("kernels", "quantization", "attention", "caches", "hf", "parallel"),
     "measure": ("timing", "texts", "points", "evaluation", "profiling"),

@@ -9,24 +9,9 @@ import pytest
 import headwise
 from headwise.costs.prediction import SERVING_ENGINES, Pass, device
 from headwise.decide.advice import Question, advise
-from headwise.models.checkpoints.family import family_names, family_of
-from headwise.models.specs import read_spec
+from headwise.models.specs import GGUF_ARCHITECTURES, read_spec
 from headwise.serving.engines import engines
-from headwise.serving.programs import (
-    GGUF_FAMILIES,
-    OWN,
-    PLUGIN_FAMILIES,
-    UNCHANGED,
-    WITHOUT_KV_HEADS,
-    conversion_format,
-    runs,
-    served_by,
-)
-
-
-def test_families_without_key_value_heads_are_those_of_the_converter() -> None:
-    found = {name for name in family_names() if not family_of(name).stock_kv_heads}
-    assert set(WITHOUT_KV_HEADS) == found
+from headwise.serving.programs import OWN, UNCHANGED, conversion_format, runs, served_by
 
 
 def test_every_option_says_what_serves_it() -> None:
@@ -51,7 +36,6 @@ def test_engines_says_the_same_of_a_finished_folder(tiny_llama: Path, tmp_path: 
     headwise.convert(tiny_llama, tmp_path / "out", to=to, evaluate=False, **size)
     serve = {each.engine: each.serves for each in engines(tmp_path / "out").verdicts}
     said = served_by("mla:0.5" if to == "mla" else "mqa", read_spec(tiny_llama))
-    assert "llama" in PLUGIN_FAMILIES
     assert serve["transformers"]
     assert serve["vLLM"]
     assert serve["MLX-LM"] is (said == UNCHANGED)
@@ -59,12 +43,11 @@ def test_engines_says_the_same_of_a_finished_folder(tiny_llama: Path, tmp_path: 
 
 def test_what_is_said_to_be_written_is_served(tiny_llama: Path, tmp_path: Path) -> None:
     """A conversion with the options that an engine is said to need, beside what `headwise engines` says of it."""
-    assert read_spec(tiny_llama).model_type in GGUF_FAMILIES
-    names = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "mlx": "MLX-LM"}
+    assert read_spec(tiny_llama).model_type in GGUF_ARCHITECTURES
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog, and then it does so again. " * 60)
     made: dict[str, set[str]] = {}
-    for engine in SERVING_ENGINES:
+    for engine, served in SERVING_ENGINES.items():
         options = conversion_format("mla:0.5", read_spec(tiny_llama), engine)
         assert options is not None
         if options not in made and options != "--format gguf":  # which needs a tokenizer that llama.cpp knows
@@ -83,4 +66,4 @@ def test_what_is_said_to_be_written_is_served(tiny_llama: Path, tmp_path: Path) 
             verdicts = engines(tmp_path / str(len(made))).verdicts
             made[options] = {each.engine for each in verdicts if each.serves}
         if options != "--format gguf":
-            assert names.get(engine, engine) in made[options]
+            assert served.title in made[options]

@@ -8,43 +8,20 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
-from headwise.costs.prediction import SERVING_ENGINES, Pass, cache_of, engine_caches
+from headwise.costs.prediction import SERVING_ENGINES, Pass, ServingEngine, cache_of, engine_caches
 from headwise.errors import HeadwiseError
-from headwise.models.specs import GroupedSpec, ModelSpec, locate
-
-PLUGIN_FAMILIES = ("llama", "mistral", "qwen2")
-"""Families whose folders of headwise's own MLA are served by headwise's plugin in vLLM; and those that are written as
-stock MLA (``--format deepseek``, ``--format gguf``)."""
-
-WITHOUT_KV_HEADS = ("bert", "gpt2", "gpt_neox", "opt", "whisper")
-"""Families whose own classes have as many key–value heads as query heads, so that GQA needs headwise's layers."""
-
-GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Families that headwise writes as GGUF files."""
+from headwise.models.families import family_names, family_of
+from headwise.models.specs import GGUF_ARCHITECTURES, GroupedSpec, ModelSpec, locate
 
 OWN = "headwise, transformers"
 """What loads a folder with headwise's layers; transformers after ``import headwise.hf``."""
 
 UNCHANGED = "all, as now"
 """Said of what needs nothing that the original does not need."""
-
-_STOCK_MLA: Mapping[str, str] = MappingProxyType(
-    {
-        "transformers": "",
-        "llama.cpp": "--format gguf",
-        "mlx": "--format deepseek",
-        "vllm": "--format deepseek --bias-free",
-        "sglang": "--format deepseek --bias-free",
-        "tensorrt-llm": "--format deepseek --bias-free",
-    }
-)
-"""The options with which `headwise convert` writes MLA as each engine loads it."""
 
 
 def conversion_format(target: str, model: ModelSpec, engine: str) -> str | None:
@@ -59,17 +36,23 @@ def conversion_format(target: str, model: ModelSpec, engine: str) -> str | None:
     """
     if "@" in target:
         return None  # codes of a cache, which headwise alone reads
-    family = model.model_type
-    if not target.startswith("mla"):
-        if engine == "llama.cpp":
-            return "--format gguf" if family in GGUF_FAMILIES else None
-        return "" if engine == "transformers" or family not in WITHOUT_KV_HEADS else None
-    return _STOCK_MLA[engine] if engine == "transformers" or _is_plain(model) else None
+    served = SERVING_ENGINES[engine]
+    if target.startswith("mla"):
+        return served.mla if engine == "transformers" or _is_plain(model) else None
+    if not served.reads_folders:
+        return "--format gguf" if model.model_type in GGUF_ARCHITECTURES else None
+    return "" if engine == "transformers" or not _lacks_kv_heads(model) else None
+
+
+def _lacks_kv_heads(model: ModelSpec) -> bool:
+    """Whether GQA of a model needs headwise's layers, because its own class has a key–value head a query head."""
+    return model.model_type in family_names() and not family_of(model.model_type).stock_kv_heads
 
 
 def _is_plain(model: ModelSpec) -> bool:
     """Whether a model's MLA is written as stock classes: plain RoPE in all layers, and no windows."""
-    return model.model_type in PLUGIN_FAMILIES and all(
+    has_blocks = model.model_type in family_names() and family_of(model.model_type).deepseek_blocks
+    return has_blocks and all(
         isinstance(layer, GroupedSpec)
         and layer.rope is not None
         and layer.rope.rope_type == "default"
@@ -117,7 +100,7 @@ def served_by(target: str, model: ModelSpec) -> str:
     if "@" in target:
         return "headwise"
     if not target.startswith("mla"):
-        return OWN if model.model_type in WITHOUT_KV_HEADS else UNCHANGED
+        return OWN if _lacks_kv_heads(model) else UNCHANGED
     return "any, by --format" if _is_plain(model) else OWN
 
 
@@ -150,18 +133,16 @@ def commands(
     command = partial(served.command, context=context, batch=batch, ranks=ranks)
     if convert_to is not None:
         made = _convert(source, convert_to, conversion_format(target, model, name) or "")
-        is_own = name == "transformers" and (target.startswith("mla") or model.model_type in WITHOUT_KV_HEADS)
+        is_own = name == "transformers" and (target.startswith("mla") or _lacks_kv_heads(model))
         imported = "import headwise.hf; " if is_own else ""
-        return made, imported + command("OUT/model.gguf" if name == "llama.cpp" else "OUT")
-    steps, path = _path(source, name)
+        return made, imported + command("OUT" if served.reads_folders else "OUT/model.gguf")
+    steps, path = _path(source, served)
     if target == "as it is":
         return (*steps, command(path))
-    known = engine_caches(model, name).get(target)
-    if known is None:
+    if (cache := engine_caches(model, name).get(target)) is None:
         return ()
-    cache = known[1]
     if cache.is_simulated and all(isinstance(layer, GroupedSpec) for layer in model.layers):
-        prepared = "prepared.gguf" if name == "llama.cpp" else "PREPARED"
+        prepared = "PREPARED" if served.reads_folders else "prepared.gguf"
         steps, path = (*steps, f"headwise prepare {path} {prepared} --for {target}"), prepared
     return (*steps, command(path, cache))
 
@@ -176,8 +157,9 @@ def serving_commands(model: str, target: str) -> tuple[str, ...]:
         target: the engine and the cache, as in `headwise.decide.advice.Option.target`.
     """
     engine, _, name = target.partition(":")
-    steps, path = _path(model, engine) if engine == "llama.cpp" else ((), shlex.quote(model))
-    return (*steps, SERVING_ENGINES[engine].command(path, cache_of(engine, name)))
+    served = SERVING_ENGINES[engine]
+    steps, path = ((), shlex.quote(model)) if served.reads_folders else _path(model, served)
+    return (*steps, served.command(path, cache_of(engine, name)))
 
 
 def with_weights(source: str) -> str:
@@ -200,14 +182,13 @@ def _convert(source: str, options: str, further: str) -> str:
     )
 
 
-def _path(source: str, engine: str) -> tuple[tuple[str, ...], str]:
+def _path(source: str, engine: ServingEngine) -> tuple[tuple[str, ...], str]:
     """What is done first so that an engine finds a model, and the model's name in its command line."""
-    stands_for = SERVING_ENGINES[engine].model
-    if engine == "llama.cpp":
+    if not engine.reads_folders:
         if source.endswith(".gguf"):
             return (), shlex.quote(source)
         is_folder = Path(source).is_dir()
-        return ((f"headwise export {shlex.quote(source)} {stands_for}",) if is_folder else ()), stands_for
+        return ((f"headwise export {shlex.quote(source)} {engine.model}",) if is_folder else ()), engine.model
     if source.startswith("hf://"):
         return (), shlex.quote(source.removeprefix("hf://"))
-    return (), shlex.quote(source) if Path(source).is_dir() else stands_for
+    return (), shlex.quote(source) if Path(source).is_dir() else engine.model

@@ -445,7 +445,8 @@ def test_an_engine_is_offered_what_it_runs_in_its_own_words(engine: str, cli: Ca
     document = json.loads(cli(*words, "--engine", engine, "--json").out)
     options = {option["target"]: option for option in document["options"]}
     suiting = engine_caches(read_spec("llama-3-8b"), engine)
-    own = {target: found for target, found in suiting.items() if found[1].runs_on(device("rtx-4090"))}
+    own = {target: cache for target, cache in suiting.items() if cache.runs_on(device("rtx-4090"))}
+    served = SERVING_ENGINES[engine]
     sizes = {
         "llama.cpp": "-c 98304 -np 3",
         "vllm": "--max-model-len 32768 --max-num-seqs 3",
@@ -454,7 +455,7 @@ def test_an_engine_is_offered_what_it_runs_in_its_own_words(engine: str, cli: Ca
     }
     assert own.keys() < options.keys()
     assert not {"int8", "kivi2", "mla@0.25"} & options.keys()
-    for target, (served, cache) in own.items():
+    for target, cache in own.items():
         assert options[target]["words"] in said.out
         assert cache.options in options[target]["commands"][-1]
         assert options[target]["commands"][-1].endswith(sizes.get(engine, ""))
@@ -465,10 +466,10 @@ def test_an_engine_is_offered_what_it_runs_in_its_own_words(engine: str, cli: Ca
         assert (prepares in options[target]["commands"]) == cache.is_simulated
     assert options["mla:0.5"]["commands"][0].startswith("headwise convert MODEL OUT --to mla --kv-budget 0.5")
     # It does not fit as it is, and eight bits are safe wherever they were measured.
-    assert own[document["best"]][1].is_safe
+    assert own[document["best"]].is_safe
     assert "it does not fit as it is: store the cache as" in " ".join(said.out.split())
     assert options[document["best"]]["commands"][-1] in said.out
-    assert ("is served without headwise prepare" in said.out) == own[document["best"]][1].is_simulated
+    assert ("is served without headwise prepare" in said.out) == own[document["best"]].is_simulated
     assert "made for 8,192 tokens, and 32,768 are asked for" in said.out
 
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import headwise
 from headwise.errors import CheckpointError, SpecError
 from headwise.models.checkpoints import family_names, family_of, open_checkpoint
-from headwise.models.checkpoints.family import canonical_shapes
+from headwise.models.families.base import canonical_shapes
 from headwise.models.specs import GroupedSpec
 from tests.closeness import assert_close
 from tests.conftest import TINY

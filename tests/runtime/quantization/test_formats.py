@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headwise.base.options import CACHE, PrepareOptions
+from headwise.costs.formulas.target import GROUPS
 from headwise.errors import ArgumentError
-from headwise.runtime.quantization.formats import SPELLINGS, TokenFormat, parse_format
-from headwise.runtime.quantization.groups import Float8Code, GroupCode
+from headwise.runtime.hf import HeadwiseCache
+from headwise.runtime.quantization import kivi
+from headwise.runtime.quantization.formats import ENGINES, INTEGERS, KIVI, SPELLINGS, TokenFormat, parse_format
+from headwise.runtime.quantization.groups import BITS, Float8Code, GroupCode
 from headwise.runtime.quantization.kivi import KiviCode
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.mark.parametrize(
@@ -47,3 +56,28 @@ def test_other_spellings_are_refused_with_all_there_are(spelling: Any) -> None:
         parse_format(spelling, name="cache")
     assert (refused.value.field, refused.value.value) == ("cache", spelling)
     assert refused.value.rule == f"must be {SPELLINGS}"
+
+
+@pytest.mark.parametrize("name", [*INTEGERS, str(Float8Code()), *KIVI])
+def test_a_format_of_headwise_is_named_where_users_look(name: str) -> None:
+    """One that is added to the lists of bits is not forgotten in a help text, a docstring or a page."""
+    for text in (SPELLINGS, CACHE, str(HeadwiseCache.__doc__), (DOCS / "speed.md").read_text(encoding="utf-8")):
+        assert re.search(rf"\b{name}\b", text), text[:80]
+
+
+def test_kernels_read_all_that_can_be_spelled() -> None:
+    """Codes of 1 to 8 bits; and groups that a kernel of a GPU can take apart, of 2^n channels and at least 16."""
+    assert all(1 <= bits <= 8 for bits in (*BITS, *kivi.BITS))
+    assert all(group >= 16 and group & (group - 1) == 0 for group in GROUPS)
+
+
+@pytest.mark.parametrize("name", [f"{engine}:{name}" for engine, formats in ENGINES.items() for name in formats])
+def test_a_format_of_an_engine_is_named_where_users_look(name: str) -> None:
+    engine, _, short = name.partition(":")
+    pages = [(DOCS / page).read_text(encoding="utf-8") for page in ("speed.md", "prepare.md")]
+    is_wide = short in ("f16", "bf16", "f32")
+    for page in pages[: 1 if is_wide else 2]:  # a model is prepared for what rounds
+        assert f"`{name}`" in page or f"`{short}`" in page
+    said = {one.name: one.metadata["option"]["help"] for one in fields(PrepareOptions)}["cache"]
+    assert engine in said
+    assert short in said or engine == "llama.cpp" or short.startswith("turboquant_")

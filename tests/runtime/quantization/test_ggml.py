@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import headwise.hf
+from headwise.costs.prediction import GGML_TYPES
 from headwise.errors import ArgumentError
 from headwise.runtime.hf import HeadwiseCache, default_cache
 from headwise.runtime.quantization.formats import EngineFormat, parse_format
-from headwise.runtime.quantization.ggml import TYPES, GgmlCode, LlamaCppCode
+from headwise.runtime.quantization.ggml import GgmlCode, LlamaCppCode
 from tests.closeness import assert_close
 from tests.tiny_families import save_family
 
-PACKAGED = [kind for kind in TYPES if kind != "iq4_nl"]  # which the package decodes, and does not encode
+PACKAGED = [kind for kind in GGML_TYPES if kind != "iq4_nl"]  # which the package decodes, and does not encode
 
 
 def states(seed: int, width: int = 128) -> torch.Tensor:
@@ -49,7 +50,7 @@ def test_bytes_are_those_of_the_gguf_package(kind: str, seed: int) -> None:
     assert np.array_equal(own, packaged)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind not in ("f32", "f16")])
+@pytest.mark.parametrize("kind", [kind for kind in GGML_TYPES if kind not in ("f32", "f16")])
 def test_it_decodes_what_the_gguf_package_decodes(kind: str) -> None:
     rows = GgmlCode(kind).encode(states(5))
     wanted = gguf.quants.dequantize(rows.reshape(80, -1).numpy(), GGMLQuantizationType[kind.upper()])

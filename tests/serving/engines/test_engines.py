@@ -110,7 +110,7 @@ def test_the_command(outputs: dict[str, Path], cli: Callable[..., Any], refused:
     assert "llama.cpp: no (run: " in said.out
     assert "llama.cpp: after an export (run: " in cli("engines", outputs["mqa"]).out
     document = json.loads(cli("engines", outputs["own"], "--json").out)
-    assert [verdict["engine"] for verdict in document["verdicts"]] == [engine.name for engine in ENGINES]
+    assert [verdict["engine"] for verdict in document["verdicts"]] == [engine.served.title for engine in ENGINES]
     assert "is no file, folder or catalog name" in refused("engines", "nowhere")
     assert "with a small cache: --kv-cache-dtype fp8" in cli("engines", outputs["mqa"]).out
     for source in ("llama-3-8b", outputs["mqa"] / "config.json"):
@@ -148,7 +148,7 @@ def test_packages_that_are_looked_for_are_those_of_the_extra() -> None:
     names = " ".join(extras["engines"])
     for package in ("llama-cpp-python", "mlx-lm"):
         assert package in names
-        assert package in {engine.package for engine in ENGINES}
+        assert package in {engine.served.package for engine in ENGINES}
 
 
 def test_heads_that_cannot_be_shared_out(

@@ -107,7 +107,7 @@ def _check_caches(options: TaskOptions) -> None:
         if options.engine is None:
             parse_format(cache, name="cache")
         elif options.engine in RUNNABLE:
-            RUNNABLE[options.engine].check(cache)
+            RUNNABLE[options.engine].check_cache(cache)
 
 
 def _document(model: str, against: Any, results: dict[str, Any]) -> dict[str, Any]:

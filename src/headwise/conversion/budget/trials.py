@@ -22,7 +22,6 @@ from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwise.base.processes import all_sum, barrier, process_count, process_index
@@ -41,6 +40,7 @@ from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_row
 from headwise.conversion.solvers.normed import seen_by_mla
 from headwise.conversion.solvers.statistics import KEY_WEIGHT, root
 from headwise.conversion.storage import LayerFiles
+from headwise.measure.evaluation.scoring import kl_divergence
 from headwise.models.specs import GroupedSpec, LatentSpec, rotary_width
 from headwise.runtime.hf import LayerwiseModel
 
@@ -127,8 +127,7 @@ class Trial:
             reference = self.model.finish(source[None, positions])[0].double().log_softmax(-1)
             for number, stream in enumerate(streams):
                 log_probs = self.model.finish(stream.flatten(0, 1)[None, positions])[0].double().log_softmax(-1)
-                nats = F.kl_div(log_probs, reference, log_target=True, reduction="none").sum(-1)
-                totals[number] += float(costs @ nats)
+                totals[number] += float(costs @ kl_divergence(reference, log_probs))
         self.model.release()
         return [total / float(weights.sum()) for total in totals]
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import kl_div, log_softmax
+from torch.nn.functional import log_softmax
 
 from headwise.base.documents import PREDICTED, as_document, finite, read_document
 from headwise.base.options import QuickFrontierOptions, takes_options
@@ -41,6 +41,7 @@ from headwise.costs.formulas.target import PLAIN_FORMATS, PlainFormat
 from headwise.costs.prediction import SERVING_ENGINES
 from headwise.errors import ArgumentError, HeadwiseError, SpecError
 from headwise.measure.evaluation.plain_cache import bfloat16_bytes
+from headwise.measure.evaluation.scoring import kl_divergence
 from headwise.measure.points import PREDICTED_ERROR
 from headwise.measure.texts import refuse_texts_within
 from headwise.measure.texts.calibration import CalibrationTexts, check_texts, open_windows
@@ -50,6 +51,7 @@ from headwise.runtime.caches.cache import rounded_queries
 from headwise.runtime.caches.growing import Update
 from headwise.runtime.hf import HeadwiseCache, LayerwiseModel, as_device
 from headwise.runtime.quantization.formats import ENGINES, EngineFormat, parse_format
+from headwise.runtime.quantization.groups import BITS, HADAMARD, Float8Code
 from headwise.serving.programs import served_by
 
 STAGE = "rounding caches"
@@ -119,7 +121,7 @@ def _divergences(model: LayerwiseModel, exact: Tensor, states: dict[str, Tensor]
         target = log_softmax(model.finish(exact[:, piece]).float(), -1)
         for name, part in states.items():
             logits = log_softmax(model.finish(part[:, piece]).float(), -1)
-            found[name].append(kl_div(logits, target, reduction="none", log_target=True).sum(-1))
+            found[name].append(kl_divergence(target, logits))
     return {name: torch.cat(parts, 1) for name, parts in found.items()}
 
 
@@ -174,15 +176,7 @@ LEAST = 256
 EVERY = 16
 """One token in so many is run in every format, at positions drawn at random."""
 
-_OWN = (
-    "int4",
-    "int3",
-    "int2",
-    "int4+hadamard",
-    "int3+hadamard",
-    "int2+hadamard",
-    "fp8",
-)
+_OWN = (*(f"int{bits}{turned}" for turned in ("", HADAMARD) for bits in BITS if bits < 8), str(Float8Code()))
 """headwise's formats beside those that conversions are compared with."""
 
 
@@ -370,21 +364,24 @@ def list_formats(checkpoint: Checkpoint, targets: Sequence[str] = ()) -> tuple[d
         except HeadwiseError as error:
             reasons.setdefault(error.rule, []).append(name)
     reasons["as wide as a full cache"] = [name for name in _engine_formats() if not _rounds(name)]
-    known = {*_every_format(checkpoint.spec), *_engine_formats()}
-    reasons["headwise does not round as it does"] = [
-        f"{engine.name}:{cache.name}"
-        for engine in SERVING_ENGINES.values()
-        for cache in engine.caches
-        if f"{engine.name}:{cache.name}" not in known
-    ]
+    reasons["headwise does not round as it does"] = [name for name, is_known in _listed().items() if not is_known]
     return formats, [f"not predicted: {', '.join(names)} ({reason})" for reason, names in reasons.items() if names]
 
 
 def _every_format(spec: ModelSpec) -> list[str]:
     """All formats that could be predicted; some may not suit the model."""
     plain = [str(form.fitted(spec)) for form in PLAIN_FORMATS]
-    mixed = [f"llama.cpp:{keys}/{values}" for keys, values in (("q8_0", "q4_0"),)]
-    return [*dict.fromkeys((*plain, *_OWN, *filter(_rounds, _engine_formats()), *mixed))]
+    listed = [name for name, is_simulated in _listed().items() if is_simulated]  # some pairs of formats among them
+    return [*dict.fromkeys((*plain, *_OWN, *filter(_rounds, _engine_formats()), *listed))]
+
+
+def _listed() -> dict[str, bool]:
+    """The caches that are known of all engines, and whether headwise rounds as they do."""
+    return {
+        f"{name}:{cache.name}": cache.is_simulated
+        for name, engine in SERVING_ENGINES.items()
+        for cache in engine.caches
+    }
 
 
 def _engine_formats() -> list[str]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from headwise.costs.prediction import SERVING_ENGINES
 from headwise.errors import ArgumentError, SpecError, naming
 from headwise.models.checkpoints import Checkpoint
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec
 from headwise.runtime.caches.cache import NAME
 from headwise.runtime.hf.interface import TRAINED_FORMAT
-from headwise.runtime.quantization.formats import GGUF_READERS, EngineFormat, parse_engine_format
+from headwise.runtime.quantization.formats import EngineFormat, parse_engine_format
 from headwise.runtime.quantization.transform_code import FILE as CODES
 
 
@@ -61,7 +62,7 @@ def check_file_cache(cache: str | None) -> None:
     if cache is None:
         rule = "is required for a .gguf, whose few plain numbers can make up for no more: such as llama.cpp:q4_0"
         raise ArgumentError("cache", None, rule)
-    if (engine := parse_engine_format(cache, name="cache").engine) not in GGUF_READERS:
+    if not SERVING_ENGINES[engine := parse_engine_format(cache, name="cache").engine].reads_gguf:
         rule = f"is a cache of {engine}, which loads no .gguf: train the folder that it was made of"
         raise ArgumentError("cache", cache, rule)
 

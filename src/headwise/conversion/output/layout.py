@@ -92,7 +92,7 @@ class OutputLayout:
             config["num_key_value_heads"] = layer.num_kv_heads
         config["architectures"] = [model_class(config).__name__]
         config = _with_one_rope(config)
-        return config if self.is_hosted else _with_former_rope_keys(config)
+        return _with_former_rope_keys(config) if family.former_rope and not self.is_hosted else config
 
     def stored(self, place: Place, layer: Layer) -> dict[str, Tensor]:
         """A converted layer's tensors by the folder's names, in its dtype."""
@@ -143,16 +143,12 @@ def _with_former_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
 
     MLX-LM reads these keys only, and takes a base of 10,000 where they are missing.
     """
-    if config["model_type"] not in _FORMER_ROPE or not config.get("rope_parameters"):
+    if not config.get("rope_parameters"):
         return config
     rope = stock_config(config).rope_parameters
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     former = {"rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else scaling}
     return {**former, **config, **former, "rope_parameters": rope}
-
-
-_FORMER_ROPE = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose RoPE had these keys and no others."""
 
 
 def _shares_heads(layer: AttentionSpec) -> bool:

@@ -27,13 +27,14 @@ from headwise.conversion.preparation.proof import Proof, check_engines, check_wr
 from headwise.conversion.preparation.samples import POSITIONS, Inputs, layer_inputs, projected
 from headwise.conversion.preparation.shift import why_no_shift
 from headwise.conversion.preparation.stored import FolderLayers, GgufLayers, Room, check_file, copied_files
+from headwise.costs.prediction import SERVING_ENGINES
 from headwise.errors import ArgumentError, HeadwiseError, SpecError, StorageError
 from headwise.measure.texts import named_texts
 from headwise.measure.texts.calibration import CalibrationTexts, check_texts
 from headwise.models.checkpoints import Checkpoint, FolderCheckpoint, GgufCheckpoint, open_checkpoint
 from headwise.models.specs import AttentionSpec, GroupedSpec, read_gguf_header
 from headwise.models.specs.gguf.header import renamed_parts
-from headwise.runtime.quantization.formats import GGUF_READERS, EngineFormat, parse_engine_format
+from headwise.runtime.quantization.formats import EngineFormat, parse_engine_format
 from headwise.serving.exports.gguf import export_gguf
 
 
@@ -303,7 +304,7 @@ def check_layers(checkpoint: Checkpoint, formats: Sequence[EngineFormat], output
     """
     count = checkpoint.spec.num_layers
     for code in formats:
-        if output.suffix == ".gguf" and code.engine not in GGUF_READERS:
+        if output.suffix == ".gguf" and not SERVING_ENGINES[code.engine].reads_gguf:
             is_file = isinstance(checkpoint, GgufCheckpoint)
             instead = "prepare the folder that it was made of" if is_file else "write a folder"
             rule = f"is a cache of {code.engine}, which loads no .gguf: {instead}"

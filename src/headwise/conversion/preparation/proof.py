@@ -25,13 +25,15 @@ from headwise.base.progress import Progress
 from headwise.conversion.final_evaluation import EvaluationSet, short_of_memory
 from headwise.conversion.preparation.change import Change, changed, channels, num_pairs
 from headwise.conversion.preparation.samples import projected
+from headwise.costs.prediction import RUNNABLE
 from headwise.errors import ArgumentError, CheckpointError, StorageError
 from headwise.measure.evaluation import Evaluation, Pair, evaluate_windows, open_pair
+from headwise.measure.evaluation.scoring import kl_divergence
 from headwise.models.checkpoints import Checkpoint, GgufCheckpoint, dtype_name, open_checkpoint
 from headwise.models.specs import GroupedSpec
 from headwise.runtime.hf import check_logits
 from headwise.runtime.quantization.formats import EngineFormat
-from headwise.serving.engines.in_engine import RUNNABLE, evaluate_windows_in_engine, is_installed
+from headwise.serving.engines.in_engine import evaluate_windows_in_engine, is_installed
 from headwise.serving.exports.gguf import export_gguf
 
 RANDOM_INPUTS = 16
@@ -231,7 +233,7 @@ def check_engines(formats: Sequence[EngineFormat], python: str | Path | None, *,
         raise ArgumentError("engine_python", str(python), f"is for {' or '.join(RUNNABLE)}, not {names}")
     if not any(is_installed(engine.module, str(python)) for engine in engines.values()):
         install = " or ".join(f"{python} -m pip install '{engine.install}'" for engine in engines.values())
-        names = " or ".join(engine.name for engine in engines.values())
+        names = " or ".join(engine.title for engine in engines.values())
         raise ArgumentError("engine_python", str(python), f"has no {names}: {install}")
 
 
@@ -329,7 +331,7 @@ def _difference(pair: Pair, ids: Tensor) -> Difference:
         logits.append(model(ids[None].to(model.device), use_cache=False).logits[0].float())  # [S, V]
         check_logits(logits[-1], model)
     own, reference = (each.log_softmax(-1) for each in logits)
-    kl = float((reference.exp() * (reference - own)).sum(-1).mean())
+    kl = float(kl_divergence(reference, own).mean())
     largest = float((own - reference).abs().max())
     return Difference(dtype=dtype_name(pair.dtype), tokens=len(ids), largest=largest, kl=max(kl, 0.0))
 
@@ -361,7 +363,7 @@ def _in_its_engine(
         return []
     if not is_installed(engine.module, str(python or sys.executable)):
         where = "here: --engine-python names an interpreter that has it" if python is None else f"in {python}"
-        notes.append(f"{NOT_MEASURED} in {engine.name} itself, which is not installed {where}")
+        notes.append(f"{NOT_MEASURED} in {engine.title} itself, which is not installed {where}")
         return []
     with ExitStack() as stack:
         original: str | Path = source

@@ -1,10 +1,12 @@
 """Predicted time and memory of a model on a device: its operators against the device's dense peaks. No torch here."""
 
 from headwise.costs.prediction.curves import MANY, Curves, Grid, Kind, Sizes, curves_of, pairs, to_table
-from headwise.costs.prediction.engine_caches import (
-    SAFE_LOSS,
+from headwise.costs.prediction.engine_cache import SAFE_LOSS, EngineCache
+from headwise.costs.prediction.engines import (
+    GGML_TYPES,
+    OLLAMA,
+    RUNNABLE,
     SERVING_ENGINES,
-    EngineCache,
     ServingEngine,
     cache_of,
     caches_of_bits,
@@ -39,8 +41,11 @@ from headwise.costs.prediction.work import LayerWork, ModelWork, Reach, Work, mo
 
 __all__ = [
     "ENGINES",
+    "GGML_TYPES",
     "MANY",
     "MOST",
+    "OLLAMA",
+    "RUNNABLE",
     "SAFE_LOSS",
     "SERVING_ENGINES",
     "Allocation",

@@ -27,6 +27,7 @@ from headwise.costs.prediction.work import known_body
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs.base import AttentionSpec
 from headwise.models.specs.compressed import CompressedSpec
+from headwise.models.specs.huggingface import HOSTED_PREFIX
 from headwise.models.specs.indexed_latent import IndexedLatentSpec
 from headwise.models.specs.model import ModelSpec
 from headwise.models.specs.recurrent import RecurrentSpec
@@ -101,7 +102,7 @@ def allocation(model: ModelSpec, forward: Pass, engine: Engine) -> Allocation:
         raise ArgumentError("engine", engine, f"must be one of {', '.join(ENGINES)}")
     shards = [layer.shard(spec, forward.ranks) for spec in model.layers]
     if engine == "llama.cpp":
-        family = model.model_type.removeprefix("headwise_")
+        family = model.model_type.removeprefix(HOSTED_PREFIX)
         has_windows = family in _WINDOWED and (family != "exaone4" or model.num_layers == 64)
         found, reasons = _llama_cpp(shards, forward, has_windows=has_windows)
     else:

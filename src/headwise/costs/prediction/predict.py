@@ -11,7 +11,7 @@ from typing import Any
 from headwise.base.documents import as_document
 from headwise.base.type_checks import checked_types
 from headwise.costs.formulas import dtype_bytes
-from headwise.costs.prediction.engine_caches import caches_of_bits, engine_caches
+from headwise.costs.prediction.engines import caches_of_bits, engine_caches
 from headwise.costs.prediction.hardware import Device, device
 from headwise.costs.prediction.memory import (
     CHUNK,
@@ -216,7 +216,7 @@ def _bits_notes(model: ModelSpec, step: Pass) -> list[str]:
     notes = []
     for engine in ENGINES:
         if not _is_whole(step) and not caches_of_bits(engine, model, 8 * step.value_bytes):
-            own = [f"{cache.bits(model):.3g} ({cache.name})" for _, cache in engine_caches(model, engine).values()]
+            own = [f"{cache.bits(model):.3g} ({cache.name})" for cache in engine_caches(model, engine).values()]
             rule = f"with scales, its caches have {', '.join(own)}" if own else "it has none for such layers"
             notes.append(f"{engine} has no cache of {8 * step.value_bytes:g} bits a value: {rule}")
     return notes

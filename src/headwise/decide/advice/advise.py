@@ -284,7 +284,7 @@ def engine_notes(model: ModelSpec, engine: str | None, known: Mapping[str, Measu
     """
     caches = named_caches(model, known) if engine is None else engine_caches(model, engine)
     limits: dict[str, list[str]] = {}
-    for target, (_, cache) in caches.items():
+    for target, cache in caches.items():
         if cache.limit and not (cache.overflows and cache.is_safe_for(model)):
             limits.setdefault(cache.limit, []).append(target if engine is None else cache.name)
     notes = [f"{', '.join(names)}: {limit}" for limit, names in limits.items()]

@@ -106,7 +106,7 @@ def candidates(
             is_measurable=cache.is_simulated and all(isinstance(layer, GroupedSpec) for layer in source.layers),
             cache=cache,
         )
-        for name, (_, cache) in (engine_caches(source, engine) | named_caches(source, measured)).items()
+        for name, cache in (engine_caches(source, engine) | named_caches(source, measured)).items()
     ]
     listed = {each.target for each in own} | formats.keys()
     formats |= {

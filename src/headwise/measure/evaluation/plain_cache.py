@@ -87,7 +87,7 @@ def compared_formats(model: ModelSpec, engine: str | None = None) -> list[str]:
             taken when None, or where headwise can simulate none of the engine's.
     """
     own = [] if engine is None else engine_caches(model, engine).items()
-    return [name for name, (_, cache) in own if cache.is_simulated and not cache.limit] or list(plain_formats(model))
+    return [name for name, cache in own if cache.is_simulated and not cache.limit] or list(plain_formats(model))
 
 
 def nearest_formats(checkpoint: Checkpoint, tokens: int, size: float, engine: str | None = None) -> dict[str, float]:

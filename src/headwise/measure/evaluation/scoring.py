@@ -111,6 +111,24 @@ def _logits(model: Any, ids: Tensor, change: int | None) -> Iterator[Tensor]:
         yield out.logits[0]
 
 
+def kl_divergence(reference: Tensor, model: Tensor) -> Tensor:
+    """KL(reference ‖ model) of each position, in nats, from logarithms of probabilities ``[…, V]`` of both.
+
+    For example ``kl_divergence(source_logits.log_softmax(-1), logits.log_softmax(-1)).mean()``.
+
+    Healing, which also needs its gradient, computes it in place (`headwise.conversion.healing.divergence`), and an
+    engine's own process in NumPy.
+
+    Args:
+        reference: ``[…, V]``.
+        model: likewise.
+
+    Returns:
+        ``[…]``.
+    """
+    return F.kl_div(model, reference, log_target=True, reduction="none").sum(-1)
+
+
 def _score(logits: Tensor, reference: Tensor | None = None, *, targets: Tensor) -> dict[str, Tensor]:
     """The scores of some positions, from logits ``[rows, V]``; see `score_window`."""
     targets = targets.to(logits.device)
@@ -119,6 +137,6 @@ def _score(logits: Tensor, reference: Tensor | None = None, *, targets: Tensor) 
     if reference is not None:
         reference_log_probs = F.log_softmax(reference.float(), -1)  # [rows, V]
         scores["reference_nll"] = F.nll_loss(reference_log_probs, targets, reduction="none")
-        scores["kl"] = F.kl_div(log_probs, reference_log_probs, log_target=True, reduction="none").sum(-1)
+        scores["kl"] = kl_divergence(reference_log_probs, log_probs)
         scores["agree"] = log_probs.argmax(-1) == reference_log_probs.argmax(-1)
     return {key: values.double().cpu() for key, values in scores.items()}

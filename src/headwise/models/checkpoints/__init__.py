@@ -1,7 +1,6 @@
 """Model folders and GGUF files, one tensor at a time."""
 
 from headwise.models.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, dtype_name
-from headwise.models.checkpoints.family import Family, Layout, family_names, family_of, has_family
 from headwise.models.checkpoints.folder import FolderCheckpoint
 from headwise.models.checkpoints.gguf import GGUF_TYPES, GgufCheckpoint, GgufFile, tokenizer_fields
 from headwise.models.checkpoints.identity import model_identity, run_identity, versions
@@ -10,6 +9,7 @@ from headwise.models.checkpoints.quantised.folder import QuantisedFolder
 from headwise.models.checkpoints.tokenizer import decode, load_tokenizer, max_length, refuse_other_tokens, tokenize
 from headwise.models.checkpoints.unsafe import refuse_kernel, refuse_kernels, refuse_other_weights, refuse_unsafe
 from headwise.models.checkpoints.writer import FolderWriter, check_output, move_into_place
+from headwise.models.families.base import Family, Layout, family_names, family_of, has_family
 
 __all__ = [
     "DTYPES",

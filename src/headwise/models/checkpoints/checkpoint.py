@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import CheckpointError, SpecError, StorageError
-from headwise.models.checkpoints.family import Family, family_of, has_family
+from headwise.models.families.base import Family, family_of, has_family
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, ModelSpec, read_config
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -16,8 +16,8 @@ from torch import Tensor
 from headwise.base.documents import RECORDS
 from headwise.errors import CheckpointError, StorageError
 from headwise.models.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
-from headwise.models.checkpoints.family import family_of, has_family
 from headwise.models.checkpoints.unsafe import ADAPTER, refuse_unsafe
+from headwise.models.families.base import family_of, has_family
 from headwise.models.specs import LARGEST_CONFIG, read_json
 from headwise.models.specs.stored_head import INDEX, SINGLE, with_stored_head
 

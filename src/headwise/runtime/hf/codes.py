@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headwise.base.disk import write_whole
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.models.checkpoints import Checkpoint, family_of
-from headwise.models.checkpoints.family import canonical_shapes
+from headwise.models.families.base import canonical_shapes
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec
 from headwise.runtime.caches.cache import HeadwiseCache
 from headwise.runtime.caches.coded import SlotRotation

@@ -104,7 +104,7 @@ def check_complete(checkpoint: Checkpoint) -> None:
 def check_values(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint whose tensors are far too few for the model its config describes.
 
-    For families that have no file in `headwise.models.checkpoints.families`. transformers reports their missing
+    For families that have no file in `headwise.models.families`. transformers reports their missing
     tensors
     only after it has built the model and allocated those tensors, and a config can ask for any number of them. The
     tensors' names are not known to headwise, so their elements are counted instead.

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from headwise.costs.formulas.target import GROUP, GROUPS
-from headwise.costs.prediction import SERVING_ENGINES
+from headwise.costs.prediction import GGML_TYPES, SERVING_ENGINES, EngineCache
 from headwise.errors import ArgumentError
 from headwise.runtime.quantization import kivi
 from headwise.runtime.quantization.engine_code import EngineCode
 from headwise.runtime.quantization.floats import EngineFloat8Code, Float4Code
-from headwise.runtime.quantization.ggml import TYPES, GgmlCode, LlamaCppCode
+from headwise.runtime.quantization.ggml import GgmlCode, LlamaCppCode
 from headwise.runtime.quantization.groups import BITS, HADAMARD, Float8Code, GroupCode, TokenCode
 from headwise.runtime.quantization.kivi import KiviCode
 from headwise.runtime.quantization.mlx import BITS as MLX_BITS
@@ -22,9 +22,6 @@ from headwise.runtime.quantization.quanto import QuantoCode
 from headwise.runtime.quantization.vllm import Int4TokenCode, Int8TokenCode, TurboKeyCode, TurboValueCode
 
 LLAMA_CPP = "llama.cpp"
-
-GGUF_READERS = tuple(name for name, engine in SERVING_ENGINES.items() if engine.reads_gguf)
-"""The engines that load a ``.gguf``."""
 
 _SIZE = "|".join(map(str, GROUPS))
 _INTEGERS = re.compile(rf"int({'|'.join(map(str, BITS))})(?::({_SIZE}))?({re.escape(HADAMARD)})?")
@@ -86,23 +83,25 @@ def _same(engine: str, *codes: EngineCode) -> dict[str, EngineFormat]:
     return {str(code): EngineFormat(engine, code, code) for code in codes}
 
 
-def _turboquant(name: str, keys: EngineCode, value_bits: int) -> dict[str, EngineFormat]:
-    return {name: EngineFormat("vllm", keys, TurboValueCode(value_bits, name), wide_ends=2)}
+def _turboquant(cache: EngineCache) -> EngineFormat:
+    """vLLM's TurboQuant, whose keys are rotated integers, or 8-bit floats."""
+    name = cache.name
+    turned = TurboKeyCode(int(cache.key_bits), name)
+    keys = turned if cache.rotates else EngineFloat8Code(rounds_queries=False, name=name)
+    return EngineFormat("vllm", keys, TurboValueCode(int(cache.value_bits), name), wide_ends=cache.wide_ends)
 
 
-_K8V4, _4BIT, _K3V4, _3BIT = (f"turboquant_{name}" for name in ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc"))
 ENGINES: dict[str, dict[str, EngineFormat]] = {
     LLAMA_CPP: {
-        kind: EngineFormat(LLAMA_CPP, LlamaCppCode(code, is_keys=True), LlamaCppCode(code, is_keys=False))
-        for kind, code in zip(TYPES, map(GgmlCode, TYPES), strict=True)
+        kind: EngineFormat(
+            LLAMA_CPP, LlamaCppCode(GgmlCode(kind), is_keys=True), LlamaCppCode(GgmlCode(kind), is_keys=False)
+        )
+        for kind in GGML_TYPES
     },
     "mlx": _same("mlx", *map(MlxCode, MLX_BITS)),
     "vllm": {
         **_same("vllm", EngineFloat8Code(), Int8TokenCode(), Int4TokenCode()),
-        **_turboquant(_K8V4, EngineFloat8Code(rounds_queries=False, name=_K8V4), 4),
-        **_turboquant(_4BIT, TurboKeyCode(4, _4BIT), 4),
-        **_turboquant(_K3V4, TurboKeyCode(3, _K3V4), 4),
-        **_turboquant(_3BIT, TurboKeyCode(3, _3BIT), 3),
+        **{cache.name: _turboquant(cache) for cache in SERVING_ENGINES["vllm"].caches if cache.wide_ends},
     },
     "sglang": _same("sglang", EngineFloat8Code(saturates=False), Float4Code()),
     "transformers": _same("transformers", *map(QuantoCode, QUANTO_BITS)),
@@ -121,8 +120,9 @@ def _any_of(names: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}"
 
 
+INTEGERS, KIVI = [f"int{bits}" for bits in BITS], [f"kivi{bits}" for bits in kivi.BITS]
 SPELLINGS = (
-    "int8, int4, int3 or int2, fp8, int8/int4 (keys/values), kivi4, kivi3 or kivi2, or an engine's own, such as"
+    f"{_any_of(INTEGERS)}, {Float8Code()}, int8/int4 (keys/values), {_any_of(KIVI)}, or an engine's own, such as"
     " llama.cpp:q4_0; docs/speed.md has all"
 )
 """The families of formats, in words."""

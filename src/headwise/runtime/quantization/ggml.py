@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
+from headwise.models.specs.gguf.types import TYPES
 from headwise.runtime.quantization.engine_code import EngineCode
 from headwise.runtime.quantization.groups import rotated
 
@@ -30,12 +31,9 @@ _LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 _SYMMETRIC = {"q4_0": 4, "q5_0": 5}
 _AFFINE = {"q4_1": 4, "q5_1": 5}
 _WIDE = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
-_BYTES = {"q8_0": 34, "q5_1": 24, "q5_0": 22, "q4_1": 20, "q4_0": 18, "iq4_nl": 18}
+_BYTES = {name.lower(): size for name, values, size in TYPES.values() if values == BLOCK}
 _OPERANDS = {"f32": "f32", "f16": "f16", "bf16": "bf16"}
 """What queries are rounded to before they are multiplied with keys of a type; eight bits for all others."""
-
-TYPES = (*_WIDE, *_BYTES)
-"""The names by which llama.cpp's ``--cache-type-k`` and ``--cache-type-v`` know them."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class GgmlCode:
     For example ``GgmlCode("q4_0").token_bytes(64)`` is 36.
 
     Attributes:
-        kind: one of `TYPES`.
+        kind: one of `GGML_TYPES`.
     """
 
     kind: str

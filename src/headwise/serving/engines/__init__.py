@@ -1,6 +1,7 @@
 """Which engines load a model, why others refuse it, what to write for them instead, and what their caches cost."""
 
-from headwise.serving.engines.in_engine import RUNNABLE, evaluate_in_engine, evaluate_windows_in_engine
+from headwise.costs.prediction import RUNNABLE
+from headwise.serving.engines.in_engine import evaluate_in_engine, evaluate_windows_in_engine
 from headwise.serving.engines.rules import ENGINES, Engine, EngineReport, ModelFacts, Verdict, engines
 
 __all__ = [

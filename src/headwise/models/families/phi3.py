@@ -1,7 +1,7 @@
 """Phi-3 and Phi-4: query, key and value rows in one projection."""
 
-from headwise.models.checkpoints.families import llama
-from headwise.models.checkpoints.family import Family, fused
+from headwise.models.families import llama
+from headwise.models.families.base import Family, fused
 
 FAMILY = Family(
     model_type="phi3",

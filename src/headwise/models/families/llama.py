@@ -1,11 +1,13 @@
 """Llama, and the many checkpoints that share its architecture (SmolLM2, TinyLlama, Yi, …)."""
 
-from headwise.models.checkpoints.family import Family
+from headwise.models.families.base import Family
 
 FAMILY = Family(
     model_type="llama",
     layer="model.layers.{layer}",
     attention="model.layers.{layer}.self_attn",
+    deepseek_blocks=True,
+    former_rope=True,
     gguf_tensors={
         "token_embd": "model.embed_tokens",
         "output_norm": "model.norm",

@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: the rows of each head's query, key and value together; part of a head's dims rotate."""
 
-from headwise.models.checkpoints.family import Family, fused
+from headwise.models.families.base import Family, fused
 
 FAMILY = Family(
     model_type="gpt_neox",

@@ -1,6 +1,6 @@
 """OPT: no RoPE, learned positions."""
 
-from headwise.models.checkpoints.family import Family, renamed
+from headwise.models.families.base import Family, renamed
 
 FAMILY = Family(
     model_type="opt",

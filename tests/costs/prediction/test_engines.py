@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import get_args
+
 import pytest
 import torch
 
-from headwise.base.options import PrepareOptions
-from headwise.costs.prediction import SERVING_ENGINES, Pass, cache_of, caches_of_bits, engine_caches, predict
+from headwise.base.options import ENGINE, PrepareOptions
+from headwise.cli import advice
+from headwise.costs.prediction import (
+    RUNNABLE,
+    SERVING_ENGINES,
+    Pass,
+    cache_of,
+    caches_of_bits,
+    engine_caches,
+    predict,
+)
 from headwise.errors import ArgumentError
 from headwise.models.specs import read_spec
 from headwise.runtime.quantization.formats import EngineFormat, parse_format
@@ -24,7 +36,7 @@ def test_what_is_simulated_is_what_formats_spell(engine: str, cache: object) -> 
     except ArgumentError:
         form = None
     is_known = isinstance(form, EngineFormat)
-    assert cache.is_simulated == is_known, f"is_simulated of {name} in prediction/engine_caches.py"  # type: ignore[attr-defined]
+    assert cache.is_simulated == is_known, f"is_simulated of {name} in prediction/engines.py"  # type: ignore[attr-defined]
     if not isinstance(form, EngineFormat):
         return
     assert PrepareOptions(cache=[name]).cache == [name]
@@ -44,7 +56,7 @@ def test_what_is_simulated_is_what_formats_spell(engine: str, cache: object) -> 
 
 
 def test_bits_are_those_that_the_engines_take() -> None:
-    bits = {name: cache.bits(LLAMA) for name, (_, cache) in engine_caches(LLAMA).items()}
+    bits = {name: cache.bits(LLAMA) for name, cache in engine_caches(LLAMA).items()}
     assert bits["llama.cpp:q8_0"] == bits["mlx:8"] == bits["transformers:hqq8"] == 8.5
     assert bits["vllm:fp8"] == bits["sglang:fp8"] == bits["tensorrt-llm:fp8"] == 8
     assert bits["vllm:int4_per_token_head"] == 4.25
@@ -72,7 +84,8 @@ def test_conditions() -> None:
 
 
 def test_commands() -> None:
-    typed = {name: served.command(served.model, cache) for name, (served, cache) in engine_caches(LLAMA).items()}
+    named = {name: (SERVING_ENGINES[name.partition(":")[0]], cache) for name, cache in engine_caches(LLAMA).items()}
+    typed = {name: served.command(served.model, cache) for name, (served, cache) in named.items()}
     assert typed["llama.cpp:q8_0"] == "llama-server -m model.gguf -fa on -ctk q8_0 -ctv q8_0"
     assert typed["vllm:fp8"] == "vllm serve MODEL --kv-cache-dtype fp8"
     assert typed["sglang:fp8"] == "python -m sglang.launch_server --model-path MODEL --kv-cache-dtype fp8_e4m3"
@@ -82,6 +95,15 @@ def test_commands() -> None:
     assert SERVING_ENGINES["vllm"].command("./it") == "vllm serve ./it"
     sized = SERVING_ENGINES["sglang"].command("./it", context=64, batch=2, ranks=4)
     assert sized.endswith("--model-path ./it --context-length 64 --max-running-requests 2 --tp 4")
+
+
+def test_engines_are_named_where_users_look() -> None:
+    page = (Path(__file__).parents[3] / "docs/engines.md").read_text(encoding="utf-8")
+    help_of_advice = get_args(advice.Engine)[1].help
+    for name, served in SERVING_ENGINES.items():
+        assert served.title in page
+        assert name in help_of_advice
+    assert all(word in ENGINE for word in RUNNABLE)
 
 
 @pytest.mark.parametrize(("bits", "engines"), [(None, {"llama.cpp", "vllm"}), (16, {"llama.cpp", "vllm"})])

@@ -1,7 +1,8 @@
-"""Model families: where an architecture keeps its attention's tensors, and in what layout.
+"""Model families: where an architecture keeps its attention's tensors, in what layout, and what else it alone has.
 
 A layout is a pair of functions, from and to headwise's names of the four projections, so that a family whose
-projections are fused or transposed differs from the others in one line.
+projections are fused or transposed differs from the others in one line. Torch is imported where tensors are made, so
+that advice, which makes none, reads the rest without it.
 
 Shapes: H query heads, K key–value heads, D head dim, V value dim, E hidden.
 """
@@ -12,18 +13,18 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast
-
-import torch
-from torch import Tensor
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from headwise.errors import CheckpointError, SpecError
-from headwise.models.checkpoints import families
 from headwise.models.specs import HOSTED_PREFIX
 from headwise.models.specs.grouped import PROJECTIONS, GroupedSpec
 
-State = dict[str, Tensor]
-Change = Callable[[Mapping[str, Tensor], GroupedSpec], State]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+State: TypeAlias = "dict[str, Tensor]"
+Change: TypeAlias = "Callable[[Mapping[str, Tensor], GroupedSpec], State]"
 
 
 class Layout(NamedTuple):
@@ -65,6 +66,8 @@ def packed_shapes(layout: Layout, spec: GroupedSpec) -> dict[str, tuple[int, ...
         layout: the family's.
         spec: the attention.
     """
+    import torch
+
     empty = {name: torch.empty(shape, device="meta") for name, shape in canonical_shapes(spec).items()}
     return {name: tuple(tensor.shape) for name, tensor in layout.pack(empty, spec).items()}
 
@@ -122,6 +125,8 @@ def fused(name: str, output: str, *, by_head: bool = False, transposed: bool = F
         return tensor.T.contiguous() if transposed and tensor.dim() == 2 else tensor
 
     def pack(state: Mapping[str, Tensor], spec: GroupedSpec) -> State:
+        import torch
+
         out = {f"{output}.{kind}": turn(state[f"o_proj.{kind}"]) for kind in _kinds(state, "o_proj")}
         for kind in _kinds(state, "q_proj"):
             parts = [state[f"{projection}.{kind}"] for projection in PROJECTIONS[:3]]
@@ -134,6 +139,8 @@ def fused(name: str, output: str, *, by_head: bool = False, transposed: bool = F
         return out
 
     def unpack(state: Mapping[str, Tensor], spec: GroupedSpec) -> State:
+        import torch
+
         D, V = spec.head_dim, spec.value_dim
         H, K = spec.num_heads, spec.num_kv_heads
         out = {f"o_proj.{kind}": turn(state[f"{output}.{kind}"]) for kind in _kinds(state, output)}
@@ -167,6 +174,9 @@ class Family:
         cross_attention: path of the attention to an encoder's output; None where there is none.
         layout: names and shapes of the projections within that module.
         stock_kv_heads: the config has ``num_key_value_heads``, so that the family's own class can be GQA and MQA.
+        deepseek_blocks: its layers equal deepseek_v3's dense layers, tensor names included, except for the attention:
+            its MLA is written as stock MLA, and served by headwise's plugin in vLLM.
+        former_rope: ``rope_theta`` and ``rope_scaling``, as transformers 4 wrote them, say all of its RoPE.
         output: path within ``attention`` of the output projection, where the module returns its output after the
             residual connection or the norm.
         adds: the attention's output is added to the residual stream directly; False where a norm comes first.
@@ -189,6 +199,8 @@ class Family:
     cross_attention: str | None = None
     layout: Layout = PLAIN
     stock_kv_heads: bool = True
+    deepseek_blocks: bool = False
+    former_rope: bool = False
     output: str = ""
     adds: bool = True
     hosted: str = ""
@@ -312,15 +324,15 @@ class Family:
 
 
 def family_names() -> list[str]:
-    """The model types that have a file in `families`, sorted.
+    """The model types that have a file in this folder, sorted.
 
     For example ``"llama" in family_names()`` is True.
     """
-    return sorted(module.name for module in pkgutil.iter_modules(families.__path__))
+    return sorted(file.name for file in pkgutil.iter_modules([str(Path(__file__).parent)]) if file.name != "base")
 
 
 def has_family(model_type: object) -> bool:
-    """Whether a model type, or the type that it was converted from, has a file in `families`.
+    """Whether a model type, or the type that it was converted from, has a file in this folder.
 
     For example ``has_family("llama")`` is True.
     """
@@ -336,7 +348,7 @@ def family_of(model_type: str) -> Family:
         model_type: such as ``llama``, or ``headwise_llama`` for the family of a converted folder.
 
     Raises:
-        SpecError: `families` has no file for the model type.
+        SpecError: this folder has no file for the model type.
     """
     name = model_type.removeprefix(HOSTED_PREFIX)
     if name not in family_names():
@@ -345,4 +357,4 @@ def family_of(model_type: str) -> Family:
             name,
             f"cannot be converted, or read from GGUF, yet; can: {', '.join(family_names())}",
         )
-    return cast(Family, importlib.import_module(f"{families.__name__}.{name}").FAMILY)
+    return cast(Family, importlib.import_module(f"headwise.models.families.{name}").FAMILY)

@@ -1,7 +1,7 @@
 """Gemma 3's text model: Llama's layout with norms on each query and key head; windowed and full layers."""
 
-from headwise.models.checkpoints.families import llama, qwen3
-from headwise.models.checkpoints.family import Family, offset_norms
+from headwise.models.families import llama, qwen3
+from headwise.models.families.base import Family, offset_norms
 
 FAMILY = Family(
     model_type="gemma3_text",

@@ -1,6 +1,6 @@
 """GPT-2: no RoPE; query, key and value columns in one transposed projection."""
 
-from headwise.models.checkpoints.family import Family, fused
+from headwise.models.families.base import Family, fused
 
 FAMILY = Family(
     model_type="gpt2",
