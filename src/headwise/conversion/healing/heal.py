@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,6 @@ from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.final_evaluation import EvaluationSet, choose_evaluation_set, evaluate_result
-from headwise.conversion.healing.curriculum import WINDOWS, FadingChannels, RankCurriculum, order_channels
 from headwise.conversion.healing.engine_format import check_file_cache, round_in_training, trained_format
 from headwise.conversion.healing.loop import Loop, learning_rate, run_model
 from headwise.conversion.healing.objective import StoredTeacher, bytes_per_token
@@ -46,7 +44,6 @@ from headwise.models.checkpoints import (
     Checkpoint,
     FolderWriter,
     GgufCheckpoint,
-    TensorInfo,
     check_output,
     dtype_name,
     model_identity,
@@ -67,12 +64,6 @@ NOTHING_GAINED = (
 )
 """Said of a run that changed nothing."""
 
-NOTHING_GAINED_LATER = (
-    "no step lowered the held-out loss after the channels were gone: train on more tokens, or at a lower learning "
-    "rate"
-)
-"""Said of a run with a rank curriculum whose second half changed nothing."""
-
 
 @takes_options(HealOptions)
 @checked_types
@@ -82,10 +73,9 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
 
     For example ``heal("./half", "./healed", teacher="smollm2-135m", text="text.txt", tokens=200_000)``.
 
-    The result has the given model's format, sizes and codes; only values of its tensors differ, unless
-    ``rank_curriculum`` makes its latents narrower. A cache in codes is rounded while the model is trained, and with
-    ``cache`` one as an engine has it. A killed run is continued by the same call, and computes what an uninterrupted
-    one would have.
+    The result has the given model's format, sizes and codes; only values of its tensors differ. A cache in codes is
+    rounded while the model is trained, and with ``cache`` one as an engine has it. A killed run is continued by the
+    same call, and computes what an uninterrupted one would have.
 
     Args:
         model: a converted folder, or any model folder or ``.gguf`` with the teacher's vocabulary. Of a ``.gguf`` what
@@ -106,7 +96,7 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
         return _heal_file(checkpoint, prepared, progress)
     writer = FolderWriter(
         prepared.output,
-        prepared.tensors,
+        prepared.checkpoint.tensors,
         run=prepared.run,
         overwrite=options.overwrite,
         work_bytes=_work_bytes(prepared),
@@ -119,7 +109,7 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
         after = _evaluate(writer.folder, prepared, progress)
         report = _report(prepared, done, count, before, after)
         if process_index() == 0:
-            writer.write_text("README.md", healed_card(checkpoint.path, prepared.config, report))
+            writer.write_text("README.md", healed_card(checkpoint.path, checkpoint.config, report))
             writer.write_text(HEALING, json.dumps(finite(report.to_dict()), indent=1) + "\n")
     return replace(report, notes=(*report.notes, *writer.notes))
 
@@ -159,7 +149,6 @@ class _Prepared:
         evaluation_set: the windows to evaluate on; may be empty.
         device: of this process.
         dtype: of matrix products.
-        curriculum: where channels fade out.
         code: the engine's format that keys and values are rounded to.
     """
 
@@ -172,18 +161,7 @@ class _Prepared:
     evaluation_set: EvaluationSet
     device: torch.device
     dtype: torch.dtype
-    curriculum: RankCurriculum | None
     code: EngineFormat | None
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Of the result."""
-        return self.checkpoint.config if self.curriculum is None else self.curriculum.config
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Of the result."""
-        return self.checkpoint.tensors if self.curriculum is None else self.curriculum.tensors
 
     @property
     def run(self) -> str:
@@ -235,8 +213,6 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
     if options.train == "new" and not trained_numbers(checkpoint, teacher, options):
         raise ArgumentError("train", options.train, NOTHING_TO_TRAIN)
     code = None if options.cache is None else trained_format(checkpoint, options.cache)
-    part = options.rank_curriculum
-    curriculum = None if part is None else RankCurriculum(checkpoint, part)
     windows = open_windows(checkpoint, options, teacher.spec)
     refuse_other_tokens(checkpoint.path, teacher.path, name="teacher", source=str(teacher.path))
     evaluation_set: EvaluationSet = []
@@ -257,7 +233,6 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
         evaluation_set=evaluation_set,
         device=device,
         dtype=dtype,
-        curriculum=curriculum,
         code=code,
     )
 
@@ -269,7 +244,7 @@ def _work_bytes(prepared: _Prepared) -> int:
     saved = (3 * 3 + 2) * 4 * trained_numbers(prepared.checkpoint, prepared.teacher, options)
     read = min(windows.steps * windows.batch, len(windows.train)) + len(windows.held_out)
     stored = read * windows.width * bytes_per_token(options.teacher_top) if options.teacher_top else 0
-    return saved + stored + (0 if prepared.curriculum is None else prepared.curriculum.work_bytes)
+    return saved + stored
 
 
 def _refuse_other_shape(checkpoint: Checkpoint, teacher: Checkpoint) -> None:
@@ -304,10 +279,6 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
         round_in_training(model, prepared.checkpoint, prepared.code)
     if options.checkpointing:
         _compute_layers_twice(model)
-    fading = None
-    if prepared.curriculum is not None:
-        _order_channels(model, prepared, folder, progress)
-        fading = FadingChannels(model, prepared.curriculum)
     select(model, prepared.checkpoint, options.train, prepared.teacher, rank=options.lora_rank)
     refuse_unwritten(model, prepared.checkpoint)
     shard(model)
@@ -315,7 +286,7 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
     optimizer = optimizer_of(model, parameters, options.optimizer, dtype=prepared.dtype)
     if prepared.device.type == "cpu":
         built()  # here, where Ctrl-C ends a compiler; windows are worked on in other threads
-    loop = Loop(model, teacher, parameters, prepared.windows, options, prepared.dtype, fading)
+    loop = Loop(model, teacher, parameters, prepared.windows, options, prepared.dtype)
     done = loop.run(TrainingState(folder, parameters, optimizer), optimizer, progress)
     return model, done, sum(parameter.numel() for parameter in parameters.values())
 
@@ -328,17 +299,6 @@ def _compute_layers_twice(model: Any) -> None:
             module.training = True
             if isinstance(getattr(module, "dropout", None), float):  # OPT's layers call it themselves
                 module.dropout = 0.0
-
-
-def _order_channels(model: Any, prepared: _Prepared, folder: Path, progress: Progress) -> None:
-    """Order the channels of a model's latents; see `order_channels`."""
-
-    def logits(windows: CalibrationWindows) -> torch.Tensor:
-        result: torch.Tensor = run_model(model, windows, prepared.dtype).logits
-        return result
-
-    model.requires_grad_(False)  # but for what is watched; `select` says what is trained
-    order_channels(model, prepared.windows.train[:WINDOWS], folder / "channels", logits, progress)
 
 
 def _teacher(prepared: _Prepared, folder: Path, progress: Progress) -> Any | StoredTeacher:
@@ -368,19 +328,16 @@ def _write(prepared: _Prepared, model: Any, writer: FolderWriter) -> None:
     checkpoint, is_first = prepared.checkpoint, process_index() == 0
     if is_first:
         writer.add_companions(checkpoint)
-        writer.write_json("config.json", prepared.config)
+        writer.write_json("config.json", checkpoint.config)
         card = CONVERSION if (checkpoint.path / CONVERSION).is_file() else "README.md"  # of a model healed before
         for name, new in ((CODES, CODES), (card, CONVERSION)):
             if (checkpoint.path / name).is_file():
                 writer.write_bytes(new, (checkpoint.path / name).read_bytes())
-    turned = frozenset() if prepared.curriculum is None else prepared.curriculum.turned
-    trained = trained_tensors(model, checkpoint, also=turned)
+    trained = trained_tensors(model, checkpoint)
     for name in checkpoint.tensors:
         tensor = gathered_tensor(trained[name]()) if name in trained else None
         if is_first and not writer.has(name):
             tensor = checkpoint.read(name) if tensor is None else tensor
-            if prepared.curriculum is not None:
-                tensor = prepared.curriculum.cut(name, tensor)
             writer.add(name, tensor.cpu().to(checkpoint.tensors[name].dtype))
 
 
@@ -400,8 +357,6 @@ def _report(
     notes = [*prepared.checkpoint.notes, *(one for one in (before, after) if isinstance(one, str))]
     if done.best_step == 0:
         notes.append(NOTHING_GAINED)
-    elif options.rank_curriculum is not None and done.best_step == done.counted[0][0] < done.step:
-        notes.append(NOTHING_GAINED_LATER)
     return Healing(
         model=prepared.model,
         output=str(prepared.output),
@@ -413,7 +368,6 @@ def _report(
         trained_parameters=count,
         optimizer=options.optimizer,
         learning_rate=learning_rate(options, done.held_out[0][1]),
-        rank_curriculum=options.rank_curriculum,
         cache=options.cache,
         steps=done.step,
         planned_steps=windows.steps,
@@ -423,7 +377,6 @@ def _report(
         losses=tuple(done.losses),
         held_out=tuple(done.held_out),
         best_step=done.best_step,
-        counted_from=done.counted_from,
         stopped=done.stopped,
         rollbacks=done.rollbacks,
         seconds=done.seconds,
