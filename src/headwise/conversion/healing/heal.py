@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headwise.base.disk import empty_folder, refuse_input_within, working_folder, write_whole
 from headwise.base.documents import HEALING, finite
+from headwise.base.jobs import Job
 from headwise.base.options import takes_options
 from headwise.base.options.heal import HealOptions
-from headwise.base.processes import barrier, entered_first, process_count, process_index
+from headwise.base.processes import entered_first, on_main_process, process_count
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.conversion.calibration.windows import CalibrationWindows
@@ -38,7 +38,7 @@ from headwise.conversion.preparation.stored import check_file, copied_files
 from headwise.conversion.solvers.device import is_quick, own_device
 from headwise.errors import ArgumentError, naming
 from headwise.measure.evaluation import Evaluation
-from headwise.measure.texts import CalibrationTexts, named_texts, refuse_texts_within, text_identity
+from headwise.measure.texts import CalibrationTexts, named_texts, refuse_inputs_within, text_identity
 from headwise.measure.timing import peak_rss_bytes
 from headwise.models.checkpoints import (
     Checkpoint,
@@ -108,30 +108,26 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
         del trained  # the evaluation loads it again, as users will
         after = _evaluate(writer.folder, prepared, progress)
         report = _report(prepared, done, count, before, after)
-        if process_index() == 0:
-            writer.write_text("README.md", healed_card(checkpoint.path, checkpoint.config, report))
-            writer.write_text(HEALING, json.dumps(finite(report.to_dict()), indent=1) + "\n")
+        writer.write_text("README.md", healed_card(checkpoint.path, checkpoint.config, report))
+        writer.write_text(HEALING, json.dumps(finite(report.to_dict()), indent=1) + "\n")
     return replace(report, notes=(*report.notes, *writer.notes))
 
 
 def _heal_file(checkpoint: GgufCheckpoint, prepared: _Prepared, progress: Progress) -> Healing:
     """`heal` a ``.gguf``."""
-    out = prepared.output
-    work = out.with_name(f".{out.name}.headwise-partial")
-    with entered_first(working_folder(work, out)):
-        if process_index() == 0:
-            _take_up(work, prepared.run)
-        barrier()
+    with entered_first(Job(prepared.output, run=prepared.run)) as job:
         before = _evaluate(checkpoint.path, prepared, progress)
-        trained, done, count = _train(prepared, work, progress)
+        trained, done, count = _train(prepared, job.work, progress)
         tensors = {name: gathered_tensor(made()).cpu() for name, made in trained_tensors(trained, checkpoint).items()}
         del trained  # the evaluation loads it again, as users will
-        after = None
-        if process_index() == 0:
-            check_file(checkpoint.files, out, overwrite=prepared.options.overwrite)  # it took a while
-            with copied_files(checkpoint.files, out) as copies:
+
+        def write() -> Evaluation | str | None:
+            check_file(checkpoint.files, prepared.output, overwrite=prepared.options.overwrite)  # it took a while
+            with copied_files(checkpoint.files, prepared.output) as copies:
                 checkpoint.write(tensors, copies)
-                after = _evaluate(copies[checkpoint.path], prepared, progress)
+                return _evaluated(copies[checkpoint.path], prepared, progress)
+
+        after = on_main_process(write)
     return _report(prepared, done, count, before, after)
 
 
@@ -201,11 +197,9 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
         raise ArgumentError(
             "teacher", str(options.teacher), f"has a vocabulary of {sizes[1]}, the model of {sizes[0]}"
         )
-    for path, kind in ((checkpoint.path, "the model"), (teacher.path, "the teacher")):
-        refuse_input_within(output, path, kind)
-    texts = named_texts(options.text)
-    refuse_texts_within(output, texts, name="text")
-    refuse_texts_within(output, named_texts(options.evaluate), name="evaluate")
+    inputs = {"the model": checkpoint.path, "the teacher": teacher.path}
+    texts, named = named_texts(options.text), named_texts(options.evaluate)
+    refuse_inputs_within(output, inputs, text=texts, evaluate=named)
     if options.hidden > 0:
         _refuse_other_shape(checkpoint, teacher)
     if options.teacher_top is not None and sizes[0] is not None and options.teacher_top > sizes[0]:
@@ -220,7 +214,7 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
         # Where no text is named, the windows are chosen behind the part of the texts that training reads.
         trained_on = CalibrationTexts(tuple(texts), tokens=windows.read_tokens, window=windows.width)
         evaluation_set = choose_evaluation_set(
-            teacher, named_texts(options.evaluate), calibrate=trained_on, windows=options.evaluation_windows
+            teacher, named, calibrate=trained_on, windows=options.evaluation_windows
         )
     dtype = as_dtype(options.dtype or ("bfloat16" if is_quick(device) else "float32"))
     return _Prepared(
@@ -260,7 +254,11 @@ def _refuse_other_shape(checkpoint: Checkpoint, teacher: Checkpoint) -> None:
 
 def _evaluate(folder: Path, prepared: _Prepared, progress: Progress) -> Evaluation | str | None:
     """A model beside the teacher; a note where that cannot be done, and None in all processes but the first."""
-    if not prepared.evaluation_set or process_index() > 0:
+    return on_main_process(partial(_evaluated, folder, prepared, progress))
+
+
+def _evaluated(folder: Path, prepared: _Prepared, progress: Progress) -> Evaluation | str | None:
+    if not prepared.evaluation_set:
         return None
     options, device = prepared.options, str(prepared.device)
     return evaluate_result(
@@ -311,43 +309,32 @@ def _teacher(prepared: _Prepared, folder: Path, progress: Progress) -> Any | Sto
     if prepared.options.teacher_top is None:
         return model()
     stored, windows = StoredTeacher(folder / "teacher", prepared.options.teacher_top), prepared.windows
-    if process_index() == 0:
 
-        @torch.no_grad()
-        def logits(window: CalibrationWindows) -> torch.Tensor:  # only of windows that are not stored yet
-            result: torch.Tensor = run_model(model(), window, prepared.dtype).logits[0]
-            return result
+    @torch.no_grad()
+    def logits(window: CalibrationWindows) -> torch.Tensor:  # only of windows that are not stored yet
+        result: torch.Tensor = run_model(model(), window, prepared.dtype).logits[0]
+        return result
 
-        stored.store(logits, windows.read_in_order(), windows.steps * windows.batch + len(windows.held_out), progress)
-    barrier()
+    total = windows.steps * windows.batch + len(windows.held_out)
+    on_main_process(partial(stored.store, logits, windows.read_in_order(), total, progress))
     return stored
 
 
 def _write(prepared: _Prepared, model: Any, writer: FolderWriter) -> None:
     """Write the folder with the trained tensors, but for its card and what was measured."""
-    checkpoint, is_first = prepared.checkpoint, process_index() == 0
-    if is_first:
-        writer.add_companions(checkpoint)
-        writer.write_json("config.json", checkpoint.config)
-        card = CONVERSION if (checkpoint.path / CONVERSION).is_file() else "README.md"  # of a model healed before
-        for name, new in ((CODES, CODES), (card, CONVERSION)):
-            if (checkpoint.path / name).is_file():
-                writer.write_bytes(new, (checkpoint.path / name).read_bytes())
+    checkpoint = prepared.checkpoint
+    writer.add_companions(checkpoint)
+    writer.write_json("config.json", checkpoint.config)
+    card = CONVERSION if (checkpoint.path / CONVERSION).is_file() else "README.md"  # of a model healed before
+    for name, new in ((CODES, CODES), (card, CONVERSION)):
+        if (checkpoint.path / name).is_file():
+            writer.write_bytes(new, (checkpoint.path / name).read_bytes())
     trained = trained_tensors(model, checkpoint)
     for name in checkpoint.tensors:
-        tensor = gathered_tensor(trained[name]()) if name in trained else None
-        if is_first and not writer.has(name):
+        tensor = gathered_tensor(trained[name]()) if name in trained else None  # by all processes
+        if not writer.has(name):
             tensor = checkpoint.read(name) if tensor is None else tensor
             writer.add(name, tensor.cpu().to(checkpoint.tensors[name].dtype))
-
-
-def _take_up(folder: Path, run: str) -> None:
-    """Keep what an earlier run of the same identity left in a working folder, and remove anything else."""
-    known = folder / "run"
-    if not known.is_file() or known.read_text(encoding="utf-8") != run:
-        known.unlink(missing_ok=True)  # first, so that no run takes over a folder that is half removed
-        empty_folder(folder)
-        write_whole(known, run.encode())
 
 
 def _report(

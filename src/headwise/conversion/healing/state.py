@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.base.processes import barrier, process_index
+from headwise.base.processes import on_main_process, process_index
 from headwise.conversion.healing.optimizer import gathered_tensor, sharded_like
 from headwise.conversion.storage import LOST, LayerFiles
 from headwise.errors import CheckpointError
@@ -83,17 +84,18 @@ class TrainingState:
                 tensor = gathered_tensor(parameter.detach() if kind == "parameter" else own[kind])
                 if process_index() == 0:
                     tensors[f"{kind} {name}"] = tensor.cpu()
-        if process_index() == 0:
-            about = asdict(progressed)
-            if progressed.held_out and progressed.best_step == progressed.step:  # before the save that says so
-                parameters = {name: tensor for name, tensor in tensors.items() if name.startswith("parameter ")}
-                before = replace(progressed, held_out=progressed.held_out[:-1]).best_step
-                slot = _BEST[1] if self._step_of(_BEST[0]) == before else _BEST[0]
-                self._files.file(slot).unlink(missing_ok=True)  # no three of them at a time
-                self._files.save(slot, parameters, about)
-            newest = self._newest()
-            self._files.save(0 if newest is None or newest[0] else 1, tensors, about)
-        barrier()
+        on_main_process(partial(self._write, tensors, progressed))
+
+    def _write(self, tensors: Mapping[str, Tensor], progressed: Progressed) -> None:
+        about = asdict(progressed)
+        if progressed.held_out and progressed.best_step == progressed.step:  # before the save that says so
+            parameters = {name: tensor for name, tensor in tensors.items() if name.startswith("parameter ")}
+            before = replace(progressed, held_out=progressed.held_out[:-1]).best_step
+            slot = _BEST[1] if self._step_of(_BEST[0]) == before else _BEST[0]
+            self._files.file(slot).unlink(missing_ok=True)  # no three of them at a time
+            self._files.save(slot, parameters, about)
+        newest = self._newest()
+        self._files.save(0 if newest is None or newest[0] else 1, tensors, about)
 
     @torch.no_grad()
     def load_best(self, progressed: Progressed) -> None:

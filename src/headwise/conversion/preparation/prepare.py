@@ -28,7 +28,7 @@ from headwise.conversion.preparation.samples import POSITIONS, Inputs, layer_inp
 from headwise.conversion.preparation.shift import why_no_shift
 from headwise.conversion.preparation.stored import FolderLayers, GgufLayers, Room, check_file, copied_files
 from headwise.errors import ArgumentError, HeadwiseError, SpecError, StorageError
-from headwise.measure.texts import named_texts
+from headwise.measure.texts import named_texts, refuse_inputs_within
 from headwise.measure.texts.calibration import CalibrationTexts, check_texts
 from headwise.models.checkpoints import Checkpoint, FolderCheckpoint, GgufCheckpoint, open_checkpoint
 from headwise.models.specs import AttentionSpec, GroupedSpec, read_gguf_header
@@ -131,6 +131,7 @@ def prepare(
         raise ArgumentError("context", options.context, "goes with refit: what is exact is so at any length")
     texts = check_texts(options.calibrate, options.calibration_tokens if options.calibrate else None, None)
     named = named_texts(options.evaluate)
+    refuse_inputs_within(path, {}, calibrate=texts.sources, evaluate=named)
     check_engines(formats, options.engine_python, is_measured=bool(named))
     windows = options.evaluation_windows
     evaluation_set = choose_evaluation_set(checkpoint, named, calibrate=texts, windows=windows) if named else []
