@@ -19,15 +19,6 @@ from headwise.base.progress import Progress, TimedProgress, silent
 from headwise.base.type_checks import checked_types
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
 from headwise.conversion.estimate import estimate_stages
-from headwise.conversion.final_evaluation import (
-    EVALUATING,
-    NOT_EVALUATED,
-    EvaluationSet,
-    choose_evaluation_set,
-    evaluate_result,
-    overlap_notes,
-    window_notes,
-)
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
 from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
@@ -40,6 +31,15 @@ from headwise.costs.formulas.model import cache_bytes_per_token
 from headwise.costs.formulas.target import Target, parse_target
 from headwise.costs.prediction import check_engine
 from headwise.errors import ArgumentError, HeadwiseError
+from headwise.measure.evaluation.beside_source import (
+    EVALUATING,
+    NOT_EVALUATED,
+    EvaluationSet,
+    choose_evaluation_set,
+    evaluate_result,
+    overlap_notes,
+    window_notes,
+)
 from headwise.measure.texts import (
     CalibrationTexts,
     check_texts,

@@ -18,7 +18,6 @@ from headwise.base.processes import process_count
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.conversion import convert
-from headwise.conversion.final_evaluation import NOT_EVALUATED, refuse_no_evaluation_set
 from headwise.conversion.frontiers.candidate import Candidate, read_target
 from headwise.conversion.frontiers.run import kept_model, remove_model
 from headwise.conversion.healing import TRAINING, heal
@@ -28,6 +27,7 @@ from headwise.costs.formulas.model import cache_bytes_per_token
 from headwise.costs.formulas.target import target_options
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.measure.evaluation import Evaluation
+from headwise.measure.evaluation.beside_source import NOT_EVALUATED, refuse_no_evaluation_set
 from headwise.measure.evaluation.plain_cache import bfloat16_bytes, served_bytes
 from headwise.measure.texts import (
     check_texts,

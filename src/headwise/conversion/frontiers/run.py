@@ -25,18 +25,18 @@ from headwise.base.processes import entered_first, on_main_process, process_coun
 from headwise.base.progress import Progress, silent, untimed
 from headwise.base.type_checks import checked_types
 from headwise.conversion import convert
-from headwise.conversion.final_evaluation import (
+from headwise.conversion.frontiers.candidate import Candidate, list_candidates
+from headwise.conversion.frontiers.page import markdown, page
+from headwise.conversion.frontiers.points import Frontier, collect
+from headwise.errors import ArgumentError, HeadwiseError, StorageError
+from headwise.measure.evaluation import Pair, evaluate_windows, open_pair, score_window
+from headwise.measure.evaluation.beside_source import (
     EvaluationSet,
     choose_evaluation_set,
     overlap_notes,
     refuse_no_evaluation_set,
     window_notes,
 )
-from headwise.conversion.frontiers.candidate import Candidate, list_candidates
-from headwise.conversion.frontiers.page import markdown, page
-from headwise.conversion.frontiers.points import Frontier, collect
-from headwise.errors import ArgumentError, HeadwiseError, StorageError
-from headwise.measure.evaluation import Pair, evaluate_windows, open_pair, score_window
 from headwise.measure.evaluation.plain_cache import bfloat16_bytes, served_bytes
 from headwise.measure.texts import (
     NO_TEXTS,

@@ -19,7 +19,6 @@ from headwise.base.processes import entered_first, on_main_process, process_coun
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.conversion.calibration.windows import CalibrationWindows
-from headwise.conversion.final_evaluation import EvaluationSet, choose_evaluation_set, evaluate_result
 from headwise.conversion.healing.engine_format import check_file_cache, round_in_training, trained_format
 from headwise.conversion.healing.loop import Loop, learning_rate, run_model
 from headwise.conversion.healing.objective import StoredTeacher, bytes_per_token
@@ -34,10 +33,10 @@ from headwise.conversion.healing.trained import (
     trained_tensors,
 )
 from headwise.conversion.healing.windows import HealingWindows, open_windows
-from headwise.conversion.preparation.stored import check_file, copied_files
 from headwise.conversion.solvers.device import is_quick, own_device
 from headwise.errors import ArgumentError, naming
 from headwise.measure.evaluation import Evaluation
+from headwise.measure.evaluation.beside_source import EvaluationSet, choose_evaluation_set, evaluate_result
 from headwise.measure.texts import CalibrationTexts, named_texts, refuse_inputs_within, text_identity
 from headwise.measure.timing import peak_rss_bytes
 from headwise.models.checkpoints import (
@@ -50,6 +49,7 @@ from headwise.models.checkpoints import (
     refuse_other_tokens,
     run_identity,
 )
+from headwise.models.checkpoints.gguf.copies import check_file, copied_files
 from headwise.runtime.hf import as_dtype, load, open_decoder
 from headwise.runtime.kernels.native import built
 from headwise.runtime.quantization.formats import EngineFormat
