@@ -22,9 +22,9 @@ from benchmarks.tables import RESULTS
 
 from benchmarks import joined
 from headwise.base.documents import refuse_no_plotly
+from headwise.base.jobs import write_file
 from headwise.conversion.frontiers.page import markdown, page
 from headwise.conversion.frontiers.points import advice
-from headwise.conversion.frontiers.run import write_file
 from headwise.models.checkpoints import open_checkpoint
 
 

@@ -117,7 +117,7 @@ def _slope(row: Document) -> str:
         return ""
     healing = row["healing"]
     tokens = healing["batch"] * healing["window"]
-    slope = late_slope(healing["held_out"], healing["steps"], tokens, healing.get("counted_from", 0))
+    slope = late_slope(healing["held_out"], healing["steps"], tokens)
     return "" if slope is None else f"{slope:+.4f}"
 
 

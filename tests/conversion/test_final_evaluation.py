@@ -10,9 +10,9 @@ import torch
 from huggingface_hub import metadata_load
 
 import headwise
-from headwise.conversion import STAGES, final_evaluation
-from headwise.conversion.final_evaluation import REFERENCE, choose_evaluation_set
-from headwise.measure.evaluation import evaluate_windows, model_pair, open_pair
+from headwise.conversion import STAGES
+from headwise.measure.evaluation import beside_source, evaluate_windows, model_pair, open_pair
+from headwise.measure.evaluation.beside_source import REFERENCE, choose_evaluation_set
 from headwise.measure.texts import calibration_windows, language_reference, text_identity
 from headwise.measure.texts.calibration import CalibrationTexts
 from headwise.models.checkpoints import load_tokenizer, open_checkpoint
@@ -123,7 +123,7 @@ def test_the_reference_is_no_exam_of_what_was_calibrated_on_it(source: Path, tmp
 def test_a_conversion_that_nothing_is_left_to_measure_says_so(
     source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(final_evaluation, "language_reference", lambda *_: TEXT)
+    monkeypatch.setattr(beside_source, "language_reference", lambda *_: TEXT)
     done = headwise.convert(source, tmp_path / "out", **{**STUDY, "calibration_tokens": 10**6}, calibrate=text)
     assert done.evaluation is None
     assert done.notes[-1].startswith("not evaluated: evaluate = None: must be named")
@@ -212,7 +212,7 @@ def test_an_evaluation_that_fails_loses_nothing(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(final_evaluation, "evaluate_windows", fail)
+    monkeypatch.setattr(beside_source, "evaluate_windows", fail)
     done = headwise.convert(source, tmp_path / "out", **HALF)
     assert done.evaluation is None
     assert done.notes[-1].startswith("not evaluated: ")
@@ -224,8 +224,8 @@ def test_an_evaluation_that_fails_loses_nothing(
 def test_models_that_do_not_fit_in_memory_are_not_loaded(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(final_evaluation, "available_bytes", lambda: 500_000)
-    monkeypatch.setattr(final_evaluation, "evaluate_windows", None)
+    monkeypatch.setattr(beside_source, "available_bytes", lambda: 500_000)
+    monkeypatch.setattr(beside_source, "evaluate_windows", None)
     done = headwise.convert(source, tmp_path / "out", **HALF)
     assert done.notes[-1] == "not evaluated: both models take 0.0 GB of memory and 0.0 GB are free"
 
@@ -327,10 +327,10 @@ def test_an_exam_that_repeats_the_calibration_is_noted(source: Path, text: Path,
 def test_how_much_an_exam_repeats_is_counted_on_the_windows_that_are_calibrated_on(source: Path, text: Path) -> None:
     checkpoint, texts = open_checkpoint(source), CalibrationTexts((text,), 512)
     tokens = torch.tensor(load_tokenizer(source)(TEXT)["input_ids"])
-    (line,) = final_evaluation.overlap_notes(checkpoint, [("a", tokens[:256][None])], texts)
+    (line,) = beside_source.overlap_notes(checkpoint, [("a", tokens[:256][None])], texts)
     assert line.startswith(f"100.0% of the 256 {SHARED}")
-    assert final_evaluation.overlap_notes(checkpoint, [], texts) == []
-    assert final_evaluation.overlap_notes(checkpoint, [("a", tokens[:256][None])], CalibrationTexts()) == []
+    assert beside_source.overlap_notes(checkpoint, [], texts) == []
+    assert beside_source.overlap_notes(checkpoint, [("a", tokens[:256][None])], CalibrationTexts()) == []
 
 
 def test_a_model_beside_itself_is_loaded_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import headwise
-from headwise.conversion import final_evaluation, plain_comparison
-from headwise.measure.evaluation import evaluate_windows
+from headwise.conversion import plain_comparison
+from headwise.measure.evaluation import beside_source, evaluate_windows
 from headwise.measure.evaluation.plain_cache import bfloat16_bytes
 from headwise.models.checkpoints import open_checkpoint
 from tests.real_models import save_tiny
@@ -112,7 +112,7 @@ def test_a_comparison_that_fails_is_noted_and_costs_nothing_else(
             raise RuntimeError("no memory")
         return evaluate_windows(*args, cache=cache, **options)
 
-    monkeypatch.setattr(final_evaluation, "evaluate_windows", failing)
+    monkeypatch.setattr(beside_source, "evaluate_windows", failing)
     done = convert(source, to="mla", kv_budget=0.5)
     assert done.evaluation is not None
     assert done.plain is None

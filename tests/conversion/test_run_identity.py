@@ -87,7 +87,6 @@ HEAL: dict[str, tuple[dict[str, Any], Any]] = {
     "text": (HEALED, "other.txt"),
     "train": (HEALED, "attention"),
     "cache": ({**HEALED, "cache": "vllm:fp8"}, "vllm:int8_per_token_head"),
-    "rank_curriculum": (HEALED, 0.5),
     "lora_rank": ({**HEALED, "train": "lora"}, 2),
     "dtype": ({**HEALED, "dtype": "float32"}, "bfloat16"),
     "device": (HEALED, "cpu"),

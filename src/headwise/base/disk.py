@@ -1,20 +1,15 @@
-"""Write files that survive a kill or a power cut whole, and lock a folder for one process."""
+"""Write files that survive a kill or a power cut whole, and refuse paths before any work."""
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from headwise.errors import ArgumentError, StorageError
-
-_LOCK = "lock"
-_KEPT = "what is done is kept in "
 
 
 @contextmanager
@@ -172,157 +167,3 @@ def write_among_others(path: Path, content: bytes) -> None:
         replace(Path(new), path)
     finally:
         Path(new).unlink(missing_ok=True)
-
-
-@contextmanager
-def working_folder(folder: Path, output: Path, *, keep: Callable[[], bool] = lambda: False) -> Iterator[Path]:
-    """Make and lock a folder for results that a later run of the same command can use.
-
-    The folder is removed with the block, unless it is to be kept. After an error it stays if it holds anything, and
-    the error says so where the same command can succeed: after Ctrl-C and a full disk.
-
-    Args:
-        folder: to make, with the parents that it needs.
-        output: what the user asked for, which errors name.
-        keep: asked at the end of the block, whether the folder stays.
-
-    Raises:
-        ArgumentError: another process has locked the folder.
-        StorageError: it cannot be made; or in the place of an OSError of the block.
-    """
-    new_parents = [parent for parent in folder.parents if not parent.exists()]
-    with storage_errors("output", output):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = lock_folder(folder)
-        except BlockingIOError as error:
-            raise ArgumentError("output", str(output), str(error.strerror)) from None
-    try:
-        with storage_errors("output", output):
-            yield folder
-    except BaseException as error:
-        if not _holds_anything(folder):
-            _remove_with_parents(folder, lock, new_parents)
-            raise
-        unlock(lock)
-        kept = continues_from(folder)
-        if isinstance(error, StorageError):
-            rule, _, _ = error.rule.partition(f"; {_KEPT}")  # of a folder within this one
-            raise StorageError(error.field, error.value, f"{rule}; {kept}") from error
-        if isinstance(error, KeyboardInterrupt):
-            error.__notes__ = [kept]
-        raise
-    if keep():
-        unlock(lock)
-        return
-    with suppress(OSError):  # all is done
-        remove_locked(folder, lock)
-
-
-def _holds_anything(folder: Path) -> bool:
-    """Whether a locked folder has more than its lock; not if somebody has removed it."""
-    with suppress(OSError):
-        return any(path.name != _LOCK for path in folder.iterdir())
-    return False
-
-
-def _remove_with_parents(folder: Path, lock: int, new_parents: list[Path]) -> None:
-    with suppress(OSError):
-        remove_locked(folder, lock)
-    for parent in new_parents:  # innermost first; one that holds something stays
-        with suppress(OSError):
-            parent.rmdir()
-
-
-def continues_from(folder: Path) -> str:
-    """What a user who stopped a run, or whose disk is full, should know of a working folder that stays."""
-    return f"{_KEPT}{folder}, and the same command continues from there"
-
-
-def lock_folder(folder: Path) -> int:
-    """Make a folder where there is none, and lock it until `remove_locked`, `unlock` or the end of this process.
-
-    The operating system releases the lock with the process, so one that was killed blocks nobody.
-
-    Args:
-        folder: its parent must exist.
-
-    Returns:
-        The lock, an open file descriptor.
-
-    Raises:
-        BlockingIOError: another process has the lock; ``strerror`` says which.
-        OSError: the folder cannot be made.
-    """
-    while True:
-        if folder.is_symlink():
-            raise NotADirectoryError(errno.ENOTDIR, f"{folder.name} is a link", str(folder))
-        with suppress(FileExistsError):  # `exist_ok` would then check for a folder that may be gone again
-            folder.mkdir()
-        try:
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # the process that had the lock has just removed the folder
-            continue
-        try:
-            _hold(lock)
-            if _is_there(folder, lock):
-                os.truncate(lock, 0)
-                os.pwrite(lock, str(os.getpid()).encode(), 0)
-                return lock
-        except BlockingIOError:
-            holder = os.pread(lock, 20, 0).decode(errors="replace") or "another"
-            os.close(lock)
-            raise BlockingIOError(errno.EAGAIN, f"is being written by process {holder}") from None
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)
-
-
-def unlock(lock: int) -> None:
-    """Release a lock of `lock_folder`."""
-    os.close(lock)
-
-
-def remove_locked(folder: Path, lock: int) -> None:
-    """Remove a locked folder, its lock last, so that no other process takes a folder that is half removed.
-
-    Args:
-        folder: to remove.
-        lock: of `lock_folder`.
-    """
-    try:
-        empty_folder(folder)
-        (folder / _LOCK).unlink(missing_ok=True)
-        with suppress(OSError):  # another process has just locked it
-            folder.rmdir()
-    finally:
-        unlock(lock)
-
-
-def empty_folder(folder: Path) -> None:
-    """Remove everything in a folder except its lock.
-
-    Raises:
-        OSError: something cannot be removed.
-    """
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != _LOCK:
-            path.unlink()
-
-
-def _hold(lock: int) -> None:
-    if sys.platform != "win32":
-        import fcntl
-
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _is_there(folder: Path, lock: int) -> bool:
-    """Whether the locked file is still the one in the folder, which another process may have removed."""
-    try:
-        return os.path.samestat(os.stat(folder / _LOCK), os.fstat(lock))
-    except FileNotFoundError:
-        return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +16,7 @@ WAIT = timedelta(days=2)
 """How long a process waits for another, which may be solving a large layer. The end of a process closes its
 connection, so that the others notice at once."""
 
+Result = TypeVar("Result")
 Writer = TypeVar("Writer", bound=AbstractContextManager[object])
 
 
@@ -51,6 +52,17 @@ def barrier() -> None:
         dist.barrier()
 
 
+def on_main_process(work: Callable[[], Result]) -> Result | None:
+    """Let the first process do something that the others wait for, such as writing a file that they read.
+
+    Returns:
+        What it returned, in the first process; None in the others.
+    """
+    result = work() if process_index() == 0 else None
+    barrier()
+    return result
+
+
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
     """A temporary folder that all processes share until the end of the block."""
@@ -72,6 +84,7 @@ def entered_first(writer: Writer) -> Iterator[Writer]:
     with writer if process_index() == 0 else nullcontext():
         barrier()
         yield writer
+        barrier()  # other processes may still use its files
     barrier()
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.base.disk import refuse_input_within, storage_errors
+from headwise.base.disk import storage_errors
 from headwise.base.options import CalibrateOptions, takes_options
-from headwise.base.processes import entered_first, my_windows, process_index
+from headwise.base.processes import entered_first, my_windows, on_main_process
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.conversion.calibration.saved import ABOUT, save_layer, write_statistics
@@ -26,7 +26,7 @@ from headwise.conversion.solvers.statistics import statistics_of
 from headwise.conversion.storage import LayerFiles
 from headwise.costs.formulas.target import refuse_latent
 from headwise.measure.texts.calibration import check_texts, open_windows, refuse_cross_layers
-from headwise.measure.texts.sources import refuse_texts_within
+from headwise.measure.texts.sources import refuse_inputs_within
 from headwise.measure.timing import peak_rss_bytes
 from headwise.models.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity
 from headwise.runtime.hf import AttentionCall, LayerwiseModel
@@ -89,8 +89,7 @@ def calibrate(
     device, destination = own_device(options.device), Path(output)
     check_output(destination, overwrite=overwrite, mark=ABOUT)
     checkpoint = open_checkpoint(source)
-    refuse_input_within(destination, checkpoint.path, "the source")
-    refuse_texts_within(destination, texts.sources, name="calibrate")
+    refuse_inputs_within(destination, {"the source": checkpoint.path}, calibrate=texts.sources)
     refuse_latent(checkpoint.spec)
     refuse_cross_layers(checkpoint, texts)
     run = run_identity(checkpoint, **options.identity() | texts.identity())
@@ -102,9 +101,8 @@ def calibrate(
         windows = recall_windows(ids, 0, checkpoint.spec, begin=begin)
         with computing_on(device):
             results = collect_statistics(checkpoint, windows.to(device), writer.work, run, progress)
-        if process_index() == 0:
-            with storage_errors("output", output):
-                write_statistics(writer.folder, results, checkpoint, texts.sources, windows)
+        with storage_errors("output", output):
+            on_main_process(partial(write_statistics, writer.folder, results, checkpoint, texts.sources, windows))
     return Calibration(
         source=str(source),
         output=str(output),
@@ -151,8 +149,7 @@ def collect_statistics(
 
         inputs = traced(placed, index, module, states, finish)
         statistics = statistics_of(source, sensitivity.double(), inputs, windows.seen_by(source.spec))
-        if process_index() == 0:
-            save_layer(results, index, statistics, sensitivity)
+        on_main_process(partial(save_layer, results, index, statistics, sensitivity))
         stream.commit()
     progress("calibrating", model.num_layers, model.num_layers)
     return results

@@ -6,28 +6,19 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from headwise.base.disk import refuse_input_within
 from headwise.base.documents import MEASURED
 from headwise.base.options import ConvertOptions, takes_options
-from headwise.base.processes import entered_first, process_count, process_index
+from headwise.base.processes import entered_first, on_main_process, process_count
 from headwise.base.progress import Progress, TimedProgress, silent
 from headwise.base.type_checks import checked_types
 from headwise.conversion.calibration.saved import SavedCalibrator, open_statistics
 from headwise.conversion.estimate import estimate_stages
-from headwise.conversion.final_evaluation import (
-    EVALUATING,
-    NOT_EVALUATED,
-    EvaluationSet,
-    choose_evaluation_set,
-    evaluate_result,
-    overlap_notes,
-    window_notes,
-)
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
 from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
@@ -40,12 +31,21 @@ from headwise.costs.formulas.model import cache_bytes_per_token
 from headwise.costs.formulas.target import Target, parse_target
 from headwise.costs.prediction import check_engine
 from headwise.errors import ArgumentError, HeadwiseError
+from headwise.measure.evaluation.beside_source import (
+    EVALUATING,
+    NOT_EVALUATED,
+    EvaluationSet,
+    choose_evaluation_set,
+    evaluate_result,
+    overlap_notes,
+    window_notes,
+)
 from headwise.measure.texts import (
     CalibrationTexts,
     check_texts,
     named_texts,
     refuse_cross_layers,
-    refuse_texts_within,
+    refuse_inputs_within,
 )
 from headwise.measure.timing import peak_rss_bytes
 from headwise.models.checkpoints import (
@@ -115,13 +115,12 @@ def convert(
         notes = _notes(prepared, written)
         report = _describe(prepared, written, [*notes, *writer.notes], start)
         report = replace(report, seconds_writing=writer.write_seconds + written.write_seconds)
-        if process_index() == 0:
-            # Before the folder is moved into place: a run that is killed here evaluates again, and converts nothing.
-            report = _prove(prepared, report, writer, progress)
-            writer.write_text("README.md", model_card(_card_facts(prepared, written, notes, report)))
-            measured = measured_json(prepared.plan, _target(options), options, report)
-            if measured is not None:
-                writer.write_text(MEASURED, measured)
+        # Before the folder is moved into place: a run that is killed here evaluates again, and converts nothing.
+        report = on_main_process(partial(_prove, prepared, report, writer, progress)) or report
+        writer.write_text("README.md", model_card(_card_facts(prepared, written, notes, report)))
+        measured = measured_json(prepared.plan, _target(options), options, report)
+        if measured is not None:
+            writer.write_text(MEASURED, measured)
     return report
 
 
@@ -208,7 +207,10 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
     check_output(output, overwrite=options.overwrite, mark=folder_format.mark)
     checkpoint = open_checkpoint(source)
     refuse_cross_layers(checkpoint, texts)
-    _refuse_inputs_within(output, checkpoint, options, texts)
+    inputs = {"the source": checkpoint.path}
+    if options.statistics is not None:
+        inputs["the statistics"] = Path(options.statistics)
+    refuse_inputs_within(output, inputs, calibrate=texts.sources, evaluate=named_texts(options.evaluate))
     if options.bias_free and not (folder_format.may_lack_biases and target.mechanism == "mla"):
         raise ArgumentError("bias_free", True, "goes with mla in format deepseek or gguf")
     bias_free = options.bias_free or (folder_format.lacks_biases and target.mechanism == "mla")
@@ -253,17 +255,6 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         evaluation_set=evaluation_set,
         no_evaluation_set=no_evaluation_set,
     )
-
-
-def _refuse_inputs_within(
-    output: Path, checkpoint: Checkpoint, options: ConvertOptions, texts: CalibrationTexts
-) -> None:
-    """Refuse an output whose replacement would remove the source, a text or the statistics."""
-    refuse_input_within(output, checkpoint.path, "the source")
-    refuse_texts_within(output, texts.sources, name="calibrate")
-    refuse_texts_within(output, named_texts(options.evaluate), name="evaluate")
-    if options.statistics is not None:
-        refuse_input_within(output, Path(options.statistics), "the statistics")
 
 
 def _target(options: ConvertOptions) -> Target:

@@ -20,13 +20,13 @@ from headwise.conversion.calibration.saved import SavedCalibrator
 from headwise.conversion.calibration.sensitivity import MEASURING, PIECE
 from headwise.conversion.calibration.source_stream import sensitivity_windows
 from headwise.conversion.calibration.text import TextCalibrator, descent_steps, open_calibration
-from headwise.conversion.final_evaluation import EVALUATING, EvaluationSet
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.plain_comparison import COMPARING
 from headwise.conversion.plan import ConversionPlan, Place
 from headwise.conversion.solvers.device import clock
 from headwise.conversion.storage import LayerStore
 from headwise.conversion.write_folder import CONVERTING, convert_layer
+from headwise.measure.evaluation.beside_source import EVALUATING, EvaluationSet
 from headwise.measure.texts import NO_TEXTS, CalibrationTexts
 from headwise.runtime.hf import LayerwiseModel
 from headwise.runtime.kernels import attend

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headwise.base.disk import refuse_input_within, working_folder, write_whole
-from headwise.base.documents import MIGRATION, as_document, finite, read_document
+from headwise.base.disk import storage_errors
+from headwise.base.documents import MIGRATION, as_document, finite
+from headwise.base.jobs import ANY_RUN, Job, remembered, write_file
 from headwise.base.options import HealOptions, takes_options
 from headwise.base.options.migrate import MigrateOptions
 from headwise.base.processes import process_count
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.conversion import convert
-from headwise.conversion.final_evaluation import NOT_EVALUATED, refuse_no_evaluation_set
 from headwise.conversion.frontiers.candidate import Candidate, read_target
+from headwise.conversion.frontiers.run import kept_model, remove_model
 from headwise.conversion.healing import TRAINING, heal
 from headwise.conversion.healing.windows import open_windows as open_healing_windows
 from headwise.conversion.plan import make_plan
@@ -26,13 +27,14 @@ from headwise.costs.formulas.model import cache_bytes_per_token
 from headwise.costs.formulas.target import target_options
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.measure.evaluation import Evaluation
+from headwise.measure.evaluation.beside_source import NOT_EVALUATED, refuse_no_evaluation_set
 from headwise.measure.evaluation.plain_cache import bfloat16_bytes, served_bytes
 from headwise.measure.texts import (
     check_texts,
     named_texts,
     open_windows,
     read_source,
-    refuse_texts_within,
+    refuse_inputs_within,
     text_identity,
 )
 from headwise.models.checkpoints import Checkpoint, check_output, move_into_place, open_checkpoint, run_identity
@@ -133,13 +135,13 @@ def migrate(
     """
     out = Path(output)
     sizes, runs = _check(source, out, options)
-    work = out.with_name(f".{out.name}.headwise-migration")
-    report: Migration | None = None
-    with working_folder(work, out, keep=lambda: report is not None and report.kept is not None):
-        report, folder = _Run(str(source), out, work, sizes, runs, options, progress).steps()
+    with Job(out, folder=out.with_name(f".{out.name}.headwise-migration"), run=ANY_RUN) as job:
+        report, folder = _Run(str(source), out, job.work, sizes, runs, options, progress).steps()
+        job.stays = folder is None
         if folder is not None:
-            write_whole(folder / MIGRATION, (json.dumps(finite(report.to_dict()), indent=1) + "\n").encode())
-            move_into_place(folder, out, overwrite=options.overwrite)
+            write_file(folder / MIGRATION, json.dumps(finite(report.to_dict()), indent=1) + "\n")
+            with storage_errors("output", out):
+                move_into_place(folder, out, overwrite=options.overwrite)
     return report
 
 
@@ -154,15 +156,13 @@ def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tupl
     check_output(out, overwrite=options.overwrite)
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     named = named_texts(options.evaluate)
-    refuse_texts_within(out, texts.sources, name="calibrate")
-    refuse_texts_within(out, named, name="evaluate")
     calibrated_on = {*map(text_identity, texts.sources)}
     for text in named:
         read_source(text, characters=1, name="evaluate")
         if text_identity(text, name="evaluate") in calibrated_on:
             raise ArgumentError("evaluate", str(text), "is calibrated on; name another text")
     checkpoint = open_checkpoint(source)
-    refuse_input_within(out, checkpoint.path, "the source")
+    refuse_inputs_within(out, {"the source": checkpoint.path}, calibrate=texts.sources, evaluate=named)
     refuse_no_evaluation_set(checkpoint.spec)
     sizes = _sizes(checkpoint, options)
     open_windows(checkpoint, texts)
@@ -194,9 +194,12 @@ def _nearest(tried: Sequence[Step]) -> Step:
     return min(tried[1:], key=lambda step: step.loss)
 
 
-def _undone(notes: Sequence[str]) -> str:
-    """Why there is no evaluation, among a report's notes."""
-    return next((note for note in notes if note.startswith(NOT_EVALUATED)), "is missing")
+def _evaluation(found: Evaluation | None, target: str, notes: Sequence[str]) -> Evaluation:
+    """A report's evaluation; where there is none, its notes say why."""
+    if found is None:
+        undone = next((note for note in notes if note.startswith(NOT_EVALUATED)), "is missing")
+        raise CheckpointError("evaluation", target, undone)
+    return found
 
 
 def _kind(target: str) -> tuple[str, bool]:
@@ -229,10 +232,11 @@ class _Run:
 
     def steps(self) -> tuple[Migration, Path | None]:
         """Try the sizes; the report, and the folder of the chosen one."""
-        exact, reference = self._converted(FULL)
+        exact = self._tried(FULL)
         exactly = EXACT if open_checkpoint(self.source).dtype.itemsize >= 4 else EXACT_IN_HALF
         if abs(exact.loss) > exactly:
             self._remove(exact)
+            self._file(FULL).unlink()
             rule = (
                 f"must be within {exactly:g} where the cache is not smaller: the evaluation measures something else"
             )
@@ -244,10 +248,10 @@ class _Run:
             self.progress(MIGRATING, number, len(self.sizes))
             if _kind(target) in ended:
                 continue
-            step, _ = self._converted(target)
+            step = self._tried(target)
             tried.append(step)
             if not step.is_allowed and self.options.heal_tokens is not None:
-                step, _ = self._healed(target)
+                step = self._tried(target, healed=True)
                 tried.append(step)
             if not step.is_allowed:
                 ended.add(_kind(target))
@@ -256,105 +260,36 @@ class _Run:
             keep = chosen or _nearest(tried)
             for one in tried:  # an earlier run may have removed some
                 if one is not keep:
-                    shutil.rmtree(self._folder(one.target, healed=one.healed), ignore_errors=True)
+                    self._remove(one)
         self.progress(MIGRATING, len(self.sizes), len(self.sizes))
         report = Migration(
             source=self.source,
             output=str(self.out),
             max_quality_loss=self.options.max_quality_loss,
-            cache_bytes_per_token=reference,
+            cache_bytes_per_token=self._known(FULL)["reference"],
             steps=tuple(tried),
             chosen=chosen,
             kept=str(self.work) if chosen is None else None,
         )
-        return report, None if chosen is None else self._made(chosen.target, healed=chosen.healed)
-
-    def _made(self, target: str, *, healed: bool) -> Path:
-        """The folder of a step, made again where an earlier run has removed it for a smaller one."""
-        folder = self._folder(target, healed=healed)
-        if not (folder / "config.json").is_file():
-            folder.with_name(f"{folder.name}.json").unlink(missing_ok=True)
-            (self._healed if healed else self._converted)(target)
-        return folder
-
-    def _remove(self, step: Step) -> None:
-        """Remove a step and what was measured of it."""
-        folder = self._folder(step.target, healed=step.healed)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.with_name(f"{folder.name}.json").unlink(missing_ok=True)
+        if chosen is not None:
+            self._make(chosen.target, healed=chosen.healed)  # again, where an earlier run has removed it
+        return report, None if chosen is None else self._folder(chosen.target, healed=chosen.healed)
 
     def _folder(self, target: str, *, healed: bool) -> Path:
         return self.work / (Candidate(target).slug + ("-healed" if healed else ""))
 
-    def _converted(self, target: str) -> tuple[Step, float]:
-        """Convert to a size, or take what an earlier run measured of it; the source's cache bytes too."""
-        folder = self._folder(target, healed=False)
+    def _file(self, target: str, *, healed: bool = False) -> Path:
+        """The file of what was measured of a size, which outlives its folder."""
+        folder = self._folder(target, healed=healed)
+        return folder.with_name(f"{folder.name}-{self.runs[healed][:12]}.json")
 
-        def make() -> Evaluation:
-            options = self.options
-            lossy = {"calibrate": options.calibrate, "calibration_tokens": options.calibration_tokens}
-            lossy |= {"calibration_window": options.calibration_window}
-            report = convert(
-                self.source,
-                folder,
-                **target_options(target),
-                **({} if target == FULL else lossy),
-                device=options.device,
-                evaluate=options.evaluate,
-                evaluation_windows=options.evaluation_windows,
-                overwrite=True,
-                progress=self.progress,
-            )
-            if report.evaluation is None:
-                raise CheckpointError("evaluation", target, _undone(report.notes))
-            return report.evaluation
+    def _remove(self, step: Step) -> None:
+        remove_model(self._folder(step.target, healed=step.healed))
 
-        return self._measured(target, folder, make)
-
-    def _healed(self, target: str) -> tuple[Step, float]:
-        """Train a converted size; likewise."""
-        folder = self._folder(target, healed=True)
-
-        def make() -> Evaluation:
-            options = self.options
-            report = heal(
-                self._made(target, healed=False),
-                folder,
-                teacher=self.source,
-                text=options.calibrate,
-                tokens=options.heal_tokens,
-                device=options.device,
-                evaluate=options.evaluate,
-                evaluation_windows=options.evaluation_windows,
-                overwrite=True,
-                progress=self.progress,
-            )
-            if report.after is None:
-                raise CheckpointError("evaluation", target, _undone(report.notes))
-            return report.after
-
-        return self._measured(target, folder, make, healed=True)
-
-    def _measured(
-        self, target: str, folder: Path, make: Callable[[], Evaluation], *, healed: bool = False
-    ) -> tuple[Step, float]:
-        """A step that is made and measured, unless an earlier run has; and the bytes of the source's cache."""
-        kept = folder.with_name(f"{folder.name}.json")
-        known = read_document(kept)
-        if known is None or known.get("run") != self.runs[healed]:
-            kept.unlink(missing_ok=True)  # it is of the folder that is replaced now
-            evaluation = make()
-            assert evaluation.perplexity_ratio is not None
-            assert evaluation.kl is not None
-            known = {
-                "run": self.runs[healed],
-                "loss": evaluation.perplexity_ratio - 1,
-                "kl": evaluation.kl,
-                "bytes": served_bytes(open_checkpoint(folder), evaluation),
-                "reference": bfloat16_bytes(open_checkpoint(self.source), evaluation.window),
-            }
-            write_whole(kept, json.dumps(known).encode())
-        step = Step(
+    def _tried(self, target: str, *, healed: bool = False) -> Step:
+        """What a size loses, by this run or an earlier one."""
+        known = self._known(target, healed=healed)
+        return Step(
             target=target,
             healed=healed,
             cache_bytes_per_token=known["bytes"],
@@ -362,4 +297,56 @@ class _Run:
             kl=known["kl"],
             is_allowed=known["loss"] <= self.options.max_quality_loss,
         )
-        return step, float(known["reference"])
+
+    def _known(self, target: str, *, healed: bool = False) -> dict[str, Any]:
+        return remembered(self._file(target, healed=healed), partial(self._make, target, healed=healed))
+
+    def _make(self, target: str, *, healed: bool) -> dict[str, Any]:
+        """Make a size's folder, where it is not there; what was measured of it."""
+        folder = self._folder(target, healed=healed)
+
+        def make() -> dict[str, Any]:
+            evaluation = self._healed(target, folder) if healed else self._converted(target, folder)
+            assert evaluation.perplexity_ratio is not None
+            return {
+                "loss": evaluation.perplexity_ratio - 1,
+                "kl": evaluation.kl,
+                "bytes": served_bytes(open_checkpoint(folder), evaluation),
+                "reference": bfloat16_bytes(open_checkpoint(self.source), evaluation.window),
+            }
+
+        return kept_model(folder, self.runs[healed], make)
+
+    def _converted(self, target: str, folder: Path) -> Evaluation:
+        options = self.options
+        lossy = {"calibrate": options.calibrate, "calibration_tokens": options.calibration_tokens}
+        lossy |= {"calibration_window": options.calibration_window}
+        report = convert(
+            self.source,
+            folder,
+            **target_options(target),
+            **({} if target == FULL else lossy),
+            device=options.device,
+            evaluate=options.evaluate,
+            evaluation_windows=options.evaluation_windows,
+            overwrite=True,
+            progress=self.progress,
+        )
+        return _evaluation(report.evaluation, target, report.notes)
+
+    def _healed(self, target: str, folder: Path) -> Evaluation:
+        options = self.options
+        self._make(target, healed=False)
+        report = heal(
+            self._folder(target, healed=False),
+            folder,
+            teacher=self.source,
+            text=options.calibrate,
+            tokens=options.heal_tokens,
+            device=options.device,
+            evaluate=options.evaluate,
+            evaluation_windows=options.evaluation_windows,
+            overwrite=True,
+            progress=self.progress,
+        )
+        return _evaluation(report.after, target, report.notes)

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from headwise.base.documents import as_document
 from headwise.base.progress import Progress, silent
-from headwise.conversion.final_evaluation import EVALUATING, EvaluationSet, evaluate_result
 from headwise.costs.prediction import check_engine
 from headwise.errors import HeadwiseError
 from headwise.measure.evaluation import Evaluation
+from headwise.measure.evaluation.beside_source import EVALUATING, EvaluationSet, evaluate_result
 from headwise.measure.evaluation.plain_cache import (
     SIMILAR_BYTES,
     bfloat16_bytes,

@@ -19,7 +19,6 @@ from headwise.conversion.budget.spread import Spread, choose_shared_channels, co
 from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
 from headwise.conversion.calibration.saved import SavedCalibrator
 from headwise.conversion.calibration.text import TextCalibrator, start_on_text
-from headwise.conversion.final_evaluation import EvaluationSet
 from headwise.conversion.methods import Evidence
 from headwise.conversion.output.formats import OutputFormat, StockReport, logits_difference
 from headwise.conversion.output.layout import OutputLayout
@@ -28,6 +27,7 @@ from headwise.conversion.plan import ConversionPlan, Place, read_layer
 from headwise.conversion.solvers.device import CPU, computing_on, to_device
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.storage import ConvertedLayer, LayerFiles, LayerStore
+from headwise.measure.evaluation.beside_source import EvaluationSet
 from headwise.measure.texts import NO_TEXTS, CalibrationTexts
 from headwise.models.checkpoints import Checkpoint, FolderWriter, TensorInfo, dtype_name, open_checkpoint
 from headwise.runtime.attention import RotaryEmbedding

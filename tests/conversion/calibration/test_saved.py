@@ -18,8 +18,8 @@ from headwise.conversion import write_folder as layer_loop
 from headwise.conversion.calibration import saved
 from headwise.conversion.calibration.saved import _full_matrix, _triangle, open_statistics, read_evidence
 from headwise.conversion.calibration.text import TextCalibrator
-from headwise.conversion.final_evaluation import REFERENCE
 from headwise.conversion.storage import LayerFiles
+from headwise.measure.evaluation.beside_source import REFERENCE
 from headwise.measure.texts import calibration_windows
 from headwise.models.checkpoints import load_tokenizer, open_checkpoint
 from headwise.runtime.hf import LayerwiseModel

@@ -160,12 +160,12 @@ def test_formats_and_codes_are_measured_beside_conversions(
 
 STOPS = [
     ("convert", 1, True),  # converted, and nobody was told
-    ("_convert", 1, True),
+    ("kept_model", 1, True),
     ("evaluate_windows", 1, False),
     ("evaluate_windows", 1, True),
     ("convert", 2, False),
     ("evaluate_windows", 2, True),
-    ("write_file", 4, True),
+    ("remembered", 2, True),
 ]
 
 
@@ -205,7 +205,7 @@ climb(Path(sys.argv[2]), Path(sys.argv[3]))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
-@pytest.mark.parametrize("moment", [4, 9])  # in the first conversion, and once there is a result
+@pytest.mark.parametrize("moment", [5, 10])  # in the first conversion, and once there is a result
 def test_a_run_that_was_killed_goes_on(moment: int, place: Path, whole: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle of writing a file; nobody cleans up."""
     run = [sys.executable, "-c", KILLED, str(moment), str(place), str(tmp_path / "out")]
@@ -215,7 +215,7 @@ def test_a_run_that_was_killed_goes_on(moment: int, place: Path, whole: Path, tm
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert (tmp_path / "out/.headwise-work").is_dir()
-    assert (tmp_path / "out/results").is_dir() == (moment == 9)
+    assert (tmp_path / "out/results").is_dir() == (moment == 10)
     climb(place, tmp_path / "out")
     assert without_times(document(tmp_path / "out")) == without_times(document(whole))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["frontier.json", "frontier.md", "results"]

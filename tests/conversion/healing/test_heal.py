@@ -84,7 +84,7 @@ def test_the_learning_rate_follows_from_what_was_lost(
     assert report.to_dict()["learning_rate"] == report.learning_rate
     named = headwise.heal(converted, tmp_path / "named", **keywords, learning_rate=report.learning_rate)
     assert named.losses == report.losses
-    for other in ({"objective": "cross-entropy"}, {"hidden": 0.5}, {"rank_curriculum": 0.5}):
+    for other in ({"objective": "cross-entropy"}, {"hidden": 0.5}):
         assert headwise.heal(converted, tmp_path / "other", **keywords, **other, overwrite=True).learning_rate == 1e-4
 
 

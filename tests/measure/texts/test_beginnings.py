@@ -15,9 +15,9 @@ from tokenizers.processors import TemplateProcessing
 import headwise
 from headwise.base.options import HealOptions
 from headwise.conversion.calibration.windows import recall_windows, repeating_pieces
-from headwise.conversion.final_evaluation import choose_evaluation_set
 from headwise.conversion.healing.windows import open_windows as open_healing_windows
 from headwise.errors import CheckpointError
+from headwise.measure.evaluation.beside_source import choose_evaluation_set
 from headwise.measure.texts.calibration import CalibrationTexts, open_windows
 from headwise.measure.texts.windows import first_ids, put_begin_before, token_windows
 from headwise.models.checkpoints import load_tokenizer, open_checkpoint

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headwise
-from headwise.base.disk import lock_folder, unlock
+from headwise.base.jobs import lock_folder
 from headwise.errors import ArgumentError, CheckpointError, StorageError
 from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.real_models import save_tiny
@@ -69,7 +69,7 @@ def test_a_killed_run_goes_on_and_writes_the_same(
 ) -> None:
     whole = headwise.sample(model, tmp_path / "whole.txt", **HOW)
     with monkeypatch.context() as patch:
-        stop_at(patch, MODULE._Batches, "add", 2, after=True)
+        stop_at(patch, MODULE, "remembered", 2, after=True)
         with pytest.raises(StoppedError):
             headwise.sample(model, tmp_path / "own.txt", **HOW)
     _, second = sorted(tmp_path.glob(".own.txt.headwise-partial/batch-*"))
@@ -104,7 +104,7 @@ def test_two_processes_do_not_write_one_file(model: Path, tmp_path: Path) -> Non
     lock = lock_folder(tmp_path / ".own.txt.headwise-partial")
     with pytest.raises(ArgumentError, match="is being written by process"):
         headwise.sample(model, tmp_path / "own.txt", **HOW)
-    unlock(lock)
+    lock.release()
 
 
 def test_logits_that_overflow_are_refused(model: Path, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_killed_run_of_another_kind_is_not_continued(
 ) -> None:
     headwise.sample(model, tmp_path / "whole.txt", **HOW)
     with monkeypatch.context() as patch:
-        stop_at(patch, MODULE._Batches, "add", 2, after=True)
+        stop_at(patch, MODULE, "remembered", 2, after=True)
         with pytest.raises(StoppedError):
             headwise.sample(model, tmp_path / "own.txt", **HOW, seed=1)
     headwise.sample(model, tmp_path / "own.txt", **HOW)

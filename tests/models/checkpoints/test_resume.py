@@ -106,13 +106,14 @@ def test_killed_at_every_moment_and_at_random_ones_the_bytes_are_the_same(tmp_pa
 
 def test_what_a_finished_run_left_goes_once_its_folder_is_found(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(FolderWriter, "_leave", lambda _: None)  # killed just before
+        patch.setattr(FolderWriter, "_leave", lambda _, stays: None)  # killed just before
         going = writer(out)
         with going:
             for name in going.missing:
                 going.add(name, value(name))
     assert left(out) == [".out.headwise-partial", "out"]
-    os.close(going._lock or 0)  # as the end of the process does
+    assert going._lock is not None
+    going._lock.release()  # as the end of the process does
     with pytest.raises(ArgumentError, match="exists and is not empty"):
         writer(out)
     assert left(out) == ["out"]

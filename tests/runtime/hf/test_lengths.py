@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 import headwise
-from headwise.conversion import final_evaluation
+from headwise.measure.evaluation import beside_source
 from headwise.measure.evaluation.scoring import score_window
 from headwise.models.specs import RopeSpec
 from headwise.runtime.attention import GroupedQueryAttention
@@ -203,8 +203,8 @@ def test_a_window_is_scored_with_the_frequencies_of_its_texts(kind: str, tmp_pat
 def test_a_conversion_is_evaluated_beyond_the_change(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(final_evaluation, "WINDOW", CHANGE - 4)  # as 2,048 is less than Phi-3's 4,096
-    monkeypatch.setattr(final_evaluation, "BEYOND", 10)
+    monkeypatch.setattr(beside_source, "WINDOW", CHANGE - 4)  # as 2,048 is less than Phi-3's 4,096
+    monkeypatch.setattr(beside_source, "BEYOND", 10)
     source = save(tmp_path / "source", "phi3", "longrope")
     options = {"calibrate": text, "calibration_tokens": 256, "calibration_window": CHANGE, "without": ("refine",)}
     coded = headwise.convert(source, tmp_path / "coded", to="same", bits=8, **options)

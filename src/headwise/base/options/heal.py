@@ -116,7 +116,7 @@ class StepOptions(Options):
     learning_rate: float | None = option(
         "the learning rate after warm-up; steps of more windows take more, such as 3e-4 with a batch of 16. When "
         "left out, 1.8e-4 times the square root of the held-out loss before training; and 1e-4 where that is no "
-        "divergence of the model that results (cross-entropy, hidden, rank-curriculum)",
+        "divergence (cross-entropy, hidden)",
         default=None,
         rule=_POSITIVE,
     )
@@ -177,12 +177,6 @@ class HealOptions(StepOptions, ObjectiveOptions, ProofOptions):
         "model with it; see headwise prepare. A .gguf is trained for one alone, of an engine that loads such a file",
         default=None,
         metavar="ENGINE:FORMAT",
-    )
-    rank_curriculum: float | None = option(
-        "MLA in headwise's own format: the part of each latent's channels that the result has; the others fade out "
-        "in the first half of the steps, the least important first, so that the cache becomes smaller gradually",
-        default=None,
-        rule=Rule("must be above 0 and below 1", lambda part: bool(0 < part < 1)),
     )
     lora_rank: int = option("train lora: the rank of the changes", default=32, rule=at_least(1))
     dtype: Literal["bfloat16", "float32"] | None = option(

@@ -54,8 +54,6 @@ def _show(report: Healing) -> None:
         out.print(f"rounded as     {report.cache}", markup=False)
     first, last = report.held_out[0][1], report.held_out[-1][1]
     end = f"; {last:.4f} at the end" if last > report.kept_loss else ""
-    if report.rank_curriculum is not None:
-        out.print(f"channels       {report.rank_curriculum:g} of each latent's are left")
     kept = f"after step {report.best_step:,}, whose weights are kept"
     out.print(f"held-out loss  {first:.4f} → {report.kept_loss:.4f} nats {kept}{end}", soft_wrap=True)
     if report.stopped:

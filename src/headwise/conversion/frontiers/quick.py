@@ -32,18 +32,19 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 
 from headwise.base.documents import PREDICTED, as_document, finite, read_document
+from headwise.base.jobs import write_file
 from headwise.base.options import QuickFrontierOptions, takes_options
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.conversion.frontiers.candidate import Candidate, read_target
-from headwise.conversion.frontiers.run import refuse_output, write_file
+from headwise.conversion.frontiers.run import refuse_output
 from headwise.costs.formulas.target import PLAIN_FORMATS, PlainFormat
 from headwise.costs.prediction import SERVING_ENGINES
 from headwise.errors import ArgumentError, HeadwiseError, SpecError
 from headwise.measure.evaluation.plain_cache import bfloat16_bytes
 from headwise.measure.evaluation.scoring import kl_divergence
 from headwise.measure.points import PREDICTED_ERROR
-from headwise.measure.texts import refuse_texts_within
+from headwise.measure.texts import refuse_inputs_within
 from headwise.measure.texts.calibration import CalibrationTexts, check_texts, open_windows
 from headwise.models.checkpoints import Checkpoint, open_checkpoint
 from headwise.models.specs import GroupedSpec, ModelSpec
@@ -265,7 +266,7 @@ def quick_frontier(
     texts = check_texts(options.calibrate, options.calibration_tokens or TOKENS, options.calibration_window)
     if output is not None:
         refuse_output(Path(output))
-        refuse_texts_within(Path(output), texts.sources, name="calibrate")
+        refuse_inputs_within(Path(output), {}, calibrate=texts.sources)
     device = as_device(options.device)
     checkpoint = open_checkpoint(source)
     check_heads(checkpoint)

@@ -9,33 +9,34 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from headwise.base.disk import refuse_file, refuse_no_folder, storage_errors, working_folder, write_whole
+from headwise.base.disk import refuse_file, refuse_no_folder
 from headwise.base.documents import FRONTIER, PREDICTED, read_document, refuse_no_plotly
+from headwise.base.jobs import ANY_RUN, Job, remembered, write_file
 from headwise.base.options import FrontierOptions, takes_options
-from headwise.base.processes import barrier, process_count, process_index
+from headwise.base.processes import entered_first, on_main_process, process_count
 from headwise.base.progress import Progress, silent, untimed
 from headwise.base.type_checks import checked_types
 from headwise.conversion import convert
-from headwise.conversion.final_evaluation import (
+from headwise.conversion.frontiers.candidate import Candidate, list_candidates
+from headwise.conversion.frontiers.page import markdown, page
+from headwise.conversion.frontiers.points import Frontier, collect
+from headwise.errors import ArgumentError, HeadwiseError, StorageError
+from headwise.measure.evaluation import Pair, evaluate_windows, open_pair, score_window
+from headwise.measure.evaluation.beside_source import (
     EvaluationSet,
     choose_evaluation_set,
     overlap_notes,
     refuse_no_evaluation_set,
     window_notes,
 )
-from headwise.conversion.frontiers.candidate import Candidate, list_candidates
-from headwise.conversion.frontiers.page import markdown, page
-from headwise.conversion.frontiers.points import Frontier, collect
-from headwise.errors import ArgumentError, HeadwiseError, StorageError
-from headwise.measure.evaluation import Pair, evaluate_windows, open_pair, score_window
 from headwise.measure.evaluation.plain_cache import bfloat16_bytes, served_bytes
 from headwise.measure.texts import (
     NO_TEXTS,
@@ -44,9 +45,10 @@ from headwise.measure.texts import (
     named_texts,
     open_windows,
     read_source,
-    refuse_texts_within,
+    refuse_inputs_within,
 )
 from headwise.models.checkpoints import Checkpoint, dtype_name, open_checkpoint, run_identity, versions
+from headwise.models.checkpoints.writer import MODEL
 from headwise.runtime.hf import as_device, as_dtype
 
 RESULTS = "results"
@@ -93,21 +95,17 @@ def result_of(candidate: Candidate, setting: Setting) -> dict[str, Any]:
         ``cache``, bytes a token of the candidate's cache and of the source's, where numbers that are not in codes are
         bfloat16; ``held_out_loss`` for variants of a method.
     """
-    barrier()  # all processes read what is saved before any of them saves more
     run = _identity(candidate, setting)
     file = setting.output / RESULTS / f"{candidate.slug}-{run[:12]}.json"
-    result = read_document(file)
     if candidate.cache is not None:
-        return result or _saved(_document(candidate, setting.source, None, setting), file)
+        return remembered(file, lambda: _document(candidate, setting.source, None, setting))
     model = setting.models / candidate.slug
-    conversion = _converted(model, run)
-    if conversion is None and (result is None or setting.options.keep):
-        conversion = _convert(candidate, model, run, setting)
-    if result is None:
-        result = _saved(_document(candidate, model, conversion, setting), file)
-    if not setting.options.keep and process_index() == 0:
-        shutil.rmtree(model, ignore_errors=True)
-        _stamp(model).unlink(missing_ok=True)
+    conversion = partial(kept_model, model, run, lambda: _convert(candidate, model, setting))
+    result = remembered(file, lambda: _document(candidate, model, conversion(), setting))
+    if setting.options.keep:
+        conversion()  # a run that measured it need not have kept it
+    else:
+        on_main_process(partial(remove_model, model))
     return result
 
 
@@ -139,15 +137,6 @@ def _document(
     return document
 
 
-def _saved(document: dict[str, Any], file: Path) -> dict[str, Any]:
-    """A result as it is read again from the file that it is written to."""
-    write_file(file, json.dumps(document, indent=2))
-    barrier()
-    result = read_document(file)
-    assert result is not None
-    return result
-
-
 def _held_out_loss(pair: Pair, setting: Setting) -> float:
     """Nats a token on calibration's held-out windows: the best variant must not be chosen on the evaluation text."""
     windows, held_out, _ = open_windows(setting.checkpoint, setting.calibrate)
@@ -155,10 +144,8 @@ def _held_out_loss(pair: Pair, setting: Setting) -> float:
     return float(torch.cat(losses).mean())
 
 
-def _convert(candidate: Candidate, model: Path, run: str, setting: Setting) -> dict[str, Any]:
-    """Convert, and save the run's identity beside the model, so that a later run can tell whose model it is."""
-    if process_index() == 0:
-        _stamp(model).unlink(missing_ok=True)
+def _convert(candidate: Candidate, model: Path, setting: Setting) -> dict[str, Any]:
+    """Convert; the report without what is no part of the result."""
     texts = _texts(candidate, setting)
     report = convert(
         setting.source,
@@ -175,17 +162,33 @@ def _convert(candidate: Candidate, model: Path, run: str, setting: Setting) -> d
     )
     conversion = {**report.to_dict(), "output": candidate.slug}
     del conversion["evaluation"]  # there is none
-    write_file(_stamp(model), json.dumps({"run": run, "conversion": conversion}))
     return conversion
 
 
-def _converted(model: Path, run: str) -> dict[str, Any] | None:
-    """The saved report of a model, if a run of the same identity converted it."""
+def kept_model(model: Path, run: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What is known of a model folder, which is made where it is not there, or of another run.
+
+    The run is saved beside the folder once it is made, so that a later run can tell whose model it is.
+
+    Args:
+        model: the folder.
+        run: the identity of the run that makes it.
+        make: makes the folder, and returns what is to be known of it as JSON-able values.
+    """
     stamp = read_document(_stamp(model))
-    if stamp is None or stamp.get("run") != run or not (model / "config.json").is_file():
-        return None
-    conversion: dict[str, Any] = stamp["conversion"]
-    return conversion
+    if stamp is not None and stamp.get("run") == run and (model / MODEL).is_file():
+        known: dict[str, Any] = stamp["conversion"]
+        return known
+    on_main_process(partial(_stamp(model).unlink, missing_ok=True))  # it is of the folder that is replaced now
+    known = make()
+    write_file(_stamp(model), json.dumps({"run": run, "conversion": known}))
+    return known
+
+
+def remove_model(model: Path) -> None:
+    """Remove what `kept_model` keeps."""
+    shutil.rmtree(model, ignore_errors=True)
+    _stamp(model).unlink(missing_ok=True)
 
 
 def _identity(candidate: Candidate, setting: Setting) -> str:
@@ -241,15 +244,6 @@ def refuse_output(folder: Path) -> None:
     refuse_no_folder("output", folder / RESULTS)
 
 
-def write_file(file: Path, content: str) -> None:
-    """Write a file of the frontier's output, whole or not at all; of several processes, only the first does."""
-    if process_index() > 0:
-        return
-    with storage_errors("output", file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, content.encode(errors="backslashreplace"))
-
-
 _MODELS = "models"
 
 
@@ -288,8 +282,7 @@ def frontier(
     folder = Path(output)
     refuse_output(folder)
     named = named_texts(options.evaluate)
-    refuse_texts_within(folder, texts.sources, name="calibrate")
-    refuse_texts_within(folder, named, name="evaluate")
+    refuse_inputs_within(folder, {}, calibrate=texts.sources, evaluate=named)
     for text in named:
         read_source(text, characters=1, name="evaluate")  # refuses a missing text before any work
     dtype = None if options.dtype is None else as_dtype(options.dtype)
@@ -305,13 +298,13 @@ def frontier(
         *overlap_notes(checkpoint, evaluation_set, texts),
         *window_notes(checkpoint, evaluation_set),
     ]
-    with _shared_work_folder(folder) as work:
+    with entered_first(Job(folder, folder=folder / WORK, run=ANY_RUN)) as job:
         setting = Setting(
             checkpoint=checkpoint,
             source=str(source),
             output=folder,
             options=options,
-            models=folder / _MODELS if options.keep else work,
+            models=folder / _MODELS if options.keep else job.work,
             calibrate=texts,
             evaluation_set=evaluation_set,
             dtype=dtype,
@@ -360,13 +353,3 @@ def _results(
     if not results:
         raise failures[0]
     return results
-
-
-@contextmanager
-def _shared_work_folder(folder: Path) -> Iterator[Path]:
-    """The working folder, which the first of several processes locks, and all use."""
-    work = folder / WORK
-    with working_folder(work, folder) if process_index() == 0 else nullcontext(work):
-        barrier()
-        yield work
-        barrier()  # others may still use its files

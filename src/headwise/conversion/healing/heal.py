@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headwise.base.disk import empty_folder, refuse_input_within, working_folder, write_whole
 from headwise.base.documents import HEALING, finite
+from headwise.base.jobs import Job
 from headwise.base.options import takes_options
 from headwise.base.options.heal import HealOptions
-from headwise.base.processes import barrier, entered_first, process_count, process_index
+from headwise.base.processes import entered_first, on_main_process, process_count
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.conversion.calibration.windows import CalibrationWindows
-from headwise.conversion.final_evaluation import EvaluationSet, choose_evaluation_set, evaluate_result
-from headwise.conversion.healing.curriculum import WINDOWS, FadingChannels, RankCurriculum, order_channels
 from headwise.conversion.healing.engine_format import check_file_cache, round_in_training, trained_format
 from headwise.conversion.healing.loop import Loop, learning_rate, run_model
 from headwise.conversion.healing.objective import StoredTeacher, bytes_per_token
@@ -36,23 +33,23 @@ from headwise.conversion.healing.trained import (
     trained_tensors,
 )
 from headwise.conversion.healing.windows import HealingWindows, open_windows
-from headwise.conversion.preparation.stored import check_file, copied_files
 from headwise.conversion.solvers.device import is_quick, own_device
 from headwise.errors import ArgumentError, naming
 from headwise.measure.evaluation import Evaluation
-from headwise.measure.texts import CalibrationTexts, named_texts, refuse_texts_within, text_identity
+from headwise.measure.evaluation.beside_source import EvaluationSet, choose_evaluation_set, evaluate_result
+from headwise.measure.texts import CalibrationTexts, named_texts, refuse_inputs_within, text_identity
 from headwise.measure.timing import peak_rss_bytes
 from headwise.models.checkpoints import (
     Checkpoint,
     FolderWriter,
     GgufCheckpoint,
-    TensorInfo,
     check_output,
     dtype_name,
     model_identity,
     refuse_other_tokens,
     run_identity,
 )
+from headwise.models.checkpoints.gguf.copies import check_file, copied_files
 from headwise.runtime.hf import as_dtype, load, open_decoder
 from headwise.runtime.kernels.native import built
 from headwise.runtime.quantization.formats import EngineFormat
@@ -67,12 +64,6 @@ NOTHING_GAINED = (
 )
 """Said of a run that changed nothing."""
 
-NOTHING_GAINED_LATER = (
-    "no step lowered the held-out loss after the channels were gone: train on more tokens, or at a lower learning "
-    "rate"
-)
-"""Said of a run with a rank curriculum whose second half changed nothing."""
-
 
 @takes_options(HealOptions)
 @checked_types
@@ -82,10 +73,9 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
 
     For example ``heal("./half", "./healed", teacher="smollm2-135m", text="text.txt", tokens=200_000)``.
 
-    The result has the given model's format, sizes and codes; only values of its tensors differ, unless
-    ``rank_curriculum`` makes its latents narrower. A cache in codes is rounded while the model is trained, and with
-    ``cache`` one as an engine has it. A killed run is continued by the same call, and computes what an uninterrupted
-    one would have.
+    The result has the given model's format, sizes and codes; only values of its tensors differ. A cache in codes is
+    rounded while the model is trained, and with ``cache`` one as an engine has it. A killed run is continued by the
+    same call, and computes what an uninterrupted one would have.
 
     Args:
         model: a converted folder, or any model folder or ``.gguf`` with the teacher's vocabulary. Of a ``.gguf`` what
@@ -106,7 +96,7 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
         return _heal_file(checkpoint, prepared, progress)
     writer = FolderWriter(
         prepared.output,
-        prepared.tensors,
+        prepared.checkpoint.tensors,
         run=prepared.run,
         overwrite=options.overwrite,
         work_bytes=_work_bytes(prepared),
@@ -118,30 +108,26 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
         del trained  # the evaluation loads it again, as users will
         after = _evaluate(writer.folder, prepared, progress)
         report = _report(prepared, done, count, before, after)
-        if process_index() == 0:
-            writer.write_text("README.md", healed_card(checkpoint.path, prepared.config, report))
-            writer.write_text(HEALING, json.dumps(finite(report.to_dict()), indent=1) + "\n")
+        writer.write_text("README.md", healed_card(checkpoint.path, checkpoint.config, report))
+        writer.write_text(HEALING, json.dumps(finite(report.to_dict()), indent=1) + "\n")
     return replace(report, notes=(*report.notes, *writer.notes))
 
 
 def _heal_file(checkpoint: GgufCheckpoint, prepared: _Prepared, progress: Progress) -> Healing:
     """`heal` a ``.gguf``."""
-    out = prepared.output
-    work = out.with_name(f".{out.name}.headwise-partial")
-    with entered_first(working_folder(work, out)):
-        if process_index() == 0:
-            _take_up(work, prepared.run)
-        barrier()
+    with entered_first(Job(prepared.output, run=prepared.run)) as job:
         before = _evaluate(checkpoint.path, prepared, progress)
-        trained, done, count = _train(prepared, work, progress)
+        trained, done, count = _train(prepared, job.work, progress)
         tensors = {name: gathered_tensor(made()).cpu() for name, made in trained_tensors(trained, checkpoint).items()}
         del trained  # the evaluation loads it again, as users will
-        after = None
-        if process_index() == 0:
-            check_file(checkpoint.files, out, overwrite=prepared.options.overwrite)  # it took a while
-            with copied_files(checkpoint.files, out) as copies:
+
+        def write() -> Evaluation | str | None:
+            check_file(checkpoint.files, prepared.output, overwrite=prepared.options.overwrite)  # it took a while
+            with copied_files(checkpoint.files, prepared.output) as copies:
                 checkpoint.write(tensors, copies)
-                after = _evaluate(copies[checkpoint.path], prepared, progress)
+                return _evaluated(copies[checkpoint.path], prepared, progress)
+
+        after = on_main_process(write)
     return _report(prepared, done, count, before, after)
 
 
@@ -159,7 +145,6 @@ class _Prepared:
         evaluation_set: the windows to evaluate on; may be empty.
         device: of this process.
         dtype: of matrix products.
-        curriculum: where channels fade out.
         code: the engine's format that keys and values are rounded to.
     """
 
@@ -172,18 +157,7 @@ class _Prepared:
     evaluation_set: EvaluationSet
     device: torch.device
     dtype: torch.dtype
-    curriculum: RankCurriculum | None
     code: EngineFormat | None
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Of the result."""
-        return self.checkpoint.config if self.curriculum is None else self.curriculum.config
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Of the result."""
-        return self.checkpoint.tensors if self.curriculum is None else self.curriculum.tensors
 
     @property
     def run(self) -> str:
@@ -223,11 +197,9 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
         raise ArgumentError(
             "teacher", str(options.teacher), f"has a vocabulary of {sizes[1]}, the model of {sizes[0]}"
         )
-    for path, kind in ((checkpoint.path, "the model"), (teacher.path, "the teacher")):
-        refuse_input_within(output, path, kind)
-    texts = named_texts(options.text)
-    refuse_texts_within(output, texts, name="text")
-    refuse_texts_within(output, named_texts(options.evaluate), name="evaluate")
+    inputs = {"the model": checkpoint.path, "the teacher": teacher.path}
+    texts, named = named_texts(options.text), named_texts(options.evaluate)
+    refuse_inputs_within(output, inputs, text=texts, evaluate=named)
     if options.hidden > 0:
         _refuse_other_shape(checkpoint, teacher)
     if options.teacher_top is not None and sizes[0] is not None and options.teacher_top > sizes[0]:
@@ -235,8 +207,6 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
     if options.train == "new" and not trained_numbers(checkpoint, teacher, options):
         raise ArgumentError("train", options.train, NOTHING_TO_TRAIN)
     code = None if options.cache is None else trained_format(checkpoint, options.cache)
-    part = options.rank_curriculum
-    curriculum = None if part is None else RankCurriculum(checkpoint, part)
     windows = open_windows(checkpoint, options, teacher.spec)
     refuse_other_tokens(checkpoint.path, teacher.path, name="teacher", source=str(teacher.path))
     evaluation_set: EvaluationSet = []
@@ -244,7 +214,7 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
         # Where no text is named, the windows are chosen behind the part of the texts that training reads.
         trained_on = CalibrationTexts(tuple(texts), tokens=windows.read_tokens, window=windows.width)
         evaluation_set = choose_evaluation_set(
-            teacher, named_texts(options.evaluate), calibrate=trained_on, windows=options.evaluation_windows
+            teacher, named, calibrate=trained_on, windows=options.evaluation_windows
         )
     dtype = as_dtype(options.dtype or ("bfloat16" if is_quick(device) else "float32"))
     return _Prepared(
@@ -257,7 +227,6 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
         evaluation_set=evaluation_set,
         device=device,
         dtype=dtype,
-        curriculum=curriculum,
         code=code,
     )
 
@@ -269,7 +238,7 @@ def _work_bytes(prepared: _Prepared) -> int:
     saved = (3 * 3 + 2) * 4 * trained_numbers(prepared.checkpoint, prepared.teacher, options)
     read = min(windows.steps * windows.batch, len(windows.train)) + len(windows.held_out)
     stored = read * windows.width * bytes_per_token(options.teacher_top) if options.teacher_top else 0
-    return saved + stored + (0 if prepared.curriculum is None else prepared.curriculum.work_bytes)
+    return saved + stored
 
 
 def _refuse_other_shape(checkpoint: Checkpoint, teacher: Checkpoint) -> None:
@@ -285,7 +254,11 @@ def _refuse_other_shape(checkpoint: Checkpoint, teacher: Checkpoint) -> None:
 
 def _evaluate(folder: Path, prepared: _Prepared, progress: Progress) -> Evaluation | str | None:
     """A model beside the teacher; a note where that cannot be done, and None in all processes but the first."""
-    if not prepared.evaluation_set or process_index() > 0:
+    return on_main_process(partial(_evaluated, folder, prepared, progress))
+
+
+def _evaluated(folder: Path, prepared: _Prepared, progress: Progress) -> Evaluation | str | None:
+    if not prepared.evaluation_set:
         return None
     options, device = prepared.options, str(prepared.device)
     return evaluate_result(
@@ -304,10 +277,6 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
         round_in_training(model, prepared.checkpoint, prepared.code)
     if options.checkpointing:
         _compute_layers_twice(model)
-    fading = None
-    if prepared.curriculum is not None:
-        _order_channels(model, prepared, folder, progress)
-        fading = FadingChannels(model, prepared.curriculum)
     select(model, prepared.checkpoint, options.train, prepared.teacher, rank=options.lora_rank)
     refuse_unwritten(model, prepared.checkpoint)
     shard(model)
@@ -315,7 +284,7 @@ def _train(prepared: _Prepared, folder: Path, progress: Progress) -> tuple[Any, 
     optimizer = optimizer_of(model, parameters, options.optimizer, dtype=prepared.dtype)
     if prepared.device.type == "cpu":
         built()  # here, where Ctrl-C ends a compiler; windows are worked on in other threads
-    loop = Loop(model, teacher, parameters, prepared.windows, options, prepared.dtype, fading)
+    loop = Loop(model, teacher, parameters, prepared.windows, options, prepared.dtype)
     done = loop.run(TrainingState(folder, parameters, optimizer), optimizer, progress)
     return model, done, sum(parameter.numel() for parameter in parameters.values())
 
@@ -330,17 +299,6 @@ def _compute_layers_twice(model: Any) -> None:
                 module.dropout = 0.0
 
 
-def _order_channels(model: Any, prepared: _Prepared, folder: Path, progress: Progress) -> None:
-    """Order the channels of a model's latents; see `order_channels`."""
-
-    def logits(windows: CalibrationWindows) -> torch.Tensor:
-        result: torch.Tensor = run_model(model, windows, prepared.dtype).logits
-        return result
-
-    model.requires_grad_(False)  # but for what is watched; `select` says what is trained
-    order_channels(model, prepared.windows.train[:WINDOWS], folder / "channels", logits, progress)
-
-
 def _teacher(prepared: _Prepared, folder: Path, progress: Progress) -> Any | StoredTeacher:
     """The teacher, or what is kept of it on disk."""
 
@@ -351,46 +309,32 @@ def _teacher(prepared: _Prepared, folder: Path, progress: Progress) -> Any | Sto
     if prepared.options.teacher_top is None:
         return model()
     stored, windows = StoredTeacher(folder / "teacher", prepared.options.teacher_top), prepared.windows
-    if process_index() == 0:
 
-        @torch.no_grad()
-        def logits(window: CalibrationWindows) -> torch.Tensor:  # only of windows that are not stored yet
-            result: torch.Tensor = run_model(model(), window, prepared.dtype).logits[0]
-            return result
+    @torch.no_grad()
+    def logits(window: CalibrationWindows) -> torch.Tensor:  # only of windows that are not stored yet
+        result: torch.Tensor = run_model(model(), window, prepared.dtype).logits[0]
+        return result
 
-        stored.store(logits, windows.read_in_order(), windows.steps * windows.batch + len(windows.held_out), progress)
-    barrier()
+    total = windows.steps * windows.batch + len(windows.held_out)
+    on_main_process(partial(stored.store, logits, windows.read_in_order(), total, progress))
     return stored
 
 
 def _write(prepared: _Prepared, model: Any, writer: FolderWriter) -> None:
     """Write the folder with the trained tensors, but for its card and what was measured."""
-    checkpoint, is_first = prepared.checkpoint, process_index() == 0
-    if is_first:
-        writer.add_companions(checkpoint)
-        writer.write_json("config.json", prepared.config)
-        card = CONVERSION if (checkpoint.path / CONVERSION).is_file() else "README.md"  # of a model healed before
-        for name, new in ((CODES, CODES), (card, CONVERSION)):
-            if (checkpoint.path / name).is_file():
-                writer.write_bytes(new, (checkpoint.path / name).read_bytes())
-    turned = frozenset() if prepared.curriculum is None else prepared.curriculum.turned
-    trained = trained_tensors(model, checkpoint, also=turned)
+    checkpoint = prepared.checkpoint
+    writer.add_companions(checkpoint)
+    writer.write_json("config.json", checkpoint.config)
+    card = CONVERSION if (checkpoint.path / CONVERSION).is_file() else "README.md"  # of a model healed before
+    for name, new in ((CODES, CODES), (card, CONVERSION)):
+        if (checkpoint.path / name).is_file():
+            writer.write_bytes(new, (checkpoint.path / name).read_bytes())
+    trained = trained_tensors(model, checkpoint)
     for name in checkpoint.tensors:
-        tensor = gathered_tensor(trained[name]()) if name in trained else None
-        if is_first and not writer.has(name):
+        tensor = gathered_tensor(trained[name]()) if name in trained else None  # by all processes
+        if not writer.has(name):
             tensor = checkpoint.read(name) if tensor is None else tensor
-            if prepared.curriculum is not None:
-                tensor = prepared.curriculum.cut(name, tensor)
             writer.add(name, tensor.cpu().to(checkpoint.tensors[name].dtype))
-
-
-def _take_up(folder: Path, run: str) -> None:
-    """Keep what an earlier run of the same identity left in a working folder, and remove anything else."""
-    known = folder / "run"
-    if not known.is_file() or known.read_text(encoding="utf-8") != run:
-        known.unlink(missing_ok=True)  # first, so that no run takes over a folder that is half removed
-        empty_folder(folder)
-        write_whole(known, run.encode())
 
 
 def _report(
@@ -400,8 +344,6 @@ def _report(
     notes = [*prepared.checkpoint.notes, *(one for one in (before, after) if isinstance(one, str))]
     if done.best_step == 0:
         notes.append(NOTHING_GAINED)
-    elif options.rank_curriculum is not None and done.best_step == done.counted[0][0] < done.step:
-        notes.append(NOTHING_GAINED_LATER)
     return Healing(
         model=prepared.model,
         output=str(prepared.output),
@@ -413,7 +355,6 @@ def _report(
         trained_parameters=count,
         optimizer=options.optimizer,
         learning_rate=learning_rate(options, done.held_out[0][1]),
-        rank_curriculum=options.rank_curriculum,
         cache=options.cache,
         steps=done.step,
         planned_steps=windows.steps,
@@ -423,7 +364,6 @@ def _report(
         losses=tuple(done.losses),
         held_out=tuple(done.held_out),
         best_step=done.best_step,
-        counted_from=done.counted_from,
         stopped=done.stopped,
         rollbacks=done.rollbacks,
         seconds=done.seconds,

@@ -22,7 +22,6 @@ from headwise.base.processes import all_sum, my_windows, process_count
 from headwise.base.progress import Progress, TrainingProgress
 from headwise.base.threads import WORKERS, map_in_threads
 from headwise.conversion.calibration.windows import CalibrationWindows, plain_windows
-from headwise.conversion.healing.curriculum import FADED, FadingChannels
 from headwise.conversion.healing.objective import (
     StoredTeacher,
     cross_entropy,
@@ -115,7 +114,6 @@ class Loop:
         windows: of text.
         options: of the run.
         dtype: of matrix products.
-        fading: the channels that fade out meanwhile, if any do.
     """
 
     model: Any
@@ -124,7 +122,6 @@ class Loop:
     windows: HealingWindows
     options: HealOptions
     dtype: torch.dtype
-    fading: FadingChannels | None = None
 
     def run(self, state: TrainingState, optimizer: torch.optim.Optimizer, progress: Progress) -> Progressed:
         """Train to the end, from where an earlier run was stopped.
@@ -139,8 +136,7 @@ class Loop:
         """
         done = state.load()
         if done is None:
-            done = Progressed(counted_from=0 if self.fading is None else math.ceil(FADED * self.windows.steps))
-            self._fade(0)
+            done = Progressed()
             untrained = self.measure()
             if not math.isfinite(untrained):
                 raise CheckpointError("loss", f"{untrained}", "must be finite before any step; check both models")
@@ -151,7 +147,6 @@ class Loop:
         while done.step < self.windows.steps and not done.stopped:
             progress(HEALING, done.step, self.windows.steps)
             start = time.perf_counter()
-            self._fade(done.step)
             loss = self._step(optimizer, done)
             if not math.isfinite(loss):
                 done = self._roll_back(state, done)
@@ -164,7 +159,6 @@ class Loop:
                 took = time.perf_counter() - begun  # with measurements and saves
                 self._report(progress, done, pace=count / (done.seconds - seconds), step_seconds=took / count)
             if done.step % every == 0 or done.step == self.windows.steps:
-                self._fade(done.step)
                 held_out = self.measure()
                 if not math.isfinite(held_out):  # nothing may be saved that later steps cannot leave
                     done = self._roll_back(state, done)
@@ -175,11 +169,6 @@ class Loop:
         progress(HEALING, self.windows.steps, self.windows.steps)
         state.load_best(done)
         return done
-
-    def _fade(self, step: int) -> None:
-        """Let channels fade as far as is due after so many steps."""
-        if self.fading is not None:
-            self.fading.set(step / self.windows.steps)
 
     def _report(self, progress: TrainingProgress, done: Progressed, *, pace: float, step_seconds: float) -> None:
         """Say how the training goes.
@@ -289,8 +278,8 @@ class Loop:
         again with it.
         """
         patience = self.options.patience
-        later = [step for step, _ in done.counted if 2 * step > self.windows.steps]
-        losses = [loss for _, loss in done.counted]
+        later = [step for step, _ in done.held_out if 2 * step > self.windows.steps]
+        losses = [loss for _, loss in done.held_out]
         return (
             0 < patience <= len(later)
             and patience < len(losses)
@@ -328,7 +317,7 @@ def learning_rate(options: HealOptions, before: float) -> float:
     """
     if options.learning_rate is not None:
         return options.learning_rate
-    if options.objective != "distill" or options.hidden > 0 or options.rank_curriculum is not None:
+    if options.objective != "distill" or options.hidden > 0:
         return RATE
     return RATE_OF_LOSS * math.sqrt(max(before, 0.0))
 

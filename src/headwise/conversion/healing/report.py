@@ -31,7 +31,6 @@ class Healing:
         trained_parameters: the number of trained parameters.
         optimizer: ``muon`` or ``adamw``.
         learning_rate: after warm-up.
-        rank_curriculum: the part of the latents' channels that the result has; None where none faded out.
         cache: the engine's format that keys and values were rounded to; None where they were not.
         steps: the number of steps that were done.
         planned_steps: the number of steps that were asked for.
@@ -40,9 +39,7 @@ class Healing:
         batch: windows in each step.
         losses: the loss of each step, by the objective, with all its terms: in nats a token, without settings of it.
         held_out: step and loss of each measurement on held-out windows; the first is before any step.
-        best_step: the step whose weights the result has, the one of the lowest held-out loss that counts.
-        counted_from: the first step whose held-out loss counts: those before are of a larger cache, with
-            ``rank_curriculum``.
+        best_step: the step whose weights the result has, the one of the lowest held-out loss.
         stopped: whether it ended early, as the held-out loss fell no more.
         rollbacks: how often a loss that was not finite made it return to what was saved.
         seconds: the seconds of training, without measurements.
@@ -78,9 +75,7 @@ class Healing:
     after: Evaluation | None = None
     notes: tuple[str, ...] = ()
     objective_settings: Mapping[str, float] = field(default_factory=dict)
-    rank_curriculum: float | None = None
     cache: str | None = None
-    counted_from: int = 0
 
     @property
     def kept_loss(self) -> float:
@@ -103,25 +98,22 @@ class Healing:
 
         Below 0 where it still fell; None for a curve of fewer than three measurements.
         """
-        return late_slope(self.held_out, self.steps, self.batch * self.window, self.counted_from)
+        return late_slope(self.held_out, self.steps, self.batch * self.window)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-able values."""
         return as_document(self) | {"tokens_per_second": self.tokens_per_second, "slope": self.slope}
 
 
-def late_slope(
-    curve: Sequence[tuple[int, float]], steps: int, tokens_per_step: int, counted_from: int = 0
-) -> float | None:
+def late_slope(curve: Sequence[tuple[int, float]], steps: int, tokens_per_step: int) -> float | None:
     """See `Healing.slope`.
 
     Args:
         curve: step and held-out loss of each measurement.
         steps: that were done.
         tokens_per_step: trained on.
-        counted_from: the first step whose loss counts.
     """
-    earlier = [one for one in curve if counted_from <= one[0] <= 0.75 * steps]
+    earlier = [one for one in curve if one[0] <= 0.75 * steps]
     if len(curve) < 3 or not earlier:
         return None
     (first, before), (last, after) = earlier[-1], curve[-1]
@@ -206,11 +198,6 @@ def _making(folder: Path, report: Healing) -> Iterator[str]:
     yield f"- {report.steps:,} of {report.planned_steps:,} steps of {report.batch} × {report.window} tokens"
     yield f"- trained: {report.trained}, {report.trained_parameters:,} parameters"
     yield f"- by {_OPTIMIZERS[report.optimizer]}, at a learning rate of {report.learning_rate:.3g}"
-    if report.rank_curriculum is not None:
-        yield (
-            f"- latents fell to {report.rank_curriculum:g} of their channels in the first half of the steps: what "
-            "was measured before healing is of the larger cache"
-        )
     if report.cache is not None:
         yield f"- with keys and values rounded as {as_code(report.cache)} rounds them, and measured so"
     curve = ", ".join(f"{step}: {loss:.4f}" for step, loss in report.held_out)
@@ -222,8 +209,7 @@ def _making(folder: Path, report: Healing) -> Iterator[str]:
     if report.rollbacks:
         yield f"- the loss was not finite {report.rollbacks} times; the learning rate was halved each time"
     if report.best_step < report.steps:
-        among = "" if report.rank_curriculum is None else " of those after the channels were gone"
-        yield f"- the weights are those after step {report.best_step:,}, whose held-out loss was lowest{among}"
+        yield f"- the weights are those after step {report.best_step:,}, whose held-out loss was lowest"
 
 
 def _limits() -> Iterator[str]:

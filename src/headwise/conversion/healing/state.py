@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headwise.base.processes import barrier, process_index
+from headwise.base.processes import on_main_process, process_index
 from headwise.conversion.healing.optimizer import gathered_tensor, sharded_like
 from headwise.conversion.storage import LOST, LayerFiles
 from headwise.errors import CheckpointError
@@ -34,8 +35,6 @@ class Progressed:
         losses: of every finished step, by the objective.
         held_out: ``(step, loss)`` of every measurement on held-out windows.
         stopped: whether the run ended early, as the held-out loss fell no more.
-        counted_from: the first step whose measurement can be the best: those before are of a larger model, where
-            channels fade out.
     """
 
     step: int = 0
@@ -45,24 +44,18 @@ class Progressed:
     losses: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
     stopped: bool = False
-    counted_from: int = 0
-
-    @property
-    def counted(self) -> list[tuple[int, float]]:
-        """The measurements that can be the best."""
-        return [measured for measured in self.held_out if measured[0] >= self.counted_from]
 
     @property
     def best_step(self) -> int:
-        """The step of the lowest measurement that counts, the first of equal ones; 0 while there is none."""
-        return min(self.counted, key=lambda measured: measured[1], default=(0, 0.0))[0]
+        """The step of the lowest measurement, the first of equal ones; 0 while there is none."""
+        return min(self.held_out, key=lambda measured: measured[1], default=(0, 0.0))[0]
 
 
 class TrainingState:
     """Parameters, the optimizer's moments and what has been done, saved and loaded together.
 
     Two files are written in turn, each whole or not at all, so that one is always there to go on from. The parameters
-    of the lowest held-out loss that counts are in one of two others: it stays until a save that names the next one is
+    of the lowest held-out loss are in one of two others: it stays until a save that names the next one is
     on disk, because a run that is killed between the two may find another loss when it goes on.
 
     Args:
@@ -91,17 +84,18 @@ class TrainingState:
                 tensor = gathered_tensor(parameter.detach() if kind == "parameter" else own[kind])
                 if process_index() == 0:
                     tensors[f"{kind} {name}"] = tensor.cpu()
-        if process_index() == 0:
-            about = asdict(progressed)
-            if progressed.counted and progressed.best_step == progressed.step:  # before the save that says so
-                parameters = {name: tensor for name, tensor in tensors.items() if name.startswith("parameter ")}
-                before = replace(progressed, held_out=progressed.held_out[:-1]).best_step
-                slot = _BEST[1] if self._step_of(_BEST[0]) == before else _BEST[0]
-                self._files.file(slot).unlink(missing_ok=True)  # no three of them at a time
-                self._files.save(slot, parameters, about)
-            newest = self._newest()
-            self._files.save(0 if newest is None or newest[0] else 1, tensors, about)
-        barrier()
+        on_main_process(partial(self._write, tensors, progressed))
+
+    def _write(self, tensors: Mapping[str, Tensor], progressed: Progressed) -> None:
+        about = asdict(progressed)
+        if progressed.held_out and progressed.best_step == progressed.step:  # before the save that says so
+            parameters = {name: tensor for name, tensor in tensors.items() if name.startswith("parameter ")}
+            before = replace(progressed, held_out=progressed.held_out[:-1]).best_step
+            slot = _BEST[1] if self._step_of(_BEST[0]) == before else _BEST[0]
+            self._files.file(slot).unlink(missing_ok=True)  # no three of them at a time
+            self._files.save(slot, parameters, about)
+        newest = self._newest()
+        self._files.save(0 if newest is None or newest[0] else 1, tensors, about)
 
     @torch.no_grad()
     def load_best(self, progressed: Progressed) -> None:

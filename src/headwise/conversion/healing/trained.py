@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -137,15 +137,12 @@ def trained_numbers(checkpoint: Checkpoint, teacher: Checkpoint, options: HealOp
     return total
 
 
-def trained_tensors(
-    model: Any, checkpoint: Checkpoint, *, also: Collection[str] = ()
-) -> dict[str, Callable[[], Tensor]]:
+def trained_tensors(model: Any, checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
     """What computes each tensor of a folder that training changed, by its name there.
 
     Args:
         model: a transformers model.
         checkpoint: of its folder.
-        also: names of tensors that the model has otherwise than the folder, though they were not trained.
     """
     stored_by_own = stored_names(model, checkpoint)
     changed: dict[str, Callable[[], Tensor]] = {}
@@ -153,8 +150,7 @@ def trained_tensors(
         if isinstance(module, nn.Linear | Conv1D) and parametrize.is_parametrized(module):
             changed[f"{path}.weight"] = partial(_merged, module)
     for name, parameter in model.named_parameters(remove_duplicate=False):  # a tied one may be stored twice
-        is_changed = parameter.requires_grad or stored_by_own.get(name) in also
-        if is_changed and ".parametrizations." not in name:
+        if parameter.requires_grad and ".parametrizations." not in name:
             changed[name] = parameter.detach
     return {stored: changed[own] for own, stored in stored_by_own.items() if own in changed}
 

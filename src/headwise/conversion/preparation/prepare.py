@@ -20,18 +20,24 @@ from headwise.base.options import PrepareOptions, takes_options
 from headwise.base.progress import Progress, silent
 from headwise.base.threads import map_in_threads
 from headwise.base.type_checks import checked_types
-from headwise.conversion.final_evaluation import EvaluationSet, choose_evaluation_set, overlap_notes, window_notes
 from headwise.conversion.preparation.change import Change
 from headwise.conversion.preparation.one_layer import best_change
 from headwise.conversion.preparation.proof import Proof, check_engines, check_written, prove
 from headwise.conversion.preparation.samples import POSITIONS, Inputs, layer_inputs, projected
 from headwise.conversion.preparation.shift import why_no_shift
-from headwise.conversion.preparation.stored import FolderLayers, GgufLayers, Room, check_file, copied_files
+from headwise.conversion.preparation.stored import FolderLayers, GgufLayers, Room
 from headwise.costs.prediction import SERVING_ENGINES
 from headwise.errors import ArgumentError, HeadwiseError, SpecError, StorageError
-from headwise.measure.texts import named_texts
+from headwise.measure.evaluation.beside_source import (
+    EvaluationSet,
+    choose_evaluation_set,
+    overlap_notes,
+    window_notes,
+)
+from headwise.measure.texts import named_texts, refuse_inputs_within
 from headwise.measure.texts.calibration import CalibrationTexts, check_texts
 from headwise.models.checkpoints import Checkpoint, FolderCheckpoint, GgufCheckpoint, open_checkpoint
+from headwise.models.checkpoints.gguf.copies import check_file, copied_files
 from headwise.models.specs import AttentionSpec, GroupedSpec, read_gguf_header
 from headwise.models.specs.gguf.header import renamed_parts
 from headwise.runtime.quantization.formats import EngineFormat, parse_engine_format
@@ -132,6 +138,7 @@ def prepare(
         raise ArgumentError("context", options.context, "goes with refit: what is exact is so at any length")
     texts = check_texts(options.calibrate, options.calibration_tokens if options.calibrate else None, None)
     named = named_texts(options.evaluate)
+    refuse_inputs_within(path, {}, calibrate=texts.sources, evaluate=named)
     check_engines(formats, options.engine_python, is_measured=bool(named))
     windows = options.evaluation_windows
     evaluation_set = choose_evaluation_set(checkpoint, named, calibrate=texts, windows=windows) if named else []

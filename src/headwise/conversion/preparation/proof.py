@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from headwise.base.progress import Progress
-from headwise.conversion.final_evaluation import EvaluationSet, short_of_memory
 from headwise.conversion.preparation.change import Change, changed, channels, num_pairs
 from headwise.conversion.preparation.samples import projected
 from headwise.costs.prediction import RUNNABLE
 from headwise.errors import ArgumentError, CheckpointError, StorageError
 from headwise.measure.evaluation import Evaluation, Pair, evaluate_windows, open_pair
+from headwise.measure.evaluation.beside_source import EvaluationSet, short_of_memory
 from headwise.measure.evaluation.scoring import kl_divergence
 from headwise.models.checkpoints import Checkpoint, GgufCheckpoint, dtype_name, open_checkpoint
 from headwise.models.specs import GroupedSpec

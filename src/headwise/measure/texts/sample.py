@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
-from headwise.base.disk import (
-    empty_folder,
-    refuse_no_file,
-    working_folder,
-    write_among_others,
-    write_whole,
-)
-from headwise.base.documents import read_document
+from headwise.base.disk import refuse_no_file, storage_errors, write_among_others
+from headwise.base.jobs import Job, remembered
 from headwise.base.options import takes_options
 from headwise.base.options.sample import LENGTH, SHORTEST, SampleOptions
 from headwise.base.processes import process_count
@@ -40,12 +35,6 @@ PATIENCE = 16
 
 _BETWEEN_TEXTS = "<|endoftext|>"
 """The token between two texts that a model was trained on, where a tokenizer has it."""
-
-_RUN = "run.json"
-"""The file of a working folder with the digest of all that decides the text."""
-
-_BATCH = {"texts", "tokens", "seconds"}
-"""What a file of a batch has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,26 +93,37 @@ def sample(model: str | Path, output: str | Path, options: SampleOptions, *, pro
     length = _length(options, checkpoint.spec.max_position_embeddings)
     loaded = load(checkpoint.path, dtype=options.dtype, device=options.device)
     writer = _Writer(loaded, tokenizer, length, options)
-    with working_folder(out.with_name(f".{out.name}.headwise-partial"), out) as folder:
-        batches = _Batches(folder, run_identity(checkpoint, **options.identity()))
-        while batches.tokens < options.tokens:
-            progress(WRITING, batches.tokens, options.tokens)
+    with Job(out, run=run_identity(checkpoint, **options.identity())) as job:
+        documents, tokens, seconds, empty = list[str](), 0, 0.0, 0
+
+        def write(number: int) -> dict[str, Any]:
+            progress(WRITING, tokens, options.tokens)
             start = time.perf_counter()
-            texts, tokens = writer.batch(len(batches))
-            batches.add({"texts": texts, "tokens": tokens, "seconds": time.perf_counter() - start})
-            if batches.empty >= PATIENCE:
+            texts, written = writer.batch(number)
+            return {"texts": texts, "tokens": written, "seconds": time.perf_counter() - start}
+
+        for number in count():
+            if tokens >= options.tokens:
+                break
+            batch = remembered(job.work / f"batch-{number:06d}.json", partial(write, number))
+            documents += batch["texts"]
+            tokens += batch["tokens"]
+            seconds += batch["seconds"]
+            empty = 0 if batch["texts"] else empty + 1
+            if empty >= PATIENCE:
                 rule = f"ends nearly every text within {SHORTEST} tokens: there is nothing to learn from"
                 raise CheckpointError("model", str(model), rule)
         progress(WRITING, options.tokens, options.tokens)
         _check_output(out, checkpoint, overwrite=options.overwrite)  # it took a while
-        write_among_others(out, ("\n\n".join(batches.texts) + "\n").encode())
-        return Sample(
-            model=str(model),
-            output=str(output),
-            documents=len(batches.texts),
-            tokens=batches.tokens,
-            seconds=round(batches.seconds, 3),
-        )
+        with storage_errors("output", out):
+            write_among_others(out, ("\n\n".join(documents) + "\n").encode())
+    return Sample(
+        model=str(model),
+        output=str(output),
+        documents=len(documents),
+        tokens=tokens,
+        seconds=round(seconds, 3),
+    )
 
 
 def _check_output(out: Path, checkpoint: Checkpoint, *, overwrite: bool) -> None:
@@ -220,49 +220,3 @@ def _drawing(device: torch.device, seed: int) -> Iterator[None]:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed % 2**63)
         yield
-
-
-class _Batches:
-    """The batches that are written, each in a file of its own in a locked folder.
-
-    Attributes:
-        texts: of all documents.
-        tokens: of them.
-        empty: how many of the last batches have no document.
-        seconds: that all took.
-
-    Args:
-        folder: of the files; what a run of another identity left there is removed.
-        run: the digest of all that decides the documents.
-    """
-
-    def __init__(self, folder: Path, run: str) -> None:
-        self._folder, self._run = folder, run
-        self.texts: list[str] = []
-        self._count, self.empty, self.tokens, self.seconds = 0, 0, 0, 0.0
-        if read_document(folder / _RUN) != {"run": run}:
-            empty_folder(folder)
-        # Up to the first that is missing or damaged.
-        while (batch := read_document(self._file) or {}).keys() == _BATCH:
-            self._take(batch)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def add(self, batch: dict[str, Any]) -> None:
-        """Add a batch; when this returns, it is on disk."""
-        if not self._count:
-            write_whole(self._folder / _RUN, json.dumps({"run": self._run}).encode())
-        write_whole(self._file, json.dumps(batch).encode())
-        self._take(batch)
-
-    @property
-    def _file(self) -> Path:
-        return self._folder / f"batch-{self._count:06d}.json"
-
-    def _take(self, batch: dict[str, Any]) -> None:
-        self.texts += batch["texts"]
-        self.tokens += batch["tokens"]
-        self.seconds += batch["seconds"]
-        self.empty = 0 if batch["texts"] else self.empty + 1
-        self._count += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -178,23 +178,25 @@ def read_source(source: str | Path, *, characters: int | None = None, name: str 
     return _text(rows, column or COLUMN, characters, source, name)
 
 
-def refuse_texts_within(output: Path, sources: Iterable[str | Path], *, name: str) -> None:
-    """Refuse a destination whose replacement would remove a text that the run reads.
+def refuse_inputs_within(output: Path, inputs: Mapping[str, Path], **texts: Iterable[str | Path]) -> None:
+    """Refuse a destination whose replacement would remove what the run reads.
 
-    For example ``refuse_texts_within(Path("./half"), ["./half/text.txt"], name="calibrate")`` raises an
-    ArgumentError.
+    For example ``refuse_inputs_within(Path("./half"), {}, calibrate=["./half/text.txt"])`` raises an ArgumentError.
 
     Args:
         output: the folder that may be replaced.
-        sources: the texts, see `read_source`.
-        name: the option that the user named the texts by.
+        inputs: files and folders by what they are to the user, such as ``the source``.
+        texts: see `read_source`, by the option that the user named them by.
 
     Raises:
-        ArgumentError: the destination is the file or folder of a text, or holds it.
+        ArgumentError: the destination is one of these, or holds it; links are followed.
     """
-    for source in sources:
-        if not str(source).startswith(DATASET_PREFIX):
-            refuse_input_within(output, local_path(source)[0], f"a text of {name}")
+    for kind, path in inputs.items():
+        refuse_input_within(output, path, kind)
+    for name, sources in texts.items():
+        for source in sources:
+            if not str(source).startswith(DATASET_PREFIX):
+                refuse_input_within(output, local_path(source)[0], f"a text of {name}")
 
 
 def local_path(source: str | Path) -> tuple[Path, str]:

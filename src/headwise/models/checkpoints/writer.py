@@ -16,27 +16,15 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from headwise.base.disk import (
-    continues_from,
-    empty_folder,
-    lock_folder,
-    refuse_file,
-    refuse_no_folder,
-    remove_locked,
-    replace,
-    storage_errors,
-    sync,
-    unlock,
-    write_whole,
-)
+from headwise.base.disk import refuse_file, refuse_no_folder, replace, storage_errors, sync
 from headwise.base.documents import MEASURED
-from headwise.errors import ArgumentError, HeadwiseError, StorageError
+from headwise.base.jobs import Job, lock_folder, partial_folder, remove_locked
+from headwise.errors import ArgumentError, StorageError
 from headwise.models.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, dtype_name
 from headwise.models.specs.stored_head import INDEX, SINGLE, stored_tensors
 
@@ -190,25 +178,21 @@ MODEL = "config.json"
 SHARD_BYTES = 2 * 1024**3
 _HEADROOM = 64 * 1024**2
 """Bytes of disk that must be free beside the tensors: for everything else that is written."""
-_RUN = "run"
-"""The file in the working folder that identifies the run."""
-_PARTIAL = ".headwise-partial"
 
 
-class FolderWriter:
-    """A context in which a model folder is written beside its destination and moved there at the end.
+class FolderWriter(Job):
+    """A job whose output is a model folder, which is written beside its destination and moved there at the end.
 
     All tensors are announced in advance, so the header of every shard is known, each tensor is written to its place,
     and a shard has its name once it is whole. A run that ends early, even by a kill, leaves its whole shards and
-    `work`; the next run with the same ``run`` resumes from them, and any other run discards them. A run with nothing
-    to resume from leaves nothing. Of several processes on one conversion only the first enters the context; the
-    others may use `work` from then on.
+    `work`; the next run with the same ``run`` resumes from them, and any other run discards them. In a process that
+    has not entered the context nothing is missing, and nothing is written.
 
     Args:
         output: the destination; must not exist, or be empty, unless ``overwrite``.
         tensors: shape and dtype of every tensor that will be added, in the order of the shards.
-        run: digest of everything that the output depends on, see `run_identity`; None for a run that is not resumed
-            and leaves nothing.
+        run: digest of everything that the output depends on beside ``tensors`` and ``shard_bytes``; None for a run
+            that is not resumed and leaves nothing.
         overwrite: replace a folder of the same kind.
         provisional: `announce` will replace ``tensors`` before the first one is added.
         shard_bytes: the most bytes of tensors in a shard.
@@ -219,7 +203,6 @@ class FolderWriter:
         folder: will be the destination. It has an index once every tensor is added, and with its ``config.json`` it
             can be read like any model folder.
         work: a folder for intermediate results that a later run can use; removed at the end.
-        notes: what a user should know of this run.
         write_seconds: spent on writing tensors.
 
     Raises:
@@ -240,24 +223,19 @@ class FolderWriter:
         mark: str = MODEL,
     ) -> None:
         check_output(output, overwrite=overwrite, mark=mark)
-        self.output = output
-        self._partial = _partial(output)
-        self.folder, self.work = self._partial / "model", self._partial / "work"
-        self.notes: tuple[str, ...] = ()
+        super().__init__(output, run=None if run is None else _digest(run, tensors, shard_bytes))
+        self.folder, self.work = self.partial / "model", self.partial / "work"
         self.write_seconds = 0.0
         self._overwrite, self._provisional, self._shard_bytes = overwrite, provisional, shard_bytes
         self._work_bytes, self._mark = work_bytes, mark
-        self._run = None if run is None else _digest(run, tensors, shard_bytes)
         self._lay_out(tensors)
         self._open: dict[str, ShardWriter] = {}
-        self._new_parents: list[Path] = []
-        self._lock: int | None = None
 
     def _lay_out(self, tensors: Mapping[str, TensorInfo]) -> None:
         self._tensors = dict(tensors)
         self._shards = split_into_shards(tensors, self._shard_bytes)
         self._shard_of = {name: shard for shard in self._shards for name in shard.tensors}
-        self._missing = dict.fromkeys(tensors)
+        self._missing = dict.fromkeys(tensors if self.is_entered else ())
 
     @property
     def missing(self) -> list[str]:
@@ -269,53 +247,6 @@ class FolderWriter:
         assert name in self._tensors, name
         return name not in self._missing
 
-    def __enter__(self) -> Self:
-        try:
-            self._new_parents = [parent for parent in self.output.parents if not parent.exists()]
-            self.output.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_folder(self._partial)
-            # The process that had the lock may just have finished.
-            check_output(self.output, overwrite=self._overwrite, mark=self._mark)
-            self._take_up()
-            needed = sum(self._tensors[name].nbytes for name in self._missing) + _HEADROOM
-            if self._provisional:  # of a run that is resumed, most may be there
-                needed -= _size(self.folder)
-            needed += max(self._work_bytes - _size(self.work), 0)
-            if (free := shutil.disk_usage(self._partial).free) < needed:
-                raise self._refusal(f"needs {needed / 1e9:.2f} GB of disk and {free / 1e9:.2f} GB are free")
-        except BlockingIOError as error:
-            raise ArgumentError("output", str(self.output), str(error.strerror)) from None
-        except OSError as error:
-            refusal = self._refusal(f"cannot be written: {error.strerror}")
-            self._leave()
-            raise refusal from None
-        except BaseException:
-            self._leave()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            if error is None:
-                assert not self._missing, f"never added: {self.missing[:3]}"
-                self._move_into_place()
-            elif isinstance(error, StorageError):
-                if self._is_kept():
-                    raise StorageError(error.field, error.value, error.rule + self._kept) from error
-            elif isinstance(error, HeadwiseError):
-                self._run = None  # nothing is kept: the same command would be refused again
-            elif isinstance(error, KeyboardInterrupt) and self._is_kept():
-                error.add_note(self._kept.removeprefix("; "))
-        except OSError as failure:
-            raise self._refusal(f"could not be written: {failure.strerror or failure}") from failure
-        finally:
-            self._leave()
-
     def announce(self, tensors: Mapping[str, TensorInfo]) -> None:
         """Replace the provisional tensors by those that will be added.
 
@@ -326,8 +257,9 @@ class FolderWriter:
             StorageError: the folder cannot be used.
         """
         self._lay_out(tensors)
-        with self._clearly():
-            self._find_whole()
+        if self.is_entered:
+            with self._clearly():
+                self._find_whole()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write one of the tensors that are `missing`.
@@ -376,8 +308,9 @@ class FolderWriter:
         Raises:
             StorageError: the disk is full, or the file cannot be written.
         """
-        with self._clearly():
-            (self.folder / name).write_bytes(content)
+        if self.is_entered:
+            with self._clearly():
+                (self.folder / name).write_bytes(content)
 
     def write_file(self, name: str, write: Callable[[Path], None]) -> None:
         """Let a function write a file of the folder, such as one that is too large for memory.
@@ -390,8 +323,9 @@ class FolderWriter:
             StorageError: the disk is full, or the file cannot be written.
         """
         start = time.perf_counter()
-        with self._clearly():
-            write(self.folder / name)
+        if self.is_entered:
+            with self._clearly():
+                write(self.folder / name)
         self.write_seconds += time.perf_counter() - start
 
     def add_companions(self, checkpoint: Checkpoint) -> None:
@@ -404,9 +338,10 @@ class FolderWriter:
             CheckpointError: the source's tokenizer is damaged.
             StorageError: a file cannot be read or written.
         """
-        with self._clearly():
-            checkpoint.copy_companions(self.folder)
-        self.note_left_out(checkpoint)
+        if self.is_entered:
+            with self._clearly():
+                checkpoint.copy_companions(self.folder)
+            self.note_left_out(checkpoint)
 
     def note_left_out(self, checkpoint: Checkpoint) -> None:
         """Add a note with the files of the source that are not copied.
@@ -420,19 +355,24 @@ class FolderWriter:
             self.notes = (*self.notes, note)
 
     def _take_up(self) -> None:
-        """Take over what an earlier run with the same identity left, and remove anything else."""
-        run = self._partial / _RUN
-        if self._run is None or not run.is_file() or run.read_text(encoding="utf-8") != self._run:
-            if self._has_something():
-                self.notes = ("discarded what another conversion to this folder had left unfinished",)
-            run.unlink(missing_ok=True)  # first, so that no run takes over a folder that is half removed
-            empty_folder(self._partial)
-            if self._run is not None:
-                write_whole(run, self._run.encode())
+        check_output(self.output, overwrite=self._overwrite, mark=self._mark)  # a process may just have finished
+        super()._take_up()
         self.folder.mkdir(exist_ok=True)
         self.work.mkdir(exist_ok=True)
+        self._missing = dict.fromkeys(self._tensors)
         if not self._provisional:
             self._find_whole()
+        needed = sum(self._tensors[name].nbytes for name in self._missing) + _HEADROOM
+        if self._provisional:  # of a run that is resumed, most may be there
+            needed -= _size(self.folder)
+        needed += max(self._work_bytes - _size(self.work), 0)
+        if (free := shutil.disk_usage(self.partial).free) < needed:
+            rule = f"needs {needed / 1e9:.2f} GB of disk and {free / 1e9:.2f} GB are free"
+            raise StorageError("output", str(self.output), rule)
+
+    def _finish(self) -> None:
+        assert not self._missing, f"never added: {self.missing[:3]}"
+        self._move_into_place()
 
     def _find_whole(self) -> None:
         """Keep the whole shards of an earlier run, and remove everything else from its model folder."""
@@ -448,11 +388,10 @@ class FolderWriter:
         if not self._missing:
             self._write_index()
 
-    def _has_something(self) -> bool:
-        """Whether there is anything that a later run could resume from."""
+    def _holds_something(self) -> bool:
         shards = {shard.file for shard in self._shards}
-        with suppress(OSError):
-            return any(self.work.iterdir()) or any(path.name in shards for path in self.folder.iterdir())
+        with suppress(OSError):  # the folder has been moved into its place
+            return any(path.name in shards for path in self.folder.iterdir()) or any(self.work.iterdir())
         return False
 
     def _write_index(self) -> None:
@@ -464,38 +403,15 @@ class FolderWriter:
     def _move_into_place(self) -> None:
         move_into_place(self.folder, self.output, overwrite=self._overwrite, mark=self._mark)
 
-    def _refusal(self, rule: str) -> StorageError:
-        return StorageError("output", str(self.output), rule + (self._kept if self._is_kept() else ""))
-
     def _clearly(self) -> AbstractContextManager[None]:
-        return storage_errors("output", self.output)  # `__exit__` adds what is kept
+        return storage_errors("output", self.output)
 
-    @property
-    def _kept(self) -> str:
-        # A folder may be written within the working folder of another; the user knows the outer one.
-        outer = (path for path in self._partial.parents if path.name.endswith(_PARTIAL))
-        kept = next(outer, self._partial)
-        return f"; {continues_from(kept)}"
-
-    def _is_kept(self) -> bool:
-        return self._run is not None and self._has_something()
-
-    def _leave(self) -> None:
-        """Close all files, and remove the working folder unless the next run can use it."""
+    def _leave(self, *, stays: bool) -> None:
         for shard in self._open.values():
             with suppress(OSError):
                 shard.close()
         self._open.clear()
-        if self._lock is not None:
-            lock, self._lock = self._lock, None
-            if self._is_kept() and self.folder.is_dir():
-                unlock(lock)
-                return
-            with suppress(OSError):
-                remove_locked(self._partial, lock)
-        for parent in self._new_parents:  # innermost first; one that holds something stays
-            with suppress(OSError):
-                parent.rmdir()
+        super()._leave(stays=stays)
 
 
 def move_into_place(folder: Path, output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
@@ -558,7 +474,7 @@ def check_output(output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
         raise ArgumentError("output", str(output), f"cannot be used: {error.strerror}") from None
     if holds_something:
         if not overwrite:
-            _clear_finished(_partial(output))
+            _clear_finished(partial_folder(output))
             raise ArgumentError("output", str(output), "exists and is not empty; say --overwrite to replace it")
         if not (output / mark).is_file():
             kind = "is not a model folder" if mark == MODEL else f"has no {mark}"
@@ -572,10 +488,6 @@ def check_output(output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
 def _size(folder: Path) -> int:
     """Bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _partial(output: Path) -> Path:
-    return output.with_name(f".{output.name}{_PARTIAL}")
 
 
 def _clear_finished(partial: Path) -> None:

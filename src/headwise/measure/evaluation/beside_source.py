@@ -1,4 +1,4 @@
-"""The evaluation that ends a conversion: the result beside its source, on text that it was not calibrated on."""
+"""A result beside its source, on text that it was not made on: the evaluation that ends a conversion or a healing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch import Tensor
 from headwise.base.options import EVALUATION_WINDOWS
 from headwise.base.progress import Progress, silent
 from headwise.errors import ArgumentError, SpecError
-from headwise.measure.evaluation import WINDOW, Evaluation, Pair, evaluate_windows, open_pair
+from headwise.measure.evaluation.evaluate import WINDOW, evaluate_windows
+from headwise.measure.evaluation.model_pair import Pair, open_pair
+from headwise.measure.evaluation.results import Evaluation
 from headwise.measure.texts import (
     cut_windows,
     default_window,
