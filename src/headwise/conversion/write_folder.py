@@ -315,8 +315,7 @@ def _write_exported(
     read_seconds = write_seconds = 0.0
     calibrated = results.load(CALIBRATED)
     if calibrated is None or not (folder / "config.json").is_file():
-        own_writer = FolderWriter(folder, OutputLayout(plan).tensors, run=inputs.run, overwrite=True)
-        with entered_first(own_writer) as inner:
+        with entered_first(FolderWriter(folder, OutputLayout(plan).tensors, run=inputs.run, overwrite=True)) as inner:
             calibrator = inputs.start_calibrator(plan, inner)
             channels = _shared_channels(plan, calibrator, results, inputs.progress, output_format)
             _, store, _ = _fill(OutputLayout(plan.sharing(channels)), inner, calibrator, inputs.progress)
@@ -326,7 +325,8 @@ def _write_exported(
                 losses = _channel_losses(plan, store) if calibrator.is_sequential else {}
                 results.save(CALIBRATED, {}, {"tokens": calibrator.tokens, "window": calibrator.window, **losses})
         calibrated = results.load(CALIBRATED)
-    about: dict[str, Any] = {"tokens": 0, "window": 0} if calibrated is None else calibrated[1]
+        assert calibrated is not None  # saved before the folder was moved into place
+    about = calibrated[1]
     checkpoint = open_checkpoint(folder)
     config = output_format.exported_config(checkpoint.config | {"dtype": dtype_name(checkpoint.dtype)})
     barrier()  # every process has read the folder before it is removed
@@ -358,12 +358,12 @@ def _shared_channels(
     if plan.is_exact or plan.after.mechanism != "mla":
         return None
     if (saved := results.load(SHARED_CHANNELS)) is not None:
-        return to_device(saved[0]["kept"])
+        return to_device(saved[0]["rotary_channels"])
     if process_index() > 0 and not calibrator.is_sequential:
         return None  # the first process converts alone
     channels = choose_shared_channels(plan, calibrator, progress, keep=output_format.keep)
     if process_index() == 0:
-        results.save(SHARED_CHANNELS, {"kept": channels}, {})
+        results.save(SHARED_CHANNELS, {"rotary_channels": channels}, {})
     return channels
 
 
