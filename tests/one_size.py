@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headwise
-from headwise.conversion import LatentOptions, convert_to_latent
+from headwise.conversion import LayerTarget, convert_to_latent
 from headwise.models.checkpoints import open_checkpoint
 from headwise.models.specs import GroupedSpec, LatentSpec
 
@@ -27,8 +27,8 @@ def convert_to_one_size(source: Path, output: Path, *, kv_lora_rank: int, qk_rop
         assert isinstance(new, LatentSpec)
         state = before.family.read_attention(before.read, index, old)
         chosen = spread(old.head_dim // 2, old.num_kv_heads, qk_rope_head_dim // 2)
-        options = LatentOptions(longest=128, kept=chosen)
-        made, channels_of_layer = convert_to_latent(state, old, new, statistics=None, options=options)
+        target = LayerTarget(new, longest=128, rotary_channels=chosen)
+        made, channels_of_layer = convert_to_latent(state, old, target, statistics=None)
         channels.append(channels_of_layer)
         prefix = before.family.attention.format(layer=index)
         for name, tensor in made.items():

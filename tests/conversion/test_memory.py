@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headwise.conversion import convert_to_latent
+from headwise.conversion import LayerTarget, convert_to_latent
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.measure.profiling.check import peak_bytes
 from headwise.models.specs import GroupedSpec, RopeSpec, as_latent
@@ -38,7 +38,7 @@ def test_a_wide_layer_is_solved_in_the_room_of_a_few_matrices() -> None:
     sensitivity = gram()[:WIDTH, :WIDTH].contiguous()
 
     def solve() -> object:
-        target = as_latent(source, WIDTH - 8, 8)
+        target = LayerTarget(as_latent(source, WIDTH - 8, 8))
         return convert_to_latent(state, source, target, statistics=statistics, sensitivity=sensitivity)
 
     assert peak_bytes(lambda: torch.zeros(WIDTH, WIDTH, dtype=torch.float64)) == WIDTH**2 * 8

@@ -97,13 +97,13 @@ def test_layers_that_are_done_are_not_solved_again(tmp_path: Path, monkeypatch: 
         with pytest.raises(StoppedError):
             headwise.convert(source, tmp_path / "out", **options)
     solved: list[int] = []
-    original = TextCalibrator.evidence
+    original = TextCalibrator.collect
 
     def noting(self: TextCalibrator, place: Place, source: Any) -> Any:
         solved.append(place.index)
         return original(self, place, source)
 
-    monkeypatch.setattr(TextCalibrator, "evidence", noting)
+    monkeypatch.setattr(TextCalibrator, "collect", noting)
     # `None` fails if sensitivities are measured again.
     monkeypatch.setattr("headwise.conversion.calibration.sensitivity._measure", None)
     steps: list[tuple[str, int]] = []

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from headwise.base.disk import storage_errors
 from headwise.base.options import CalibrateOptions, takes_options
@@ -23,13 +22,13 @@ from headwise.conversion.calibration.windows import CalibrationWindows, recall_w
 from headwise.conversion.plan import Place, read_layer
 from headwise.conversion.solvers.device import computing_on, own_device, refuse_unsolvable
 from headwise.conversion.solvers.statistics import statistics_of
-from headwise.conversion.storage import LayerFiles
+from headwise.conversion.storage import LayerFiles, Spill
 from headwise.costs.formulas.target import refuse_latent
 from headwise.measure.texts.calibration import check_texts, open_windows, refuse_cross_layers
 from headwise.measure.texts.sources import refuse_inputs_within
 from headwise.measure.timing import peak_rss_bytes
 from headwise.models.checkpoints import Checkpoint, FolderWriter, check_output, open_checkpoint, run_identity
-from headwise.runtime.hf import AttentionCall, LayerwiseModel
+from headwise.runtime.hf import LayerwiseModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,19 +135,17 @@ def collect_statistics(
     output_sensitivities(model, sensitivity_windows(checkpoint.spec, windows), sensitivities, progress=progress)
     stream = begin_streams(model, windows, folder, ("source",), run)
     assert stream.layer is not None
-    placed = partial(windows.placed, model)
+    inputs, mine = Spill(folder / "inputs.spill", stream.shape), my_windows(len(windows))
     for index in range(stream.layer, model.num_layers):
         progress("calibrating", index, model.num_layers)
         module, sensitivity = model.module(index), kept_sensitivity(sensitivities, index)
         source = read_layer(checkpoint, Place(index)).float()
-        states = ((window, stream.read("source", window, window + 1)) for window in my_windows(len(windows)))
-
-        def finish(window: int, _: Tensor, call: AttentionCall, output: Tensor) -> tuple[int, Tensor]:
+        states = ((window, stream.read("source", window, window + 1)) for window in mine)
+        for window, _, call, output in traced(model, windows, index, module, states):
             stream.write("source", window, output)
-            return window, call.inputs[0]
-
-        inputs = traced(placed, index, module, states, finish)
-        statistics = statistics_of(source, sensitivity.double(), inputs, windows.seen_by(source.spec))
+            inputs.write(window, call.inputs[0])
+        pairs = ((window, inputs.read(window)) for window in mine)
+        statistics = statistics_of(source, sensitivity.double(), pairs, windows.seen_by(source.spec))
         on_main_process(partial(save_layer, results, index, statistics, sensitivity))
         stream.commit()
     progress("calibrating", model.num_layers, model.num_layers)

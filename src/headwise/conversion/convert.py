@@ -30,7 +30,7 @@ from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, wr
 from headwise.costs.formulas.model import cache_bytes_per_token
 from headwise.costs.formulas.target import Target, parse_target
 from headwise.costs.prediction import check_engine
-from headwise.errors import ArgumentError, HeadwiseError
+from headwise.errors import HeadwiseError
 from headwise.measure.evaluation.beside_source import (
     EVALUATING,
     NOT_EVALUATED,
@@ -211,13 +211,6 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
     if options.statistics is not None:
         inputs["the statistics"] = Path(options.statistics)
     refuse_inputs_within(output, inputs, calibrate=texts.sources, evaluate=named_texts(options.evaluate))
-    if options.bias_free and not (folder_format.may_lack_biases and target.mechanism == "mla"):
-        raise ArgumentError("bias_free", True, "goes with mla in format deepseek or gguf")
-    bias_free = options.bias_free or (folder_format.lacks_biases and target.mechanism == "mla")
-    if bias_free and not texts and options.statistics is None:
-        field, value = ("bias_free", True) if options.bias_free else ("format", options.format)
-        rule = "needs a text to calibrate on, or statistics: without biases a constant is a function of the inputs"
-        raise ArgumentError(field, value, rule)
     # The plan decides sizes, so that it has to know what the format asks of them.
     target = replace(
         target, spreads=options.spread, has_constant=folder_format.has_constant, block=folder_format.block
@@ -231,19 +224,19 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         without=[*options.without, *(["spread"] if folder_format.is_exported else [])],
         calibration="statistics" if options.statistics is not None else "text" if texts else None,
         device=device,
-        bias_free=bias_free,
+        bias_free=options.bias_free or (folder_format.lacks_biases and target.mechanism == "mla"),
     )
-    if plan.token_bytes is not None and folder_format.is_exported:
-        rule = "has no place for the codes of a cache; leave out kv_bytes and bits, or the format"
-        raise ArgumentError("format", options.format, rule)
-    refuse_inputs(plan, texts.sources, options.statistics, options.without)
-    if options.spread and "spread" not in plan.stages:
-        rule = "needs a decoder, mla of fewer values than the source has, calibrate, and headwise's own format"
-        raise ArgumentError("spread", True, rule)
+    refuse_inputs(
+        plan,
+        options,
+        texts.sources,
+        is_exported=folder_format.is_exported,
+        may_lack_biases=folder_format.may_lack_biases,
+    )
     folder_format.check(OutputLayout(plan))
     # These read whole files, and so come after all that can be refused by the config.
     statistics = None if options.statistics is None else open_statistics(options.statistics, checkpoint, progress)
-    evaluation_set, no_evaluation_set = _find_exam(checkpoint, options, texts, statistics)
+    evaluation_set, no_evaluation_set = _find_evaluation_set(checkpoint, options, texts, statistics)
     return _Prepared(
         source=str(source),
         output=output,
@@ -268,7 +261,7 @@ def _target(options: ConvertOptions) -> Target:
     )
 
 
-def _find_exam(
+def _find_evaluation_set(
     checkpoint: Checkpoint, options: ConvertOptions, texts: CalibrationTexts, statistics: SavedCalibrator | None
 ) -> tuple[EvaluationSet, str | None]:
     """The windows to evaluate on and to compare two formats on, and why there are none if none are named or serve."""

@@ -19,7 +19,8 @@ from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
 from headwise.conversion.calibration.saved import SavedCalibrator
 from headwise.conversion.calibration.sensitivity import MEASURING, PIECE
 from headwise.conversion.calibration.source_stream import sensitivity_windows
-from headwise.conversion.calibration.text import TextCalibrator, descent_steps, open_calibration
+from headwise.conversion.calibration.steps import descent_steps
+from headwise.conversion.calibration.text import TextCalibrator, open_calibration
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.plain_comparison import COMPARING
 from headwise.conversion.plan import ConversionPlan, Place
@@ -78,7 +79,8 @@ def estimate_stages(
             plan, texts, shares_channels=shares_channels, evaluation_set=evaluation_set, progress=progress
         )
     else:
-        _time_layer(plan, NOTHING_KNOWN)  # the first solution also initialises the libraries
+        if not plan.bias_free:  # which takes statistics
+            _time_layer(plan, NOTHING_KNOWN)  # the first solution also initialises the libraries
         progress("estimating", 1, _PARTS)
         calibrator = NOTHING_KNOWN if statistics is None or plan.is_exact else statistics
         stages = {CONVERTING: _time_layer(plan, calibrator) * plan.before.num_layers}
@@ -126,12 +128,11 @@ def _time_on_text(
     progress("estimating", 2, _PARTS)
     with temporary_folder() as folder:
         sample = windows[torch.arange(_WINDOWS * processes) % len(windows)]
-        sample = replace(sample, held=2, starts=windows.starts)
+        sample = replace(sample, held=2, first_tokens=windows.first_tokens)
         # Sensitivities are measured for all layers at once, and timed by themselves.
         stages = [stage for stage in plan.stages if stage != "sensitivity"]
         for_mla = plan.after.mechanism == "mla"
         calibrator = TextCalibrator(model, sample, folder=folder, stages=stages, steps=_STEPS, for_mla=for_mla)
-        calibrator.prepare()
         progress("estimating", 3, _PARTS)
         store = LayerStore(folder / "layers")
         seconds = _seconds_of(lambda: convert_layer(OutputLayout(plan), calibrator, store, Place(0)))

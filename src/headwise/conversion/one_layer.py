@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from headwise.conversion.methods import Evidence, LayerTarget, all_methods
+from headwise.conversion.methods import Evidence, all_methods
 from headwise.conversion.methods.repeat import repeat_heads
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.statistics import Statistics
+from headwise.conversion.solvers.target import LayerTarget
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec, as_grouped
 

@@ -10,11 +10,13 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from headwise.base.options import ConvertOptions
 from headwise.conversion.codes import whole_shares
-from headwise.conversion.methods import LONGEST, LayerTarget, Method, choose_method
+from headwise.conversion.methods import Method, choose_method
 from headwise.conversion.solvers.device import CPU, to_device
 from headwise.conversion.solvers.layer import NORM_EPS, Layer
 from headwise.conversion.solvers.statistics import KEY_WEIGHT
+from headwise.conversion.solvers.target import LONGEST, LayerTarget
 from headwise.costs.formulas import formulas
 from headwise.costs.formulas.target import Target, code_bytes, convert_spec, refuse_codes, refuse_latent
 from headwise.errors import ArgumentError
@@ -162,7 +164,6 @@ class ConversionPlan:
             key_weight=KEY_WEIGHT if self.key_weights is None else self.key_weights[place.index],
             rotary_channels=self.rotary_channels,
             mixes_heads=self.mixes_heads,
-            token_bytes=None if self.token_bytes is None else self.token_bytes[place.index],
             longest=min(LONGEST, self.before.max_position_embeddings or LONGEST),
         )
 
@@ -319,45 +320,76 @@ def read_layer(checkpoint: Checkpoint, place: Place) -> Layer:
 
 
 def refuse_inputs(
-    plan: ConversionPlan, texts: Sequence[str | Path], statistics: str | Path | None, without: Collection[str]
+    plan: ConversionPlan,
+    options: ConvertOptions,
+    texts: Sequence[str | Path],
+    *,
+    is_exported: bool,
+    may_lack_biases: bool,
 ) -> None:
-    """Refuse texts, statistics and left-out stages that do not go with each other or with the method.
+    """Refuse options that do not go with each other, with the method, or with the folder's format.
+
+    This is the one place for such rules, apart from what a method says of a target (`choose_method`) and a format of
+    a family and its layers (`OutputFormat.check`).
 
     Args:
         plan: the conversion.
+        options: the user's options.
         texts: the calibration texts.
-        statistics: the folder of statistics to use in place of a text.
-        without: the stages to leave out.
+        is_exported: whether the folder is written from one in headwise's own format.
+        may_lack_biases: whether the folder's MLA layers can be without biases.
 
     Raises:
         ArgumentError: they do not go together.
     """
-    method = plan.method
+    statistics = options.statistics
+    if options.bias_free and not (may_lack_biases and plan.after.mechanism == "mla"):
+        raise ArgumentError("bias_free", True, "goes with mla in format deepseek or gguf")
+    if plan.bias_free and not texts and statistics is None:
+        field, value = ("bias_free", True) if options.bias_free else ("format", options.format)
+        rule = "needs a text to calibrate on, or statistics: without biases a constant is a function of the inputs"
+        raise ArgumentError(field, value, rule)
+    if plan.token_bytes is not None and is_exported:
+        rule = "has no place for the codes of a cache; leave out kv_bytes and bits, or the format"
+        raise ArgumentError("format", options.format, rule)
+    _refuse_evidence(plan, texts, statistics)
+    _refuse_stages(plan, texts, statistics, options.without)
+    if plan.token_bytes is not None and not texts:
+        raise ArgumentError("calibrate", None, "is required: the codes of a cache are designed on a text")
+    if plan.method.needs_text and statistics is None and not texts:
+        raise ArgumentError("calibrate", None, f"is required: {plan.method.name} finds its channels on a text")
+    if options.spread and "spread" not in plan.stages:
+        rule = "needs a decoder, mla of fewer values than the source has, calibrate, and headwise's own format"
+        raise ArgumentError("spread", True, rule)
+
+
+def _refuse_evidence(plan: ConversionPlan, texts: Sequence[str | Path], statistics: str | Path | None) -> None:
+    """Refuse a text or statistics that a method does not use, or that cannot be used together."""
     for field, value in (("calibrate", texts[0] if texts else None), ("statistics", statistics)):
-        if value is not None and not method.uses_text and plan.token_bytes is None:
-            raise ArgumentError(field, str(value), f"goes with mla and aligned heads, not with {method.name}")
+        if value is not None and not plan.method.uses_text and plan.token_bytes is None:
+            raise ArgumentError(field, str(value), f"goes with mla and aligned heads, not with {plan.method.name}")
     has_norms = any(isinstance(layer, LatentSpec) and layer.qk_norm is not None for layer in plan.after.layers)
     if statistics is not None and has_norms:
-        reason = (
-            "is of layers' inputs, and mla of a layer with qk_norm is solved behind its norms: calibrate on a text"
-        )
-        raise ArgumentError("statistics", str(statistics), reason)
+        rule = "is of layers' inputs, and mla of a layer with qk_norm is solved behind its norms: calibrate on a text"
+        raise ArgumentError("statistics", str(statistics), rule)
     if statistics is not None and texts:
         raise ArgumentError("statistics", str(statistics), "cannot be used with calibrate: it replaces the text")
+
+
+def _refuse_stages(
+    plan: ConversionPlan, texts: Sequence[str | Path], statistics: str | Path | None, without: Collection[str]
+) -> None:
+    """Refuse to leave out stages that would not be carried out anyway."""
     absent, rule = set(without).difference(plan.possible_stages), None
     if statistics is not None:
         rule = "is a stage of calibrate, and cannot be used with statistics"
     elif plan.is_exact:
         rule = "is a stage of calibrate, and nothing is lost at this size"
     elif not plan.possible_stages:
-        rule = f"is a stage of headwise's own methods, and {method.name} has none"
+        rule = f"is a stage of headwise's own methods, and {plan.method.name} has none"
     elif absent:
-        rule = f"is no stage of {method.name}, which has {', '.join(plan.possible_stages)}"
+        rule = f"is no stage of {plan.method.name}, which has {', '.join(plan.possible_stages)}"
     elif not texts:
         rule = "is a stage of calibrate, and no text is given"
     if without and rule is not None:
         raise ArgumentError("without", min(absent or without), rule)
-    if plan.token_bytes is not None and not texts:
-        raise ArgumentError("calibrate", None, "is required: the codes of a cache are designed on a text")
-    if method.needs_text and statistics is None and not texts:
-        raise ArgumentError("calibrate", None, f"is required: {method.name} finds its channels on a text")

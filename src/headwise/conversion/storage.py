@@ -225,7 +225,7 @@ _DAMAGED = (OSError, SafetensorError, KeyError, ValueError, TypeError, Attribute
 
 
 class LayerFiles:
-    """Solved layers, one file each, written whole or not at all.
+    """Solved layers and other results by number or by name, one file each, written whole or not at all.
 
     A layer must be saved before the activations pass it (`Activations.commit`): then every layer that the activations
     have passed can be loaded.
@@ -237,11 +237,11 @@ class LayerFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def save(self, index: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        """Save a layer; when this returns, it is on disk.
+    def save(self, key: int | str, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+        """Save a layer or another result; when this returns, it is on disk.
 
         Args:
-            index: the layer's number.
+            key: the layer's number, or the result's name.
             tensors: its weights by name.
             about: other facts of it, as JSON-able values: spec, channels, errors, ….
 
@@ -256,12 +256,12 @@ class LayerFiles:
         )
         with storage_errors("results", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.file(index), content)
+            write_whole(self.file(key), content)
 
-    def load(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def load(self, key: int | str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """A saved layer's tensors and facts; None if it was not saved or is damaged."""
         try:
-            with safe_open(self.file(index), framework="pt", backend="pread") as file:
+            with safe_open(self.file(key), framework="pt", backend="pread") as file:
                 about = _metadata(file)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
             if about["checksum"] != _tensors_checksum(tensors, about["about"]):
@@ -270,26 +270,27 @@ class LayerFiles:
         except _DAMAGED:
             return None
 
-    def about(self, index: int) -> dict[str, Any] | None:
+    def about(self, key: int | str) -> dict[str, Any] | None:
         """A saved layer's facts without its tensors; None if it was not saved."""
         try:
-            with safe_open(self.file(index), framework="pt", backend="pread") as file:
+            with safe_open(self.file(key), framework="pt", backend="pread") as file:
                 about: dict[str, Any] = json.loads(_metadata(file)["about"])
         except _DAMAGED:
             return None
         return about
 
-    def checksum(self, index: int) -> str | None:
+    def checksum(self, key: int | str) -> str | None:
         """The checksum that a saved layer's file states; None if it was not saved."""
         try:
-            with safe_open(self.file(index), framework="pt", backend="pread") as file:
+            with safe_open(self.file(key), framework="pt", backend="pread") as file:
                 return _metadata(file)["checksum"]
         except _DAMAGED:
             return None
 
-    def file(self, index: int) -> Path:
-        """The path of a layer's file."""
-        return self.folder / f"layer-{index:05d}.safetensors"
+    def file(self, key: int | str) -> Path:
+        """The path of a result's file."""
+        name = f"layer-{key:05d}" if isinstance(key, int) else key
+        return self.folder / f"{name}.safetensors"
 
 
 def _metadata(file: Any) -> dict[str, str]:

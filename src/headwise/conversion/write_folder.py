@@ -1,13 +1,14 @@
 """Carry out a plan: calibrate, size the layers, convert one after the other, and write the folder.
 
-`convert_layer` is the whole way of one layer's tensors: its evidence, its solution, the refined layer on disk, and on
-to the next layer. `write_tensors` asks for each layer when it comes to the layer's first tensor in the folder.
+`convert_layer` is the whole way of one layer: what is known of it, its solution, the best of further steps on disk,
+and on to the next layer. `convert_layers` takes the folder's tensors in their order, and each layer at its first one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +18,16 @@ from headwise.base.processes import barrier, entered_first, process_index
 from headwise.base.progress import Progress, silent
 from headwise.conversion.budget.spread import Spread, choose_shared_channels, compare_own_channels, find_spread
 from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
+from headwise.conversion.calibration.candidates import Candidate, Step, select
 from headwise.conversion.calibration.saved import SavedCalibrator
+from headwise.conversion.calibration.steps import coded, descended, refitted
 from headwise.conversion.calibration.text import TextCalibrator, start_on_text
-from headwise.conversion.methods import Evidence
 from headwise.conversion.output.formats import OutputFormat, StockReport, logits_difference
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.output.without_biases import constant_of_inputs, with_even_pairs, without_biases
 from headwise.conversion.plan import ConversionPlan, Place, read_layer
 from headwise.conversion.solvers.device import CPU, computing_on, to_device
-from headwise.conversion.solvers.layer import Layer
+from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage import ConvertedLayer, LayerFiles, LayerStore
 from headwise.measure.evaluation.beside_source import EvaluationSet
 from headwise.measure.texts import NO_TEXTS, CalibrationTexts
@@ -39,139 +41,142 @@ CONVERTING = "converting"
 """The name of the stage, for progress."""
 
 
-def convert_layers(
-    layout: OutputLayout,
-    calibrator: Calibrator,
-    store: LayerStore,
-    places: Iterable[Place],
-    progress: Progress = silent,
-) -> Iterator[ConvertedLayer]:
-    """Convert some layers, in order, each when the caller asks for it.
+def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStore, place: Place) -> ConvertedLayer:
+    """Convert one layer: what is known of it, its solution, the best of further steps, on disk, and on to the next.
 
     Args:
         layout: the layout of the output folder, with the plan.
-        calibrator: gives the evidence of each layer.
+        calibrator: what is known of each layer.
         store: saves converted layers, for a run that continues this one if it is killed.
-        places: the layers' places in the model.
-        progress: told of each layer.
+        place: the layer's place in the model.
 
     Raises:
         CheckpointError: the result of an earlier run is lost, or a number does not fit the output's dtype.
         StorageError: the disk is full.
     """
-    count = layout.plan.before.num_layers
-    for place in places:
-        layer = store.load(place) if calibrator.may_be_saved(place) else None
-        if layer is None:
-            progress(CONVERTING, place.index, count)  # a layer that is loaded says nothing about the pace
-            layer = convert_layer(layout, calibrator, store, place)
-        yield layer
-        del layer  # freed before the next one is converted
-    progress(CONVERTING, count, count)
-
-
-def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStore, place: Place) -> ConvertedLayer:
-    """Convert one layer; see `convert_layers`."""
     plan = layout.plan
-    source = read_layer(plan.checkpoint, place)
-    target = plan.layer_target(place)
-    evidence = calibrator.evidence(place, source)
-    solution = plan.method.solve(source, target, evidence)
-    channel_losses = compare_own_channels(plan.method, source, target, evidence, solution, calibrator)
-    refined = calibrator.refine(place, solution, target.token_bytes, _last_step(plan, place, evidence))
-    about = {**refined.about(), **channel_losses}
-    layer = ConvertedLayer(
+    source, target = read_layer(plan.checkpoint, place), plan.layer_target(place)
+    evidence, data = calibrator.collect(place, source)
+    solved = plan.method.solve(source, target, evidence)
+    channel_losses = compare_own_channels(plan.method, source, target, evidence, solved, data)
+    steps = later_steps(plan, place, evidence.statistics, on_text=data is not None)
+    best, about = select(solved, steps, data)
+    layer = best.layer
+    converted = ConvertedLayer(
         place,
-        layout.stored(place, refined.layer),
-        refined.layer.channels,
-        about,
-        None if refined.layer.code is None else refined.layer.code.to(CPU),
+        layout.stored(place, layer),
+        layer.channels,
+        about | channel_losses,
+        None if layer.code is None else layer.code.to(CPU),
     )
+    # On disk before the streams pass it: a run that goes on behind a layer reads it from there.
     if process_index() == 0:
-        store.save(layer)
-    calibrator.advance(place, refined)
-    return layer
+        store.save(converted)
+    calibrator.advance(data, best)
+    return converted
 
 
-def _last_step(plan: ConversionPlan, place: Place, evidence: Evidence) -> Callable[[Layer], Layer] | None:
-    """What is done with a layer before its refit: biases are removed, where the plan says so.
+def later_steps(
+    plan: ConversionPlan, place: Place, statistics: Statistics | None, *, on_text: bool
+) -> dict[str, Step]:
+    """What is done with a layer's solution, by name and in order; see `select`.
 
-    Engines' small caches take such layers, so that their rotary pairs are made to bear rounding first.
+    Args:
+        plan: the conversion.
+        place: the layer's place in the model.
+        statistics: those that the layer was solved from.
+        on_text: whether there are windows of a text; all steps but the removal of biases need them.
     """
-    if not plan.bias_free:
-        return None
-    assert evidence.statistics is not None
-    moments = evidence.statistics.inputs
-    rope = plan.before.layers[place.index].rope
-    constant = constant_of_inputs(evidence.statistics, evidence.starts)
+    steps: dict[str, Step] = {}
+    if on_text and "refine" in plan.stages:
+        steps["refine"] = descended
+    if on_text and plan.token_bytes is not None:
+        # After the descent: the basis of a code has channels of very different sizes, which one learning rate for a
+        # tensor does not suit; and a descent hardly lowers what rounding loses.
+        steps["code"] = partial(coded, token_bytes=plan.token_bytes[place.index])
+    if plan.bias_free:
+        # Before the refit, which also makes up for a constant that is a function of the inputs.
+        steps["norm"] = partial(_without_biases, plan=plan, place=place, statistics=statistics)
+    if on_text and "refit" in plan.stages:
+        steps["refit"] = refitted
+    return steps
+
+
+def _without_biases(
+    candidate: Candidate, *, plan: ConversionPlan, place: Place, statistics: Statistics | None
+) -> Iterator[Candidate]:
+    """The layer without biases, for engines. Their small caches round it, which its rotary pairs are made to bear."""
+    assert statistics is not None
+    layer, rope = candidate.layer, plan.before.layers[place.index].rope
+    first_tokens = None if candidate.data is None else candidate.data.first_tokens
+    constant = constant_of_inputs(statistics, None if first_tokens is None else first_tokens.inputs)
+    if rope is not None:
+        frequencies = to_device(torch.tensor(RotaryEmbedding(rope).frequencies))[layer.channels]
+        layer = with_even_pairs(layer, statistics.inputs, frequencies)
     gain = to_device(plan.checkpoint.read(input_norm(place.index)))
-
-    def last_step(layer: Layer) -> Layer:
-        if rope is not None:
-            layer = with_even_pairs(
-                layer, moments, to_device(torch.tensor(RotaryEmbedding(rope).frequencies))[layer.channels]
-            )
-        return without_biases(layer, constant, gain, plan.dtype)
-
-    return last_step
+    yield Candidate.of("norm", without_biases(layer, constant, gain, plan.dtype), candidate.data)
 
 
-def write_tensors(
-    layout: OutputLayout, writer: FolderWriter, calibrator: Calibrator, store: LayerStore, progress: Progress = silent
+def convert_layers(
+    layout: OutputLayout, calibrator: Calibrator, store: LayerStore, writer: FolderWriter, progress: Progress = silent
 ) -> tuple[dict[int, list[int]], dict[int, TransformCode]]:
-    """Add all tensors that a folder lacks, with one layer in memory at a time.
+    """Add all tensors that a folder lacks, in its order, with one layer in memory at a time.
 
     Args:
         layout: the layout of the folder.
+        calibrator: see `convert_layer`.
+        store: see `convert_layer`.
         writer: the open writer of the folder.
-        calibrator: see `convert_layers`.
-        store: see `convert_layers`.
         progress: told of each layer.
 
     Returns:
         The rotary channels of each layer, for the folder's config, and the code of each layer's cache.
     """
-    plan, owner = layout.plan, layout.owner
+    plan, owner, count = layout.plan, layout.owner, layout.plan.before.num_layers
     # A text goes through every layer, and the config needs the channels of every MLA layer.
     visits_all = calibrator.is_sequential or plan.after.mechanism == "mla"
-    places = list(dict.fromkeys(owner[name] for name in owner if visits_all or not writer.has(name)))
-    layers = convert_layers(layout, calibrator, store, places, progress)
+    waiting = {owner[name] for name in owner if visits_all or not writer.has(name)}
     channels: dict[int, list[int]] = {}
     codes: dict[int, TransformCode] = {}
-    layer: ConvertedLayer | None = None
     for name in layout.tensors:
-        if name not in owner:
-            if not writer.has(name):
-                writer.add(name, layout.cast(name, plan.checkpoint.read(name)))
+        place = owner.get(name)
+        if place is None and not writer.has(name):
+            writer.add(name, layout.cast(name, plan.checkpoint.read(name)))
+        if place not in waiting:
             continue
-        place = owner[name]
-        if layer is None or layer.place != place:
-            if place not in places:
-                continue
-            layer = next(layers)
-            if not place.cross:
-                channels[place.index] = layer.channels
-                if layer.code is not None:
-                    codes[place.index] = layer.code
-        tensor = layer.tensors.pop(name)
-        if not writer.has(name):
-            writer.add(name, tensor)
-        del tensor  # freed before the next layer is converted
-    for _ in layers:  # run the generator to its end
-        pass
+        waiting.remove(place)  # with its first tensor all of a layer's are due
+        layer = store.load(place) if calibrator.may_be_saved(place) else None
+        if layer is None:
+            progress(CONVERTING, place.index, count)  # a layer that is loaded says nothing about the pace
+            layer = convert_layer(layout, calibrator, store, place)
+        if not place.cross:
+            channels[place.index] = layer.channels
+            if layer.code is not None:
+                codes[place.index] = layer.code
+        for own in list(layer.tensors):
+            tensor = layer.tensors.pop(own)
+            if not writer.has(own):
+                writer.add(own, tensor)
+            del tensor
+        del layer  # freed before the next one is converted
+    progress(CONVERTING, count, count)
     return channels, codes
 
 
-def follow(layout: OutputLayout, calibrator: Calibrator) -> None:
+def convert_along(layout: OutputLayout, calibrator: Calibrator) -> None:
     """Convert without writing: the part of every process but the first in a conversion on a text."""
-    if calibrator.is_sequential:
-        places = [place for place in layout.plan.places if not calibrator.may_be_saved(place)]
-        for _ in convert_layers(layout, calibrator, LayerStore(None), places):
-            pass
+    for place in layout.plan.places:
+        if calibrator.is_sequential and not calibrator.may_be_saved(place):
+            convert_layer(layout, calibrator, LayerStore(None), place)
 
 
 TOKENS = 512
 """The number of tokens that the two formats of an exported folder are compared on."""
+
+SHARED_CHANNELS, CALIBRATED = "shared-channels", "calibrated"
+"""The names of what an exported folder's run keeps beside its layers: the rotary channels that all layers share; and
+the number of calibration tokens with the losses of sharing channels, once the folder in headwise's own format is
+whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,10 +293,10 @@ def _fill(
     saves_layers = calibrator.has_evidence or not layout.plan.method.is_cheap
     store = LayerStore(writer.work / "layers" if saves_layers else None)
     if process_index() > 0:
-        follow(layout, calibrator)
+        convert_along(layout, calibrator)
         return layout.config(), store, {}
     writer.add_companions(layout.plan.checkpoint)
-    channels, codes = write_tensors(layout, writer, calibrator, store, progress)
+    channels, codes = convert_layers(layout, calibrator, store, writer, progress)
     if codes:
         writer.write_bytes(FILE, codes_content(codes))
     config = layout.config(channels)
@@ -306,21 +311,23 @@ def _write_exported(
 
     A killed run is continued within the conversion, or after it.
     """
-    own_format, summary = writer.work / "own", LayerFiles(writer.work / "summary")
+    folder, results = writer.work / "headwise", LayerFiles(writer.work / "results")
     read_seconds = write_seconds = 0.0
-    if not (own_format / "config.json").is_file():
-        with entered_first(FolderWriter(own_format, OutputLayout(plan).tensors, run=inputs.run)) as inner:
+    calibrated = results.load(CALIBRATED)
+    if calibrated is None or not (folder / "config.json").is_file():
+        with entered_first(FolderWriter(folder, OutputLayout(plan).tensors, run=inputs.run, overwrite=True)) as inner:
             calibrator = inputs.start_calibrator(plan, inner)
-            channels = _shared_channels(plan, calibrator, summary, inputs.progress, output_format)
+            channels = _shared_channels(plan, calibrator, results, inputs.progress, output_format)
             _, store, _ = _fill(OutputLayout(plan.sharing(channels)), inner, calibrator, inputs.progress)
             read_seconds = store.read_seconds + calibrator.read_seconds
             write_seconds = store.write_seconds + inner.write_seconds
             if process_index() == 0:
                 losses = _channel_losses(plan, store) if calibrator.is_sequential else {}
-                summary.save(1, {}, {"tokens": calibrator.tokens, "window": calibrator.window, **losses})
-    result = summary.load(1)
-    about: dict[str, Any] = {"tokens": 0, "window": 0} if result is None else result[1]
-    checkpoint = open_checkpoint(own_format)
+                results.save(CALIBRATED, {}, {"tokens": calibrator.tokens, "window": calibrator.window, **losses})
+        calibrated = results.load(CALIBRATED)
+        assert calibrated is not None  # saved before the folder was moved into place
+    about = calibrated[1]
+    checkpoint = open_checkpoint(folder)
     config = output_format.exported_config(checkpoint.config | {"dtype": dtype_name(checkpoint.dtype)})
     barrier()  # every process has read the folder before it is removed
     report = StockReport(shared_plan_error=about.get("shared"), own_plan_error=about.get("own"))
@@ -343,20 +350,20 @@ def _write_exported(
 def _shared_channels(
     plan: ConversionPlan,
     calibrator: Calibrator,
-    summary: LayerFiles,
+    results: LayerFiles,
     progress: Progress,
     output_format: OutputFormat,
 ) -> Tensor | None:
     """The channels that all layers share, chosen once; None where layers keep all channels."""
     if plan.is_exact or plan.after.mechanism != "mla":
         return None
-    if (result := summary.load(0)) is not None:
-        return to_device(result[0]["kept"])
+    if (saved := results.load(SHARED_CHANNELS)) is not None:
+        return to_device(saved[0]["rotary_channels"])
     if process_index() > 0 and not calibrator.is_sequential:
         return None  # the first process converts alone
     channels = choose_shared_channels(plan, calibrator, progress, keep=output_format.keep)
     if process_index() == 0:
-        summary.save(0, {"kept": channels}, {})
+        results.save(SHARED_CHANNELS, {"rotary_channels": channels}, {})
     return channels
 
 

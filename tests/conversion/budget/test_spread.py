@@ -19,11 +19,12 @@ from headwise.conversion.budget import spread
 from headwise.conversion.budget import trials as layer_trials
 from headwise.conversion.budget.trials import LayerTrials, Trial, held_pieces, sizes_to_try
 from headwise.conversion.calibration.windows import repeating_pieces
-from headwise.conversion.methods import Evidence, LatentMethod, LayerTarget
+from headwise.conversion.methods import Evidence, LatentMethod
 from headwise.conversion.plan import Place, read_layer
-from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent, narrowed
+from headwise.conversion.solvers.latent import convert_to_latent, narrowed
 from headwise.conversion.solvers.layer import Layer, State, rotation_tables
 from headwise.conversion.solvers.statistics import KEY_WEIGHT, Statistics, statistics_of
+from headwise.conversion.solvers.target import LayerTarget
 from headwise.conversion.storage import LayerFiles
 from headwise.models.checkpoints import open_checkpoint
 from headwise.models.specs import GroupedSpec, LatentSpec, RopeSpec, as_latent
@@ -55,9 +56,9 @@ def test_a_narrowed_layer_is_the_one_solved_at_that_rank(model_type: str, tmp_pa
     spec = layer.spec
     assert isinstance(spec, GroupedSpec)
     wide, narrow = as_latent(spec, 20, 8), as_latent(spec, 11, 8)
-    state, channels = convert_to_latent(layer.state, spec, wide, statistics=statistics)
+    state, channels = convert_to_latent(layer.state, spec, LayerTarget(wide), statistics=statistics)
     cut = narrowed(Layer(wide, state, channels), narrow, statistics)
-    direct, same_channels = convert_to_latent(layer.state, spec, narrow, statistics=statistics)
+    direct, same_channels = convert_to_latent(layer.state, spec, LayerTarget(narrow), statistics=statistics)
     assert (cut.spec, cut.channels) == (narrow, same_channels)
     assert {name: x.shape for name, x in cut.state.items()} == {name: x.shape for name, x in direct.items()}
     inputs, rotation = torch.randn(16, spec.hidden_size), rotation_tables(spec, torch.arange(16))
@@ -160,12 +161,12 @@ class OneHeadChannels(LatentMethod):
         self.solved: list[tuple[int, int]] = []
 
     def solve_latent(
-        self, state: State, source: GroupedSpec, spec: LatentSpec, target: LayerTarget, evidence: Evidence
+        self, state: State, source: GroupedSpec, target: LayerTarget, evidence: Evidence
     ) -> tuple[dict[str, torch.Tensor], list[int]]:
-        self.solved.append((spec.kv_lora_rank, spec.qk_rope_head_dim))
-        return convert_to_latent(
-            state, source, spec, statistics=evidence.statistics, options=LatentOptions(mix=False)
-        )
+        assert isinstance(target.spec, LatentSpec)
+        self.solved.append((target.spec.kv_lora_rank, target.spec.qk_rope_head_dim))
+        target = LayerTarget(target.spec, mixes_heads=False)
+        return convert_to_latent(state, source, target, statistics=evidence.statistics)
 
 
 def test_every_size_is_solved_by_the_plans_own_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,9 +347,9 @@ def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: 
             weights[id(layer)] = args[-1]
             yield size, layer
 
-    def solved(*args: Any, options: LatentOptions, **kwargs: Any) -> Any:
-        given.append(options.key_weight)
-        return solve(*args, options=options, **kwargs)
+    def solved(state: State, source: GroupedSpec, target: LayerTarget, **kwargs: Any) -> Any:
+        given.append(target.key_weight)
+        return solve(state, source, target, **kwargs)
 
     def errors(_: Trial, index: int, *rest: Any) -> Callable[[Layer], float]:
         return lambda layer: 0.5 if weights[id(layer)] == wanted[index] else 1.0

@@ -362,6 +362,12 @@ def test_a_dry_run_with_statistics_solves_one_layer(source: Path, statistics: Pa
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dry_run_by_statistics_removes_biases(source: Path, statistics: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"to": "mla", "kv_lora_rank": 20, "qk_rope_head_dim": 4, "format": "deepseek"}
+    dry = convert(source, tmp_path / "out", statistics=statistics, bias_free=True, **options, dry_run=True)
+    assert dry.seconds > 0
+
+
 def test_the_report_says_where_the_time_went(source: Path, statistics: Path, tmp_path: Path) -> None:
     done = convert(source, tmp_path / "out", to="mqa", statistics=statistics)
     assert 0 < done.seconds_reading < done.seconds

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import headwise
-from headwise.conversion.calibration.windows import DRAWN, Starts, plain_windows, start_ids
+from headwise.conversion.calibration.windows import DRAWN, FirstTokens, first_token_ids, plain_windows
 from headwise.conversion.plan import Place, read_layer
 from headwise.conversion.solvers.layer import rotation_tables
 from headwise.conversion.solvers.refit import OUTLIER, Cost, OutputRefit
@@ -24,26 +24,26 @@ from tests.real_models import save_tiny
 
 def test_they_are_different_tokens_of_the_training_windows() -> None:
     windows = plain_windows(ids(4, 30), 1)
-    starts = start_ids(windows)
-    assert len(starts) == 30
-    assert len(starts.unique()) == 30
-    assert {*starts.tolist()} <= {*windows.trained.ids.flatten().tolist()}
-    assert torch.equal(starts, start_ids(windows))
+    first_tokens = first_token_ids(windows)
+    assert len(first_tokens) == 30
+    assert len(first_tokens.unique()) == 30
+    assert {*first_tokens.tolist()} <= {*windows.trained.ids.flatten().tolist()}
+    assert torch.equal(first_tokens, first_token_ids(windows))
 
 
 def test_a_few_tokens_begin_several_texts() -> None:
     windows = plain_windows(torch.tensor([[4, 5, 6, 4, 5, 6, 4], [7, 7, 7, 7, 7, 7, 7]]), 1)
-    starts = start_ids(windows)
-    assert len(starts) == 7
-    assert {*starts.tolist()} == {4, 5, 6}
+    first_tokens = first_token_ids(windows)
+    assert len(first_tokens) == 7
+    assert {*first_tokens.tolist()} == {4, 5, 6}
 
 
 def test_one_in_four_is_the_token_before_any_text() -> None:
     windows = put_begin_before(ids(4, 29) + 2, [1])
-    starts, without = (start_ids(plain_windows(windows, 1, begin)) for begin in (1, 0))
+    first_tokens, without = (first_token_ids(plain_windows(windows, 1, begin)) for begin in (1, 0))
     others = torch.arange(30) % 4 != 0
-    assert bool((starts[~others] == 1).all())
-    assert torch.equal(starts[others], without[others])
+    assert bool((first_tokens[~others] == 1).all())
+    assert torch.equal(first_tokens[others], without[others])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -70,43 +70,43 @@ def test_a_model_of_another_width_is_as_if_it_had_begun_so(tmp_path: Path) -> No
     assert torch.equal(model.run(1, module, states), whole)
 
 
-def sample_starts(tmp_path: Path) -> tuple[Starts, LayerwiseModel, Tensor]:
+def sample_first_tokens(tmp_path: Path) -> tuple[FirstTokens, LayerwiseModel, Tensor]:
     model = opened(tmp_path, "llama")
     call, _ = model.trace(0, model.module(0), model.begin(ids(1, 90).T))
     layer = read_layer(model.checkpoint, Place(0)).float()
     assert isinstance(layer.spec, GroupedSpec)
     rotation = rotation_tables(layer.spec, torch.arange(90))
     wanted = call.output[:, 0] + torch.linspace(0, 1, 90)[:, None]
-    return Starts(call.inputs[:, 0], wanted, rotation, Cost(torch.eye(48))), model, call.output[:, 0]
+    return FirstTokens(call.inputs[:, 0], wanted, rotation, Cost(torch.eye(48))), model, call.output[:, 0]
 
 
 def test_errors_limits_and_draws(tmp_path: Path) -> None:
-    starts, model, output = sample_starts(tmp_path)
+    first_tokens, model, output = sample_first_tokens(tmp_path)
     layer = read_layer(model.checkpoint, Place(0)).float()
-    assert torch.allclose(starts.error(layer), output - starts.wanted, atol=1e-5)
-    nats = 0.5 * (output - starts.wanted).square().sum(-1)
-    assert starts.limited(layer).cost.limit == pytest.approx(OUTLIER * float(nats.median()), rel=1e-4)
-    some = starts.drawn(DRAWN, torch.Generator().manual_seed(0))
+    assert torch.allclose(first_tokens.error(layer), output - first_tokens.wanted, atol=1e-5)
+    nats = 0.5 * (output - first_tokens.wanted).square().sum(-1)
+    assert first_tokens.limited(layer).cost.limit == pytest.approx(OUTLIER * float(nats.median()), rel=1e-4)
+    some = first_tokens.drawn(DRAWN, torch.Generator().manual_seed(0))
     assert len(some.inputs) == len(some.wanted) == DRAWN
-    assert len(starts.drawn(100, torch.Generator()).inputs) == 90
+    assert len(first_tokens.drawn(100, torch.Generator()).inputs) == 90
     assert torch.allclose(some.error(layer), some.inputs.new_tensor(0) - (some.wanted - _outputs(some, layer)))
 
 
-def _outputs(starts: Starts, layer: object) -> Tensor:
-    return replace(starts, wanted=torch.zeros_like(starts.wanted)).error(layer)  # type: ignore[arg-type]
+def _outputs(first_tokens: FirstTokens, layer: object) -> Tensor:
+    return replace(first_tokens, wanted=torch.zeros_like(first_tokens.wanted)).error(layer)  # type: ignore[arg-type]
 
 
 def test_a_refit_on_them_finds_the_projection(tmp_path: Path) -> None:
     """Where o_proj alone was changed, first tokens find it again: 90 tokens span the 12 directions of values."""
-    starts, model, output = sample_starts(tmp_path)
-    starts = replace(starts, wanted=output)
+    first_tokens, model, output = sample_first_tokens(tmp_path)
+    first_tokens = replace(first_tokens, wanted=output)
     layer = read_layer(model.checkpoint, Place(0)).float()
     state = dict(layer.state)
     blurred = replace(layer, state={**state, "o_proj.weight": 0.5 * state["o_proj.weight"]})
     refit = OutputRefit(blurred.state["o_proj.weight"], None)
-    refit.add(starts.weighed(refit, blurred, 90))
+    refit.add(first_tokens.weighed(refit, blurred, 90))
     mended = replace(layer, state={**state, "o_proj.weight": refit.solve(1e-6)["o_proj.weight"].float()})
-    assert float(starts.error(mended).square().sum()) < 1e-4 * float(starts.error(blurred).square().sum())
+    assert float(first_tokens.error(mended).square().sum()) < 1e-4 * float(first_tokens.error(blurred).square().sum())
 
 
 @pytest.mark.parametrize("target", [{"to": "mla", "kv_budget": 0.5}, {"to": "mqa"}], ids=lambda target: target["to"])

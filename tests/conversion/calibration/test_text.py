@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 
 import headwise
+from headwise.conversion.calibration.candidates import Candidate, select
 from headwise.conversion.calibration.sensitivity import drawn_labels, output_sensitivities
-from headwise.conversion.calibration.text import Candidate, TextCalibrator, descent_steps
+from headwise.conversion.calibration.steps import descended, descent_steps, refitted
+from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.calibration.windows import plain_windows
 from headwise.conversion.plan import Place, read_layer
 from headwise.conversion.solvers import layer as heads
@@ -277,13 +279,12 @@ def test_a_layer_is_refitted_once(
 ) -> None:
     (tmp_path / "text.txt").write_text("a stitch in time saves nine, or so it is said. " * 40)
     candidates = list[Candidate]()
-    refitted = TextCalibrator._refitted
 
-    def counted(self: TextCalibrator, candidate: Candidate, *others: Any) -> Iterator[Candidate]:
+    def counted(candidate: Candidate) -> Iterator[Candidate]:
         candidates.append(candidate)
-        return refitted(self, candidate, *others)
+        return refitted(candidate)
 
-    monkeypatch.setattr(TextCalibrator, "_refitted", counted)
+    monkeypatch.setattr("headwise.conversion.write_folder.refitted", counted)
     headwise.convert(
         save_tiny(tmp_path / "tiny"),
         tmp_path / "out",
@@ -301,7 +302,7 @@ def test_the_ridge_of_a_refit_is_the_best_on_held_out_windows(
 ) -> None:
     (tmp_path / "text.txt").write_text("a stitch in time saves nine, or so it is said. " * 40)
     tried = dict[float, list[float]]()
-    held_error = TextCalibrator._held_error
+    held_error = Candidate.error
     of_ridge: list[float] = []
     solve = OutputRefit.solve
 
@@ -309,21 +310,21 @@ def test_the_ridge_of_a_refit_is_the_best_on_held_out_windows(
         of_ridge.append(ridge)
         return solve(self, ridge)
 
-    def measured(self: TextCalibrator, candidate: Candidate, cost: Cost) -> float:
-        error = held_error(self, candidate, cost)
+    def measured(self: Candidate) -> float:
+        error = held_error(self)
         if of_ridge:
             tried.setdefault(of_ridge.pop(), []).append(error)
         return error
 
     monkeypatch.setattr(OutputRefit, "solve", solved)
-    monkeypatch.setattr(TextCalibrator, "_held_error", measured)
+    monkeypatch.setattr(Candidate, "error", measured)
     source = save_tiny(tmp_path / "tiny")
     options = {"to": "mqa", "calibrate": tmp_path / "text.txt", "calibration_tokens": 512, "evaluate": False}
     report = headwise.convert(source, tmp_path / "out", **options, without=("refine",))
     assert report.evaluation is None
     assert {*tried} == {*RIDGES}
     losses = torch.tensor([tried[ridge] for ridge in RIDGES])  # [ridges, layers]
-    monkeypatch.setattr("headwise.conversion.calibration.text.RIDGES", (RIDGES[int(losses[:, 0].argmin())],))
+    monkeypatch.setattr("headwise.conversion.calibration.steps.RIDGES", (RIDGES[int(losses[:, 0].argmin())],))
     tried.clear()
     headwise.convert(source, tmp_path / "one", **options, without=("refine",))
     (alone,) = tried.values()
@@ -344,7 +345,6 @@ def test_a_sensitivity_that_is_lost_is_not_one_that_is_left_out(tmp_path: Path) 
     model, windows = opened(tmp_path / "source", "llama"), plain_windows(ids(4, 16), 1)
     (tmp_path / "work").mkdir()
     calibrator = TextCalibrator(model, windows, folder=tmp_path / "work")
-    calibrator.prepare()
     assert calibrator.sensitivity(1) is not None
     calibrator.sensitivities.file(1).unlink()
     with pytest.raises(CheckpointError, match="layer = 1: an earlier run's result is lost"):
@@ -356,9 +356,7 @@ def calibrator_of(folder: Path, **options: Any) -> TextCalibrator:
     """A calibrator on random windows of a tiny model, before layer 0."""
     model = opened(folder / "source", "llama")
     (folder / "work").mkdir()
-    calibrator = TextCalibrator(model, plain_windows(ids(5, 32), 1), folder=folder / "work", **options)
-    calibrator.prepare()
-    return calibrator
+    return TextCalibrator(model, plain_windows(ids(5, 32), 1), folder=folder / "work", **options)
 
 
 def test_what_is_worse_on_held_out_text_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,13 +366,13 @@ def test_what_is_worse_on_held_out_text_is_not_kept(tmp_path: Path, monkeypatch:
     def spoil(layer: Layer, *_: Any, **__: Any) -> Layer:
         return Layer(layer.spec, {name: torch.randn_like(tensor) for name, tensor in layer.state.items()})
 
-    monkeypatch.setattr("headwise.conversion.calibration.text.descend", spoil)
-    calibrator.evidence(Place(0), source)
+    monkeypatch.setattr("headwise.conversion.calibration.steps.descend", spoil)
+    _, data = calibrator.collect(Place(0), source)
     near = {name: tensor * 1.01 for name, tensor in source.state.items()}
-    refined = calibrator.refine(Place(0), Layer(source.spec, near))
-    assert refined.errors["refine"] > refined.errors["solved"] > 0
-    assert refined.chosen == "solved"
-    assert torch.equal(refined.layer.state["o_proj.weight"], near["o_proj.weight"].float())
+    best, about = select(Layer(source.spec, near), {"refine": descended}, data)
+    assert about["errors"]["refine"] > about["errors"]["solved"] > 0
+    assert about["chosen"] == "solved"
+    assert torch.equal(best.layer.state["o_proj.weight"], near["o_proj.weight"].float())
 
 
 @pytest.mark.parametrize(("quick", "atol"), [(False, 1e-5), (True, 0.1)])
@@ -386,16 +384,17 @@ def test_a_layer_is_asked_to_make_up_for_the_drift_of_the_stream(
     calibrator = calibrator_of(tmp_path, stages=("sequence",))
     model = calibrator.model
     source = read_layer(model.checkpoint, Place(0))
-    calibrator.evidence(Place(0), source)
+    _, data = calibrator.collect(Place(0), source)
     near = {name: tensor * 1.1 for name, tensor in source.state.items()}
-    calibrator.advance(Place(0), calibrator.refine(Place(0), Layer(source.spec, near)))
+    best, _ = select(Layer(source.spec, near), {}, data)
+    calibrator.advance(data, best)
     own, converted = (calibrator.streams.read(name, 0, 1) for name in ("source", "converted"))
     assert (own - converted).abs().max() > 1e-3
     call, _ = model.trace(1, model.module(1), own)
     inputs = model.attention_inputs(1, model.module(1), converted)
-    calibrator.evidence(Place(1), read_layer(model.checkpoint, Place(1)))
-    assert torch.allclose(calibrator._wanted.read(0), (call.output + own - converted)[0], atol=atol)
-    assert torch.allclose(calibrator._inputs.read(0), inputs[0], atol=atol)
+    _, data = calibrator.collect(Place(1), read_layer(model.checkpoint, Place(1)))
+    assert torch.allclose(data.wanted.read(0), (call.output + own - converted)[0], atol=atol)
+    assert torch.allclose(data.inputs.read(0), inputs[0], atol=atol)
 
 
 def test_the_descents_steps_follow_the_text() -> None:

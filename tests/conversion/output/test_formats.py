@@ -311,6 +311,25 @@ def test_it_goes_on(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "text.txt", "whole"]
 
 
+def test_a_run_whose_account_of_the_calibration_is_lost_begins_anew(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder in headwise's own format is whole; without that account it says nothing of its tokens and losses."""
+    source = save_tiny(tmp_path / "source")
+    options = {**STOCK, "calibrate": text, "calibration_tokens": 512, "without": ("refine",)}
+    whole = headwise.convert(source, tmp_path / "whole", **options)
+    with monkeypatch.context() as patch:
+        stop_at(patch, FolderWriter, "_move_into_place", 1, after=True)
+        with pytest.raises(StoppedError):
+            headwise.convert(source, tmp_path / "out", **options)
+    (tmp_path / ".out.headwise-partial/work/results/calibrated.safetensors").unlink()
+    done = headwise.convert(source, tmp_path / "out", **options)
+    assert done.calibration_tokens == 512
+    assert done.stock == whole.stock
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
 def test_room_for_both_folders_is_needed_at_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_tiny(tmp_path / "source")
     own, stock = (

@@ -13,6 +13,7 @@ from headwise.conversion.solvers.aligned import align
 from headwise.conversion.solvers.latent import convert_to_latent, solve_sizes
 from headwise.conversion.solvers.layer import Layer, rotation_tables
 from headwise.conversion.solvers.statistics import statistics_of
+from headwise.conversion.solvers.target import LayerTarget
 from headwise.models.checkpoints import open_checkpoint
 from headwise.models.specs import GroupedSpec, as_latent
 from tests.closeness import assert_close
@@ -29,7 +30,7 @@ def test_without_a_text_biases_are_inputs_too(tmp_path: Path, to: str) -> None:
     state["v_proj.bias"] = 10 * state["v_proj.bias"]
     if to == "mla":
         target = as_latent(spec, 20, 8)
-        converted = Layer(target, *convert_to_latent(state, spec, target, statistics=None))
+        converted = Layer(target, *convert_to_latent(state, spec, LayerTarget(target), statistics=None))
     else:
         fewer = replace(spec, num_kv_heads=1)
         converted = Layer(fewer, align(state, spec, fewer))
@@ -48,11 +49,12 @@ def test_sizes_that_are_solved_together_are_those_solved_alone(model_type: str, 
     inputs = [(window, torch.randn(40, spec.hidden_size, generator=generator)) for window in range(4)]
     statistics = statistics_of(source, None, inputs, positions)
     sizes = [(16, 8), (10, 8), (16, 4), (30, 4), (4, 4)]
-    together = dict(solve_sizes(source, sizes, statistics))
+    target = LayerTarget(as_latent(spec, *sizes[0]))
+    together = dict(solve_sizes(source, sizes, target, statistics))
     assert {*together} == {*sizes}
     rotation = rotation_tables(spec, positions[0])
     for size, layer in together.items():
-        (_, alone), *_ = solve_sizes(source, [size], statistics)
+        (_, alone), *_ = solve_sizes(source, [size], target, statistics)
         assert layer.channels == alone.channels
         outputs = [each.float().output(inputs[0][1], rotation) for each in (layer, alone)]
         assert_close(outputs[0], outputs[1], 1e-5)

@@ -30,10 +30,11 @@ from headwise.base.progress import Progress
 from headwise.conversion.budget.allocation import allocate, coded_curve, curve, step_of
 from headwise.conversion.budget.trials import EVEN_BITS, CodedTrials, LayerLosses, LayerTrials, Trial, held_pieces
 from headwise.conversion.calibration.base import Calibrator
+from headwise.conversion.calibration.candidates import LayerData
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.calibration.windows import repeating_pieces
 from headwise.conversion.codes import whole_shares
-from headwise.conversion.methods import Evidence, LayerTarget, Method
+from headwise.conversion.methods import Evidence, Method
 from headwise.conversion.plan import ConversionPlan, LayerSize
 from headwise.conversion.solvers.device import CPU, computing_on
 from headwise.conversion.solvers.joint_latent import NOTHING
@@ -41,6 +42,7 @@ from headwise.conversion.solvers.latent import projections, rotary_channels
 from headwise.conversion.solvers.layer import Layer, State
 from headwise.conversion.solvers.rope_channels import keep_rotation
 from headwise.conversion.solvers.statistics import KEY_WEIGHT, Statistics
+from headwise.conversion.solvers.target import LayerTarget
 from headwise.conversion.storage import LayerFiles
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec, LatentSpec, as_latent
@@ -99,7 +101,7 @@ def rotary_losses(
 
 
 def compare_own_channels(
-    method: Method, source: Layer, target: LayerTarget, evidence: Evidence, shared: Layer, calibrator: Calibrator
+    method: Method, source: Layer, target: LayerTarget, evidence: Evidence, shared: Layer, data: LayerData | None
 ) -> dict[str, float]:
     """Compare a layer's loss with the shared channels and with its own choice of channels, before any refit.
 
@@ -109,16 +111,15 @@ def compare_own_channels(
         target: the converted layer, with shared channels.
         evidence: the layer's evidence.
         shared: the solution with shared channels.
-        calibrator: the calibrator, at that layer.
+        data: the layer on the windows of a text, if there is one.
 
     Returns:
-        ``shared`` and ``own``, nats a token on held-out windows; empty without a text.
+        ``shared`` and ``own``, nats a token on held-out windows; empty without a text or without shared channels.
     """
-    if target.rotary_channels is None or not calibrator.is_sequential:
+    if target.rotary_channels is None or data is None:
         return {}
     unshared = method.solve(source, replace(target, rotary_channels=None), evidence)
-    losses = calibrator.losses(shared, unshared)
-    return {} if losses is None else dict(zip(("shared", "own"), losses, strict=True))
+    return {"shared": data.loss(shared), "own": data.loss(unshared)}
 
 
 TOKENS = 512

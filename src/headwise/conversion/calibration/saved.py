@@ -67,7 +67,7 @@ class SavedCalibrator(Calibrator):
     text_identities: frozenset[str] = frozenset()
     read_seconds: float = 0.0
 
-    def evidence(self, place: Place, source: Layer) -> Evidence:
+    def collect(self, place: Place, source: Layer) -> tuple[Evidence, None]:
         """One layer's statistics and sensitivity, whatever its weights.
 
         Raises:
@@ -77,7 +77,7 @@ class SavedCalibrator(Calibrator):
         assert not place.cross  # a model with attention to an encoder has no statistics
         evidence = read_evidence(LayerFiles(self.folder), place.index)
         self.read_seconds += time.perf_counter() - start
-        return evidence
+        return evidence, None
 
 
 def save_layer(results: LayerFiles, index: int, statistics: Statistics, sensitivity: Tensor) -> None:

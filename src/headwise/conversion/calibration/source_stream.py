@@ -5,11 +5,9 @@ Shapes: N windows, W tokens in each, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from torch import Tensor, nn
 
@@ -24,8 +22,6 @@ from headwise.conversion.solvers.statistics import Statistics, statistics_of
 from headwise.conversion.storage import Activations
 from headwise.models.specs import ModelSpec
 from headwise.runtime.hf import AttentionCall, LayerwiseModel
-
-Result = TypeVar("Result")
 
 SENSITIVITY_TOKENS = 2048
 """Tokens that sensitivities are measured on, in whole windows; at least as many as a layer has inputs."""
@@ -56,26 +52,21 @@ class SourceStream:
             source: the layer's attention, float32.
             sensitivity: ``[E, E]``, see `headwise.conversion.methods.Evidence`.
         """
-
-        def inputs() -> Iterator[tuple[int, Tensor]]:
-            for window, call in self._advance(index, module):
-                self.inputs[window] = call.inputs[0]
-                yield window, call.inputs[0]
-
-        return measured(source, sensitivity, inputs(), self.windows, for_mla=self._for_mla)
+        for window, call in self._pass(index, module):
+            self.inputs[window] = call.inputs[0]
+        return measured(source, sensitivity, self.inputs.items(), self.windows, for_mla=self._for_mla)
 
     def skip(self, index: int, module: nn.Module) -> None:
         """Move the windows past a layer whose statistics are known."""
-        for _ in self._advance(index, module):
+        for _ in self._pass(index, module):
             pass
 
-    def _advance(self, index: int, module: nn.Module) -> Iterator[tuple[int, AttentionCall]]:
-        def move(window: int, _: Tensor, call: AttentionCall, output: Tensor) -> tuple[int, AttentionCall]:
+    def _pass(self, index: int, module: nn.Module) -> Iterator[tuple[int, AttentionCall]]:
+        """Move the windows past a layer, and yield each one's number and its attention's call."""
+        states = ((window, self._hidden[window]) for window in list(self._hidden))
+        for window, _, call, output in traced(self._model, self.windows, index, module, states):
             self._hidden[window] = output
-            return window, call
-
-        windows = ((window, self._hidden[window]) for window in list(self._hidden))
-        return traced(partial(self.windows.placed, self._model), index, module, windows, move)
+            yield window, call
 
 
 def measured(
@@ -117,12 +108,13 @@ def begin_streams(
         streams: the streams' names.
         run: the identity of the run; activations of another run are discarded.
     """
-    begun = None if windows.starts is None else model.begin(windows.starts[:, None]).reshape(1, windows.width, -1)
+    first = windows.first_tokens
+    begun = None if first is None else model.begin(first[:, None]).reshape(1, windows.width, -1)
     shape = (windows.rows, windows.width, model.begin(windows.ids[:1]).shape[-1])
     activations = Activations(folder, streams=streams, shape=shape, run=run)
     if activations.layer is None:
         for window in my_windows(windows.rows):
-            hidden = begun if windows.are_starts(window) else model.begin(windows.ids[window : window + 1])
+            hidden = begun if windows.are_first_tokens(window) else model.begin(windows.ids[window : window + 1])
             assert hidden is not None
             for stream in streams:
                 activations.write(stream, window, hidden)
@@ -132,32 +124,34 @@ def begin_streams(
 
 
 def traced(
-    placed: Callable[[int], LayerwiseModel],
+    model: LayerwiseModel,
+    windows: CalibrationWindows,
     index: int,
     module: nn.Module,
-    windows: Iterable[tuple[int, Tensor]],
-    finish: Callable[[int, Tensor, AttentionCall, Tensor], Result],
-) -> Iterator[Result]:
-    """Move windows past a layer of the source, and yield what is made of each one, in their order.
+    states: Iterable[tuple[int, Tensor]],
+) -> Iterator[tuple[int, Tensor, AttentionCall, Tensor]]:
+    """Move windows past a layer of the source, in their order; the next ones are computed meanwhile.
 
     Args:
-        placed: the source for the positions of a window, by its number.
+        model: the source.
+        windows: all windows.
         index: the layer's number.
         module: the layer's module.
-        windows: each window's number, and its inputs of the layer, ``[1, W, E]``; of first tokens ``[W, 1, E]``.
-        finish: called with each window's number, its inputs, its attention's call and the layer's output of the same
-            shape, float32; see `map_in_threads`.
+        states: some windows' numbers, and their inputs of the layer, ``[1, W, E]``; of first tokens ``[W, 1, E]``.
+
+    Returns:
+        Each window's number, its inputs, its attention's call and the layer's output of the same shape, float32.
 
     Raises:
         CheckpointError: an input is NaN or infinite.
     """
 
-    def work(item: tuple[int, Tensor, LayerwiseModel]) -> Result:
-        window, hidden, model = item
+    def trace(item: tuple[int, Tensor, LayerwiseModel]) -> tuple[int, Tensor, AttentionCall, Tensor]:
+        window, hidden, placed = item
         refuse_no_numbers(hidden, index)
         with quick_products():
-            call, output = model.trace(index, module, hidden)
+            call, output = placed.trace(index, module, hidden)
         call = replace(call, inputs=call.inputs.float(), output=call.output.float())
-        return finish(window, hidden, call, output.float())
+        return window, hidden, call, output.float()
 
-    return map_in_threads(work, ((window, hidden, placed(window)) for window, hidden in windows))
+    return map_in_threads(trace, ((window, hidden, windows.placed(model, window)) for window, hidden in states))

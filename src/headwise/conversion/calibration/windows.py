@@ -57,8 +57,8 @@ class CalibrationWindows:
         positions: ``[N, W]``, rising in every window.
         repeats: bool ``[N]``, whether a window repeats passages of itself.
         held: the number of windows at the end that decide between solutions and are not trained on.
-        starts: ``[W]``, token ids that begin a text each; None where none are calibrated on. They go through the
-            model as one more window, which is the last.
+        first_tokens: ``[W]``, token ids that begin a text each; None where none are calibrated on. They go through
+            the model as one more window, which is the last.
         begin: how many of the first tokens of each window are those that the tokenizer puts before any text.
     """
 
@@ -66,7 +66,7 @@ class CalibrationWindows:
     positions: Tensor
     repeats: Tensor
     held: int = 0
-    starts: Tensor | None = None
+    first_tokens: Tensor | None = None
     begin: int = 0
 
     def __len__(self) -> int:
@@ -94,15 +94,15 @@ class CalibrationWindows:
     def to(self, device: torch.device) -> CalibrationWindows:
         """The windows on a device."""
         ids, positions, repeats = (tensor.to(device) for tensor in (self.ids, self.positions, self.repeats))
-        starts = None if self.starts is None else self.starts.to(device)
-        return CalibrationWindows(ids, positions, repeats, self.held, starts, self.begin)
+        first_tokens = None if self.first_tokens is None else self.first_tokens.to(device)
+        return CalibrationWindows(ids, positions, repeats, self.held, first_tokens, self.begin)
 
     @property
     def rows(self) -> int:
         """The number of windows that go through the model: these, and the one of first tokens."""
-        return len(self.ids) + (self.starts is not None)
+        return len(self.ids) + (self.first_tokens is not None)
 
-    def are_starts(self, window: int) -> bool:
+    def are_first_tokens(self, window: int) -> bool:
         """Whether a window that goes through the model is that of first tokens."""
         return window == len(self.ids)
 
@@ -127,7 +127,7 @@ class CalibrationWindows:
 
     def placed(self, model: LayerwiseModel, window: int) -> LayerwiseModel:
         """The model for the positions of one window; for first tokens, for windows of one token."""
-        return model.of_width(1) if self.are_starts(window) else model.at(self.positions[window])
+        return model.of_width(1) if self.are_first_tokens(window) else model.at(self.positions[window])
 
     def rotation(self, layer: GroupedSpec, window: int) -> Rotation | None:
         """The rotary tables of one window in a layer; None without RoPE."""
@@ -235,10 +235,10 @@ _BOS_EVERY = 4
 """One first token in so many is the one that the tokenizer puts before any text, if it puts one."""
 
 
-def start_ids(windows: CalibrationWindows) -> Tensor:
+def first_token_ids(windows: CalibrationWindows) -> Tensor:
     """W token ids that begin a text each: of the text's different tokens, drawn at random, and one before any text.
 
-    For example ``start_ids(plain_windows(torch.arange(8)[None]))``.
+    For example ``first_token_ids(plain_windows(torch.arange(8)[None]))``.
 
     Args:
         windows: the windows of a text.
@@ -252,7 +252,7 @@ def start_ids(windows: CalibrationWindows) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Starts:
+class FirstTokens:
     """The first tokens in the layer that is being converted.
 
     Attributes:
@@ -267,15 +267,19 @@ class Starts:
     rotation: Rotation | None
     cost: Cost
 
+    def output(self, layer: Layer) -> Tensor:
+        """A layer's outputs, ``[W, E]``."""
+        return layer.own_output(self.inputs, self.rotation)
+
     def error(self, layer: Layer) -> Tensor:
         """The error of a layer's outputs, ``[W, E]``."""
-        return layer.own_output(self.inputs, self.rotation).float() - self.wanted
+        return self.output(layer).float() - self.wanted
 
-    def limited(self, layer: Layer) -> Starts:
+    def limited(self, layer: Layer) -> FirstTokens:
         """With a limit to the cost by a layer's errors; see `Cost.limited`."""
         return replace(self, cost=self.cost.limited(self.cost.plain(self.error(layer))))
 
-    def drawn(self, count: int, generator: torch.Generator) -> Starts:
+    def drawn(self, count: int, generator: torch.Generator) -> FirstTokens:
         """Some of the tokens, at random."""
         rows = to_device(torch.randperm(len(self.inputs), generator=generator, device=CPU)[:count])
         return replace(self, inputs=self.inputs[rows], wanted=self.wanted[rows])

@@ -5,10 +5,8 @@ A file of this folder that assigns ``METHOD`` is a method; nothing else lists th
 
 from headwise.base.options import STAGES
 from headwise.conversion.methods.base import (
-    LONGEST,
     Evidence,
     LatentMethod,
-    LayerTarget,
     Method,
     all_methods,
     choose_method,
@@ -16,11 +14,9 @@ from headwise.conversion.methods.base import (
 )
 
 __all__ = [
-    "LONGEST",
     "STAGES",
     "Evidence",
     "LatentMethod",
-    "LayerTarget",
     "Method",
     "all_methods",
     "choose_method",

@@ -19,12 +19,10 @@ from torch import Tensor
 
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.normed import is_normed, seen_by_mla, with_norms, without_norms
-from headwise.conversion.solvers.statistics import KEY_WEIGHT, Statistics
+from headwise.conversion.solvers.statistics import Statistics
+from headwise.conversion.solvers.target import LayerTarget
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec, as_latent
-
-LONGEST = 2048
-"""The longest distance between query and key that counts without a text, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -36,34 +34,10 @@ class Evidence:
             a text.
         sensitivity: ``[E, E]`` float64, the cost of an error of the layer's output; None for equal cost in every
             direction.
-        starts: ``[W, E]``, the layer's inputs at tokens that begin a text each; None where they are not known.
     """
 
     statistics: Statistics | None = None
     sensitivity: Tensor | None = None
-    starts: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class LayerTarget:
-    """The target of one layer.
-
-    Attributes:
-        spec: the converted layer's spec.
-        key_weight: for MLA, the cost of an error of the keys relative to one of the values.
-        rotary_channels: for MLA, bool ``[F, K]``, the channels that keep their rotation; when None, the layer keeps
-            those that lose most without it.
-        mixes_heads: for MLA, whether key heads are mixed into rotary channels (the stage ``channels``).
-        longest: the longest distance that counts without a text, in tokens.
-        token_bytes: the bytes that a token's codes take in the layer's cache; None for a cache without codes.
-    """
-
-    spec: GroupedSpec | LatentSpec
-    key_weight: float = KEY_WEIGHT
-    rotary_channels: Tensor | None = None
-    mixes_heads: bool = True
-    longest: int = LONGEST
-    token_bytes: int | None = None
 
 
 class Method(ABC):
@@ -181,25 +155,19 @@ class LatentMethod(Method):
         seen, _ = seen_by_mla(source)
         assert isinstance(seen.spec, GroupedSpec)
         spec = without_norms(target.spec, seen.spec)
-        solved = Layer(spec, *self.solve_latent(seen.state, seen.spec, spec, replace(target, spec=spec), evidence))
+        solved = Layer(spec, *self.solve_latent(seen.state, seen.spec, replace(target, spec=spec), evidence))
         return with_norms(source, solved, target.spec) if is_normed(source) else solved
 
     @abstractmethod
     def solve_latent(
-        self,
-        state: Mapping[str, Tensor],
-        source: GroupedSpec,
-        spec: LatentSpec,
-        target: LayerTarget,
-        evidence: Evidence,
+        self, state: Mapping[str, Tensor], source: GroupedSpec, target: LayerTarget, evidence: Evidence
     ) -> tuple[dict[str, Tensor], list[int]]:
         """Convert one layer's tensors.
 
         Args:
             state: the source layer's tensors by its own names, in the dtype they are stored in.
             source: the source layer's spec.
-            spec: the converted layer's spec.
-            target: the converted layer's settings.
+            target: the converted layer's spec, which is MLA's, and settings.
             evidence: the layer's measurements on a text, if there is one.
 
         Returns:

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from headwise.base.options import STAGES
-from headwise.conversion.methods.base import Evidence, LatentMethod, LayerTarget
-from headwise.conversion.solvers.latent import LatentOptions, convert_to_latent, solve_sizes
+from headwise.conversion.methods.base import Evidence, LatentMethod
+from headwise.conversion.solvers.latent import convert_to_latent, solve_sizes
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.normed import is_normed, seen_by_mla, with_norms
+from headwise.conversion.solvers.target import LayerTarget
 from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec, as_latent, rotary_width
 
 
@@ -33,41 +34,22 @@ class Headwise(LatentMethod):
         )
 
     def solve_latent(
-        self,
-        state: Mapping[str, Tensor],
-        source: GroupedSpec,
-        spec: LatentSpec,
-        target: LayerTarget,
-        evidence: Evidence,
+        self, state: Mapping[str, Tensor], source: GroupedSpec, target: LayerTarget, evidence: Evidence
     ) -> tuple[dict[str, Tensor], list[int]]:
         """See `convert_to_latent`."""
         return convert_to_latent(
-            state,
-            source,
-            spec,
-            statistics=evidence.statistics,
-            sensitivity=evidence.sensitivity,
-            options=_options(target),
+            state, source, target, statistics=evidence.statistics, sensitivity=evidence.sensitivity
         )
 
     def solve_sizes(
         self, source: Layer, sizes: Sequence[tuple[int, int]], target: LayerTarget, evidence: Evidence
     ) -> Iterator[tuple[tuple[int, int], Layer]]:
-        """See `solvers.latent_sizes`."""
+        """See `headwise.conversion.solvers.latent.solve_sizes`."""
         assert evidence.statistics is not None  # sizes are tried on a text alone
         seen, _ = seen_by_mla(source)
-        for size, layer in solve_sizes(seen, sizes, evidence.statistics, evidence.sensitivity, _options(target)):
+        for size, layer in solve_sizes(seen, sizes, target, evidence.statistics, evidence.sensitivity):
             assert isinstance(source.spec, GroupedSpec)
             yield size, with_norms(source, layer, as_latent(source.spec, *size)) if is_normed(source) else layer
-
-
-def _options(target: LayerTarget) -> LatentOptions:
-    return LatentOptions(
-        longest=target.longest,
-        key_weight=target.key_weight,
-        kept=target.rotary_channels,
-        mix=target.mixes_heads,
-    )
 
 
 def _is_lossless(old: GroupedSpec, new: LatentSpec) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headwise.conversion.methods.base import Evidence, LatentMethod, LayerTarget
+from headwise.conversion.methods.base import Evidence, LatentMethod
 from headwise.conversion.solvers.latent import projections
 from headwise.conversion.solvers.orthogonal_channels import (
     OrthogonalChannels,
@@ -17,6 +17,7 @@ from headwise.conversion.solvers.orthogonal_channels import (
     share_out,
 )
 from headwise.conversion.solvers.rope_channels import rotated_pairs
+from headwise.conversion.solvers.target import LayerTarget
 from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec
 
 
@@ -35,17 +36,12 @@ class Mha2Mla(LatentMethod):
         refuse_partial_rotation(source, self.spelling)
 
     def solve_latent(
-        self,
-        state: Mapping[str, Tensor],
-        source: GroupedSpec,
-        spec: LatentSpec,
-        target: LayerTarget,
-        evidence: Evidence,
+        self, state: Mapping[str, Tensor], source: GroupedSpec, target: LayerTarget, evidence: Evidence
     ) -> tuple[dict[str, Tensor], list[int]]:
         """See `mha2mla`."""
-        return mha2mla(
-            state, source, spec, moments=None if evidence.statistics is None else evidence.statistics.inputs
-        )
+        assert isinstance(target.spec, LatentSpec)
+        moments = None if evidence.statistics is None else evidence.statistics.inputs
+        return mha2mla(state, source, target.spec, moments=moments)
 
 
 def mha2mla(

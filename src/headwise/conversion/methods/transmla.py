@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from headwise.conversion.methods.base import Evidence, LatentMethod, LayerTarget
+from headwise.conversion.methods.base import Evidence, LatentMethod
 from headwise.conversion.solvers.latent import projections
 from headwise.conversion.solvers.orthogonal_channels import (
     OrthogonalChannels,
@@ -21,6 +21,7 @@ from headwise.conversion.solvers.orthogonal_channels import (
 )
 from headwise.conversion.solvers.rope_channels import rotated_pairs
 from headwise.conversion.solvers.statistics import Statistics
+from headwise.conversion.solvers.target import LayerTarget
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec
 
@@ -71,16 +72,12 @@ class TransMla(LatentMethod):
             _refuse_fold(self.freqfold, layer.head_dim // 2)
 
     def solve_latent(
-        self,
-        state: Mapping[str, Tensor],
-        source: GroupedSpec,
-        spec: LatentSpec,
-        target: LayerTarget,
-        evidence: Evidence,
+        self, state: Mapping[str, Tensor], source: GroupedSpec, target: LayerTarget, evidence: Evidence
     ) -> tuple[dict[str, Tensor], list[int]]:
         """See `transmla`; without a text, all inputs count alike."""
+        assert isinstance(target.spec, LatentSpec)
         statistics = evidence.statistics or Statistics.nothing(source.hidden_size, source.num_heads, 1)
-        return transmla(state, source, spec, moments=statistics.inputs, freqfold=self.freqfold)
+        return transmla(state, source, target.spec, moments=statistics.inputs, freqfold=self.freqfold)
 
 
 def transmla(

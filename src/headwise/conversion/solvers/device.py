@@ -9,6 +9,7 @@ moved back.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -72,6 +73,20 @@ def clock() -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+class Stopwatch(defaultdict[str, float]):
+    """The seconds that the parts of a conversion have taken, by name."""
+
+    def __init__(self) -> None:
+        super().__init__(float)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the time of a block to a part, without that of timed blocks within it."""
+        start, within = clock(), sum(self.values())
+        yield
+        self[part] += clock() - start - (sum(self.values()) - within)
 
 
 def is_quick(device: torch.device) -> bool:

@@ -18,7 +18,7 @@ rotation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -39,7 +39,6 @@ from headwise.conversion.solvers.rope_channels import (
 )
 from headwise.conversion.solvers.statistics import (
     KEY_BALANCE,
-    KEY_WEIGHT,
     Statistics,
     centred,
     cost_without,
@@ -47,6 +46,7 @@ from headwise.conversion.solvers.statistics import (
     key_metric,
     value_metric,
 )
+from headwise.conversion.solvers.target import LayerTarget
 from headwise.errors import SpecError
 from headwise.models.specs import GroupedSpec, LatentSpec, as_latent, rotated_dims
 from headwise.runtime.attention import RotaryEmbedding
@@ -135,48 +135,27 @@ def split_bias(name: str, weight: Tensor, biased: bool) -> dict[str, Tensor]:
     return {f"{name}.weight": weight[:, :-1], f"{name}.bias": weight[:, -1]}
 
 
-@dataclass(frozen=True)
-class LatentOptions:
-    """Settings of an MLA layer's solution other than its sizes.
-
-    For example ``LatentOptions(key_weight=1.0)`` weighs errors of keys and of values equally.
-
-    Attributes:
-        longest: without statistics, the distance up to which a dropped rotation is averaged, in tokens.
-        key_weight: with statistics, the cost of an error of the keys relative to one of the values.
-        kept: bool ``[F, K]``, the channels that keep their rotation; those that the layer needs most when None.
-        mix: whether rotary energy is concentrated by mixing heads; otherwise each channel is one head's own.
-        rotary: what `find_rotary` found, where several sizes are solved.
-    """
-
-    longest: int = 2048
-    key_weight: float = KEY_WEIGHT
-    kept: Tensor | None = None
-    mix: bool = True
-    rotary: Rotary | None = None
-
-
 def convert_to_latent(
     state: Mapping[str, Tensor],
     source: GroupedSpec,
-    target: LatentSpec,
+    target: LayerTarget,
     *,
     statistics: Statistics | None,
     sensitivity: Tensor | None = None,
-    options: LatentOptions | None = None,
+    rotary: Rotary | None = None,
 ) -> tuple[dict[str, Tensor], list[int]]:
     """Convert one layer's attention to MLA.
 
-    For example ``convert_to_latent(state, source, as_latent(source, 96, 32), statistics=None)`` converts a layer by
-    its weights alone.
+    For example ``convert_to_latent(state, source, LayerTarget(as_latent(source, 96, 32)), statistics=None)`` converts
+    a layer by its weights alone.
 
     Args:
         state: the layer's tensors by its own names (``q_proj.weight`` …).
         source: the layer's spec.
-        target: the MLA layer's spec, from `headwise.models.specs.as_latent`.
+        target: the MLA layer's spec, from `headwise.models.specs.as_latent`, and settings.
         statistics: means over a text; when None, all inputs count alike and near tokens are attended to more.
         sensitivity: ``[E, E]``, the cost of an error of the output; equal in every direction when None.
-        options: other settings; their defaults when None.
+        rotary: what `find_rotary` found, where several sizes are solved.
 
     Returns:
         The MLA layer's tensors by its own names, float64, and the model frequency of each of its P/2 rotary pairs.
@@ -188,36 +167,37 @@ def convert_to_latent(
         raise SpecError(
             "qk_norm", source.qk_norm, "is solved by headwise.convert, which sees the layer behind its norms"
         )
-    options = options or LatentOptions()
-    means = statistics or Statistics.nothing(source.hidden_size, source.num_heads, options.longest)
-    keys, content = _divide_keys(state, source, target, means, options)
-    w_v = with_bias(state, "v_proj", is_biased(target))  # [K·V, E']
-    if keys.back_to_heads is not None or target.kv_lora_rank >= w_v.shape[1]:
-        down, (key_up, value_up) = whole_latent([content, w_v], target.kv_lora_rank)
+    spec = target.spec
+    assert isinstance(spec, LatentSpec)
+    means = statistics or Statistics.nothing(source.hidden_size, source.num_heads, target.longest)
+    keys, content = _divide_keys(state, source, target, means, rotary)
+    w_v = with_bias(state, "v_proj", is_biased(spec))  # [K·V, E']
+    if keys.back_to_heads is not None or spec.kv_lora_rank >= w_v.shape[1]:
+        down, (key_up, value_up) = whole_latent([content, w_v], spec.kv_lora_rank)
     else:
         inputs, key_moments = (gram[: w_v.shape[1], : w_v.shape[1]] for gram in (means.inputs, means.keys))
-        if is_biased(target):  # softmax ignores a bias that all keys share
+        if is_biased(spec):  # softmax ignores a bias that all keys share
             key_moments = centred(key_moments)
         # Queries are computed a second time at the end: until then their memory is needed.
-        metric = key_metric(_unrotated_queries(state, source, target, keys), inputs, means.head_weight, source)
+        metric = key_metric(_unrotated_queries(state, source, spec, keys), inputs, means.head_weight, source)
         values = Part(w_v, value_metric(state["o_proj.weight"], sensitivity, source), inputs)
-        key_weight = options.key_weight
+        key_weight = target.key_weight
         if statistics is None:
             key_cost = max(cost_without(Part(content, metric, key_moments)), NOTHING)
             key_weight = KEY_BALANCE * cost_without(values) / key_cost
         parts = [Part(content, metric * key_weight, key_moments), values]
-        down, (key_up, value_up) = joint_latent(parts, target.kv_lora_rank)
+        down, (key_up, value_up) = joint_latent(parts, spec.kv_lora_rank)
         del values, parts
     del content, w_v
     solution = LatentParts(
-        q_nope=_unrotated_queries(state, source, target, keys).flatten(0, 1),
-        q_rope=_rotary_queries(state, source, target, keys),
+        q_nope=_unrotated_queries(state, source, spec, keys).flatten(0, 1),
+        q_rope=_rotary_queries(state, source, spec, keys),
         k_rope=keys.rotary,
         down=down,
         key_up=key_up if keys.back_to_heads is None else keys.back_to_heads @ key_up,
         value_up=value_up,
     )
-    out = assemble(state, source, target, solution)
+    out = assemble(state, source, spec, solution)
     return out, torch.nonzero(keys.kept)[:, 0].tolist()
 
 
@@ -288,28 +268,30 @@ class _Keys(NamedTuple):
 def _divide_keys(
     state: Mapping[str, Tensor],
     source: GroupedSpec,
-    target: LatentSpec,
+    target: LayerTarget,
     means: Statistics,
-    options: LatentOptions,
+    rotary: Rotary | None,
 ) -> tuple[_Keys, Tensor]:
     """Choose the channels that keep their rotation, and divide a layer's keys into those channels and content.
 
     Content is the rest of each head's key, ``[K·D, E']``. Where all of it fits in the latent, content is the m rows
     that these are linear in, with the map back to the heads.
     """
-    K, D, P = source.num_kv_heads, source.head_dim, target.qk_rope_head_dim
-    w_q, w_k = (with_bias(state, name, is_biased(target)) for name in ("q_proj", "k_proj"))
+    spec = target.spec
+    assert isinstance(spec, LatentSpec)
+    K, D, P = source.num_kv_heads, source.head_dim, spec.qk_rope_head_dim
+    w_q, w_k = (with_bias(state, name, is_biased(spec)) for name in ("q_proj", "k_proj"))
     if source.rope is None:
         no_channels, empty = torch.zeros(0, K, dtype=torch.bool), torch.zeros(0, K, K, dtype=torch.complex128)
         return _Keys(no_channels, empty, empty[:, 0].mT, w_k[:0], None), w_k
-    rotary = options.rotary or rotary_channels(w_q, w_k, source, means, mix=options.mix)
+    rotary = rotary or rotary_channels(w_q, w_k, source, means, mix=target.mixes_heads)
     _, channels, rotation, loss = rotary
-    mask = options.kept
+    mask = target.rotary_channels
     if mask is None:
         mask = keep_rotation(channels.energy, loss, P // 2)  # [F, K]
     rotary_key, interleaved = to_real(channels.keys[mask]), source.rope.interleaved  # [P, E']
     plain = torch.unflatten(w_k, 0, (K, D))[:, rotated_dims(source) :]  # [K, n/K, E']
-    if target.kv_lora_rank >= K * (D + source.value_dim) - P:
+    if spec.kv_lora_rank >= K * (D + source.value_dim) - P:
         rows, up = _unrotated_keys(channels, mask, interleaved=interleaved)  # [2C, E'], [K·D', 2C]
         content = torch.cat((rows, plain.flatten(0, 1)))  # [m, E'], m = 2C + n
         back_to_heads = _join_plain(up, plain.shape[0] * plain.shape[1], K)  # [K·D, m]
@@ -383,9 +365,9 @@ def _join_plain(unrotated_up: Tensor, plain: int, K: int) -> Tensor:
 def solve_sizes(
     source: Layer,
     sizes: Sequence[tuple[int, int]],
+    target: LayerTarget,
     statistics: Statistics,
     sensitivity: Tensor | None = None,
-    options: LatentOptions | None = None,
 ) -> Iterator[tuple[tuple[int, int], Layer]]:
     """Solve a layer at some sizes, one at a time, as each solution may be large.
 
@@ -394,31 +376,34 @@ def solve_sizes(
     Args:
         source: the layer, float32.
         sizes: R and P of each solution.
+        target: the settings of every solution; its spec is of another size.
         statistics: the statistics of the layer's inputs.
         sensitivity: ``[E, E]``, the cost of an error of its output.
-        options: see `convert_to_latent`.
 
     Returns:
         Each size with its solution, float64, from the widest rotary key and latent down.
     """
-    spec = source.spec
-    assert isinstance(spec, GroupedSpec)
-    options = options or LatentOptions()
-    rotary = find_rotary(source.state, spec, as_latent(spec, *sizes[0]), statistics, mix=options.mix)
-    options = replace(options, rotary=rotary)
+    own = source.spec
+    assert isinstance(own, GroupedSpec)
+    rotary = find_rotary(source.state, own, as_latent(own, *sizes[0]), statistics, mix=target.mixes_heads)
     ordered_sizes = sorted(sizes, key=lambda size: (size[1], size[0]), reverse=True)
     for _, width_sizes in groupby(ordered_sizes, key=lambda size: size[1]):
         widest = None  # freed before the next one is solved
         for size in width_sizes:
-            target = as_latent(spec, *size)
+            spec = as_latent(own, *size)
             if widest is None:
                 solution = convert_to_latent(
-                    source.state, spec, target, statistics=statistics, sensitivity=sensitivity, options=options
+                    source.state,
+                    own,
+                    replace(target, spec=spec),
+                    statistics=statistics,
+                    sensitivity=sensitivity,
+                    rotary=rotary,
                 )
-                widest = Layer(target, *solution)
+                widest = Layer(spec, *solution)
                 del solution
-            yield size, narrowed(widest, target, statistics)
-            if target.kv_lora_rank >= _exact_rank(spec, target):
+            yield size, narrowed(widest, spec, statistics)
+            if spec.kv_lora_rank >= _exact_rank(own, spec):
                 widest = None  # an exact latent's channels are in no order to cut by
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headwise import cost
 from headwise.base.progress import Progress, silent
-from headwise.conversion import convert_to_grouped, convert_to_latent
+from headwise.conversion import LayerTarget, convert_to_grouped, convert_to_latent
 from headwise.errors import ArgumentError
 from headwise.measure.profiling.check import peak_bytes
 from headwise.measure.timing.machine import describe_machine, installed_versions
@@ -225,7 +225,7 @@ def _converted(mha: AttentionLayer, spec: AttentionSpec) -> AttentionLayer | Non
     if isinstance(spec, GroupedSpec):
         weights = convert_to_grouped(state, source, spec, method=ALIGNED)
     elif isinstance(spec, LatentSpec):
-        weights, _ = convert_to_latent(state, source, spec, statistics=None)
+        weights, _ = convert_to_latent(state, source, LayerTarget(spec), statistics=None)
     else:
         return None
     layer = build(spec).eval()

@@ -1,0 +1,37 @@
+"""`LayerTarget`: what one layer is converted to, and by which settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headwise.conversion.solvers.statistics import KEY_WEIGHT
+from headwise.models.specs import GroupedSpec, LatentSpec
+
+LONGEST = 2048
+"""The longest distance between query and key that counts without a text, in tokens."""
+
+
+@dataclass(frozen=True)
+class LayerTarget:
+    """The target of one layer.
+
+    For example ``LayerTarget(as_latent(source, 96, 32), key_weight=1.0)``, where errors of keys and of values count
+    alike.
+
+    Attributes:
+        spec: the converted layer's spec.
+        key_weight: for MLA, the cost of an error of the keys relative to one of the values, on a text.
+        rotary_channels: for MLA, bool ``[F, K]``, the channels that keep their rotation; when None, the layer keeps
+            those that lose most without it.
+        mixes_heads: for MLA, whether key heads are mixed into rotary channels (the stage ``channels``); otherwise
+            each channel is one head's own.
+        longest: without a text, the distance up to which a dropped rotation is averaged, in tokens.
+    """
+
+    spec: GroupedSpec | LatentSpec
+    key_weight: float = KEY_WEIGHT
+    rotary_channels: Tensor | None = None
+    mixes_heads: bool = True
+    longest: int = LONGEST
