@@ -28,10 +28,9 @@ from headwise.runtime.kernels import attend
 from headwise.runtime.kernels.native.build import TURN
 from headwise.runtime.kernels.native.codes.calls import attend_coded, attend_heads
 from headwise.runtime.quantization import SINKS, TransformCode
-from headwise.runtime.quantization.formats import TokenFormat, parse_format
-from headwise.runtime.quantization.kivi import KiviCode
-from headwise.runtime.quantization.reader import Read, heads_layout, kernel_layout, read_kivi, read_tokenwise
-from headwise.runtime.quantization.transform_code import blocks
+from headwise.runtime.quantization.codec import Stored
+from headwise.runtime.quantization.formats import parse_format
+from headwise.runtime.quantization.transform_code import blocks, coded_layout, heads_layout
 
 LATENT_HEADS, FREQUENCIES = 9, 32
 LATENTS = {"191+192": (191, 192), "240+96": (240, 96)}
@@ -85,8 +84,7 @@ def latent_calls(
     code = code_of((rank, rotary // 2, rotary // 2), (rank, rotary), bits)
     codes, wide, first = coded_tokens(code, tokens)
     tables, frequency = rotation(tokens), torch.randint(0, FREQUENCIES, (rotary // 2,))
-    layout = kernel_layout(code, rank, (tables[0][:TURN, frequency], tables[1][:TURN, frequency]))
-    assert layout is not None
+    layout = coded_layout(code, (tables[0][:TURN, frequency], tables[1][:TURN, frequency]))
     query = torch.randn(1, LATENT_HEADS, 1, code.width if content else rotary) / 10
     latents = torch.randn(COPIES, 1, 1, tokens, code.width).to(torch.bfloat16)
     own, narrow = query.to(dtype), query.to(torch.bfloat16)
@@ -112,13 +110,13 @@ def heads_calls(shape: str, form: str, tokens: int, dtype: torch.dtype) -> tuple
         return attend(narrow, keys[i], values[i], is_causal=True)
 
     if not form.endswith(BITS):
-        reads, nbytes = readers(form, (K, D), tokens)
-        return (lambda i: reads[i](own, None, True, D**-0.5)), plain, nbytes
+        codec, caches = parse_format(form), stored_caches(form, (K, D), tokens)
+        nbytes = sum(part.nbytes for part in caches[0].tensors)
+        return (lambda i: codec.attend(own, caches[i], None, True, D**-0.5)), plain, nbytes
     code = code_of((D,) * (2 * K), (K * D, K * D), float(form.removesuffix(BITS)))
     codes, wide, first = coded_tokens(code, tokens)
     tables, frequency = rotation(tokens), torch.arange(D // 2) % FREQUENCIES
-    layout = heads_layout(code, ((K, D), (K, D)), (tables[0][:TURN, frequency], tables[1][:TURN, frequency]))
-    assert layout is not None
+    layout = heads_layout(code, (tables[0][:TURN, frequency], tables[1][:TURN, frequency]))
 
     def coded(i: int) -> Tensor:
         return attend_heads(own, codes[i], wide, first, layout, tables, frequency, None, True, D**-0.5)
@@ -126,23 +124,16 @@ def heads_calls(shape: str, form: str, tokens: int, dtype: torch.dtype) -> tuple
     return coded, plain, codes[0].numel()
 
 
-def readers(form: str, heads: tuple[int, int], tokens: int) -> tuple[list[Read], int]:
-    """What reads each of `COPIES` caches of a format, and the bytes of one."""
-    (K, D), code, few = heads, parse_format(form), 256  # tokens that are coded; the others repeat them
-    reads: list[Read] = []
+def stored_caches(form: str, heads: tuple[int, int], tokens: int) -> list[Stored]:
+    """`COPIES` caches of a format."""
+    (K, D), codec, few = heads, parse_format(form), 256  # tokens that are coded; the others repeat them
+    caches = []
     for _ in range(COPIES):
         keys, values = torch.randn(2, 1, K, few, D)
-        if isinstance(code, KiviCode):
-            states: tuple[Tensor, ...] = (*code.encode_keys(keys), code.values.encode(values))
-            stored = [part.repeat(1, 1, tokens // few, 1) for part in states]
-            late = torch.empty(1, K, 0, D)
-            reads.append(read_kivi(code, (stored[0], stored[1], stored[2]), (late, late)))
-        else:
-            assert isinstance(code, TokenFormat)
-            states = code.keys.encode(keys), code.values.encode(values)
-            stored = [part.repeat(1, 1, tokens // few, 1) for part in states]
-            reads.append(read_tokenwise(code, (stored[0], stored[1]), (D, D)))
-    return reads, sum(part.nbytes for part in stored)
+        rows = tuple(part.repeat(1, 1, tokens // few, 1) for part in codec.encode(keys, values))
+        late = (torch.empty(1, K, 0, D),) * (len(codec.tensors) - len(rows))
+        caches.append(Stored((*rows, *late), (D, D), torch.float32))
+    return caches
 
 
 @torch.inference_mode()

@@ -144,7 +144,7 @@ def compared(
 def _simulated(folder: Path, ids: torch.Tensor, cache: str | None) -> torch.Tensor:
     """The log-probabilities of a text's tokens, ``[S - 1]``."""
     model = headwise.load(folder, dtype="float32")
-    in_float32 = {name: EngineFormat("mlx", *2 * [replace(of.keys, dtype=torch.float32)]) for name, of in MLX.items()}
+    in_float32 = {name: EngineFormat(*2 * [replace(of.keys, dtype=torch.float32)], "mlx") for name, of in MLX.items()}
     with patch.dict(MLX, in_float32), nullcontext() if cache is None else default_cache(model, cache):
         logits = model(ids[None], use_cache=False).logits[0].float()
     return log_softmax(logits, -1)[torch.arange(len(ids) - 1), ids[1:]]

@@ -68,7 +68,8 @@ FORWARDED = {
     "study/counting/layer_comparison.py:peer_counts": "to the module that is counted",
     "measure/evaluation/results.py:__init_subclass__": "to Python's own",
     "runtime/hf/attention.py:forward": "called by transformers",
-    "runtime/caches/growing.py:update": "called by transformers",
+    "runtime/caches/cache.py:update": "called by transformers",
+    "runtime/caches/layers.py:update": "called by transformers",
     "runtime/hf/codes.py:save": "a method of transformers in its place",
     "runtime/hf/codes.py:upload": "a method of transformers in its place",
     "runtime/hf/interface.py:attention_forward": "called by transformers",
@@ -76,7 +77,6 @@ FORWARDED = {
     "runtime/hf/layerwise.py:attended": "a method of transformers in its place",
     "runtime/hf/layerwise.py:projected": "a method of transformers in its place",
     "runtime/hf/layerwise.py:record": "a method of transformers in its place",
-    "runtime/caches/quantized.py:update": "called by transformers",
     "runtime/hf/models.py:prepare_prompt": "a method of transformers in its place",
     "base/options/declare.py:__init_subclass__": "to Python's own",
     "base/options/declare.py:of": "to the options class's own constructor",
@@ -208,9 +208,13 @@ def test_keywords_in_a_dictionary_are_counted() -> None:
     assert {"attn_mask", "window", "backend"} < {*unpacked(hidden, "runtime.kernels.attend")}
 
 
-def test_the_chain_in_the_document_names_functions_that_exist_each_once() -> None:
+@pytest.mark.parametrize(
+    ("heading", "block"),
+    [("to a shard on disk", 1), ("One token through a cache", 1), ("One token through a cache", 3)],
+)
+def test_the_chains_in_the_document_name_functions_that_exist_each_once(heading: str, block: int) -> None:
     text = (Path(__file__).parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
-    chain = text.partition("to a shard on disk\n")[2].split("```")[1].strip().splitlines()
+    chain = text.partition(f"{heading}\n")[2].split("```")[block].strip().splitlines()
     assert len(chain) < 25
     names = [line.split()[0] for line in chain]
     assert len(set(names)) == len(names)

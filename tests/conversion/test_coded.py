@@ -183,7 +183,7 @@ def test_a_model_keeps_its_attention_and_gets_codes(family: str, text: Path, tmp
     assert float((stock - expected).std()) < 0.2 * size
     assert 0 < float((rounded - expected).std()) < 0.5 * size
     assert torch.allclose(torch.cat(steps, 1), rounded, atol=1e-9 * size)
-    assert all(type(layer).__name__ == "CodedLayer" for layer in cache.layers)
+    assert all(type(layer.codec).__name__ == "TrellisFormat" for layer in cache.layers)
     assert report.kv_bytes_per_token_after == sum(code.token_bytes for code in read_codes(tmp_path / "out").values())
 
 

@@ -32,7 +32,7 @@ from headwise.models.specs import (
     split_in_blocks,
 )
 from headwise.runtime.hf import check_complete
-from headwise.runtime.quantization import wide_bytes
+from headwise.runtime.quantization import unquantised_bytes
 
 Calibration = Literal["text", "statistics"]
 
@@ -273,7 +273,7 @@ def _shares(before: ModelSpec, after: ModelSpec, target: Target) -> tuple[int, .
             shares.append(_code_bytes(target.bits, values))
         else:
             assert target.kv_bytes is not None
-            share = code_bytes(old, target.kv_bytes) - wide_bytes(values)
+            share = code_bytes(old, target.kv_bytes) - unquantised_bytes(values)
             if share < _code_bytes(1, values):
                 rule = f"leaves less than a bit for each of {values} values that a layer caches"
                 raise ArgumentError("kv_bytes", target.kv_bytes, rule)

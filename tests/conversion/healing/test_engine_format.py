@@ -21,8 +21,8 @@ from headwise.errors import HeadwiseError
 from headwise.models.checkpoints import open_checkpoint
 from headwise.runtime.hf import default_cache
 from headwise.runtime.kernels import attend
+from headwise.runtime.quantization.codec import Stored
 from headwise.runtime.quantization.formats import parse_format
-from headwise.runtime.quantization.reader import passed_through, read_rounded
 from tests.byte_level import save_byte_level
 from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.real_models import save_tiny
@@ -82,11 +82,11 @@ def keywords(source: Path) -> dict[str, Any]:
 def test_what_is_trained_on_is_what_the_cache_gives_back(spelling: str) -> None:
     code = parse_format(spelling).interleaved()  # type: ignore[union-attr]
     query, key, value = torch.randn(2, 4, 5, 64), torch.randn(2, 2, 5, 64), torch.randn(2, 2, 5, 64)
-    rows = code.keys.encode(key), code.values.encode(value)
-    wanted = read_rounded(code, rows, (64, 64))(query, None, True, 0.125)
+    stored = Stored(code.encode(key, value), (64, 64), torch.float32)
+    wanted = code.attend(query, stored, None, True, 0.125)
     for states in (query, key, value):
         states.requires_grad_()
-    rounded = passed_through(code, query, key, value)
+    rounded = code.rounded(query, key, value)
     out = attend(*rounded, None, 0.0, True, 0.125)
     torch.testing.assert_close(out.detach(), wanted, rtol=1e-4, atol=1e-5)
     assert not torch.equal(rounded[1], key)

@@ -43,7 +43,7 @@ def test_what_is_simulated_is_what_formats_spell(engine: str, cache: object) -> 
     head = torch.zeros(1, 128)
     stored = sum(side.stored(side.turned(head)).nbytes for side in (form.keys, form.values))
     count = LLAMA.num_layers
-    bits = [16 if form.is_wide(index, count) else 8 * stored / 256 for index in range(count)]
+    bits = [16 if form.is_unquantised(index, count) else 8 * stored / 256 for index in range(count)]
     assert sum(bits) / count == cache.bits(LLAMA)  # type: ignore[attr-defined]
     for width in (64, 80, 96, 97, 128):
         try:

@@ -123,7 +123,7 @@ def test_bytes_are_counted_whatever_is_in_use_of_them() -> None:
 def test_max_length_is_room_at_once_and_a_limit() -> None:
     ours = HeadwiseCache(config(), max_length=50)
     told((ours,), 20)
-    assert ours.layers[0].rooms[0].memory.shape == (2, 2, 50, 8)
+    assert ours.layers[0].memory["keys"].shape == (2, 2, 50, 8)
     assert ours.get_max_length() == 50
     told((ours,), 30)
     keys = torch.zeros(2, 2, 1, 8)

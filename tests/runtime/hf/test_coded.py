@@ -25,11 +25,10 @@ from transformers import DynamicCache, StaticCache
 
 import headwise
 from headwise.errors import ArgumentError, CheckpointError
-from headwise.runtime.caches.coded import CodedLayer
 from headwise.runtime.hf import HeadwiseCache
 from headwise.runtime.hf.attention import CodedAttention
 from headwise.runtime.quantization import SINKS
-from headwise.runtime.quantization.transform_code import FILE, codes_content, read_codes
+from headwise.runtime.quantization.transform_code import FILE, TrellisFormat, codes_content, read_codes
 from tests.tiny_families import save_family
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
@@ -93,7 +92,7 @@ def test_any_cache_gives_what_one_forward_gives(model: Any, ids: Tensor, prompt:
     ]
     for cache in caches:
         assert torch.allclose(stepwise(model, ids, cache, prompt), expected, atol=1e-10)
-    assert all(isinstance(layer, CodedLayer) for layer in caches[0].layers)
+    assert all(isinstance(layer.codec, TrellisFormat) for layer in caches[0].layers)
 
 
 @torch.no_grad()
@@ -123,7 +122,7 @@ def test_padding_on_the_left_changes_nothing(model: Any, ids: Tensor) -> None:
 @torch.no_grad()
 def test_generate_stores_codes_by_itself(model: Any, ids: Tensor) -> None:
     out = model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
-    assert all(isinstance(layer, CodedLayer) for layer in out.past_key_values.layers)
+    assert all(isinstance(layer.codec, TrellisFormat) for layer in out.past_key_values.layers)
     logits = model(out.sequences, use_cache=False).logits
     assert torch.equal(logits[:, 23:-1].argmax(-1), out.sequences[:, 24:])
 
@@ -219,7 +218,7 @@ def test_spare_memory_is_never_read(model: Any, ids: Tensor) -> None:
     cache = HeadwiseCache(model, max_length=64)
     model(ids[:, :20], past_key_values=cache)
     for layer in cache.layers:
-        layer.rooms[0].memory[:, :, 20:] = 255
+        layer.memory["keys"][:, :, 20:] = 255
     assert torch.allclose(stepwise(model, ids[:, 20:], cache, 1), expected[:, 20:], atol=1e-10)
 
 
@@ -290,7 +289,7 @@ def test_damaged_codes_are_refused(coded: Path, tmp_path: Path) -> None:
 @torch.no_grad()
 def test_a_call_without_a_cache_returns_codes(model: Any, ids: Tensor) -> None:
     for out in (model(ids), model(ids, use_cache=True), model(ids, None)):
-        assert all(isinstance(layer, CodedLayer) for layer in out.past_key_values.layers)
+        assert all(isinstance(layer.codec, TrellisFormat) for layer in out.past_key_values.layers)
     assert model(ids, use_cache=False).past_key_values is None
 
 

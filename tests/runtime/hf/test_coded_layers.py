@@ -11,10 +11,14 @@ from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headwise.models.specs import GroupedSpec, LatentSpec, RopeSpec
-from headwise.runtime.caches.coded import CodedLayer, SlotRotation
-from headwise.runtime.hf.attention import CodedAttention, HostedGroupedAttention, HostedLatentAttention
+from headwise.runtime.hf.attention import (
+    CodedAttention,
+    HostedGroupedAttention,
+    HostedLatentAttention,
+    SlotRotation,
+)
 from headwise.runtime.kernels.native import built
-from headwise.runtime.quantization import TransformCode, reader
+from headwise.runtime.quantization import TransformCode, transform_code
 from headwise.runtime.quantization.transform_code import blocks
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")
@@ -68,14 +72,13 @@ def grouped_layer(K: int, P: int, dtype: torch.dtype) -> HostedGroupedAttention:
 def outputs(layer: CodedAttention, states: Tensor, mask: Tensor | None) -> Tensor:
     """The layer's outputs for one call after another, with spare memory that holds other bytes."""
     past, done, parts = DynamicCache(), 0, []
-    assert layer.code is not None
-    past.layers = [CodedLayer(layer.code, 200)]
+    past.layers = [layer.cache_layer(200)]
     for length in LENGTHS:
         seen = None if mask is None else mask[:, : done + length]
         out, _ = layer(states[:, done : done + length], None, seen, past)
         parts.append(out)
         done += length
-        past.layers[0].rooms[0].memory[:, :, done:] = 0xFF
+        past.layers[0].memory["keys"][:, :, done:] = 0xFF
     return torch.cat(parts, 1)
 
 
@@ -96,8 +99,8 @@ def test_codes_are_read_as_they_are_stored(
 def test_latents_are_read_by_the_kernel_for_gpus(
     N: int, P: int, bias: str, has_padding: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "is_on_gpu", lambda _: True)
-    monkeypatch.setattr(reader, "attend_coded", None)
+    monkeypatch.setattr(transform_code, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(transform_code, "attend_coded", None)
     layer = coded_layer(N, P, frozenset({bias} - {""}), torch.float32)
     check_reading(layer, torch.float32, 1e-5, has_padding, monkeypatch)
 
@@ -131,7 +134,7 @@ def check_reading(
     with torch.inference_mode():
         out = outputs(layer, states, mask)
         assert decoded == [LENGTHS[0]]  # the prompt alone
-        monkeypatch.setattr(CodedAttention, "_can_read", lambda *_: False)
+        monkeypatch.setattr(CodedAttention, "_can_attend_to_codes", lambda *_: False)
         expected = outputs(layer, states, mask)
     assert len(decoded) == 1 + len(LENGTHS)
     seen = torch.ones(2, sum(LENGTHS), dtype=torch.bool) if mask is None else mask.bool()
@@ -144,8 +147,7 @@ def test_gradients_and_weights_go_by_torch() -> None:
     assert outputs(layer, states.detach(), None).requires_grad  # of the weights
     layer.config._attn_implementation = "eager"
     past = DynamicCache()
-    assert layer.code is not None
-    past.layers = [CodedLayer(layer.code)]
+    past.layers = [layer.cache_layer(None)]
     with torch.inference_mode():
         _, weights = layer(states[:, :1], None, None, past)
     assert weights is not None
@@ -163,5 +165,6 @@ def test_a_code_moves_with_its_layer(is_latent: bool) -> None:
     assert layer.code is not None
     assert layer.code.offset.device.type == layer.code.scale.device.type == "meta"
     assert layer.code.offset.dtype == torch.float32
-    assert layer.reader is not None
-    assert layer.reader._code is layer.code
+    codes = layer.cache_layer(None)
+    assert codes is not None
+    assert codes.codec is layer.codec

@@ -144,7 +144,7 @@ def test_generate_uses_headwises_cache_by_default(ids: Tensor) -> None:
     cache = model.generate(ids, **kept).past_key_values
     assert type(cache) is HeadwiseCache
     assert cache.length == ids.shape[1] + 2
-    assert cache.layers[0].rooms[0].memory.shape[2] <= ids.shape[1] + 3  # what generate will fill, and no more
+    assert cache.layers[0].memory["keys"].shape[2] <= ids.shape[1] + 3  # what generate will fill, and no more
     own = DynamicCache(config=model.config)
     assert model.generate(ids, past_key_values=own, **kept).past_key_values is own
     assert model.generate(ids, use_cache=False, **kept).past_key_values is None

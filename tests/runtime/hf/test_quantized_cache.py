@@ -19,7 +19,7 @@ import headwise
 from headwise.measure.timing import cache_nbytes
 from headwise.runtime.hf import HeadwiseCache, default_cache
 from headwise.runtime.kernels.native import built
-from headwise.runtime.quantization import reader as stored
+from headwise.runtime.quantization import groups
 from headwise.runtime.quantization.formats import TokenFormat, parse_format
 from headwise.runtime.quantization.groups import GroupCode
 from headwise.runtime.quantization.kivi import KiviCode
@@ -56,12 +56,11 @@ def rounded(keys: Tensor, values: Tensor, spelling: str) -> tuple[Tensor, Tensor
 def poison(cache: HeadwiseCache) -> None:
     """Fill memory that holds no token with bytes of which every float is NaN."""
     for layer in cache.layers:
-        names = getattr(layer, "tensor_names", ("keys", "values"))
-        for name, room in zip(names, layer.rooms, strict=True):
+        for name, memory in layer.memory.items():
             held = getattr(layer, name)
-            if room.memory is not None and held is not None:
+            if held is not None:
                 kept = held.clone()
-                room.memory.view(torch.uint8).fill_(0xFF)
+                memory.view(torch.uint8).fill_(0xFF)
                 held.copy_(kept)
 
 
@@ -192,7 +191,7 @@ def test_recent_tokens_take_memory_for_one_block() -> None:
     for _ in range(300):
         cache.update(states, states, 0)
     layer = cache.layers[0]
-    assert [room.memory.shape[2] for room in layer.rooms[3:]] == [31, 31]
+    assert [layer.memory[name].shape[2] for name in ("recent_keys", "recent_values")] == [31, 31]
     assert layer.keys.shape[2] == 288
     assert layer.key_scales.shape == (1, HEADS, 9, 2 * WIDTH)
 
@@ -342,10 +341,11 @@ def test_each_kind_of_layer_is_quantised_or_refused_by_name() -> None:
     ):
         HeadwiseCache(config(sliding_window=9), quantize="kivi4")
     mixed = HeadwiseCache(tiny_family("gemma3_text", num_key_value_heads=HEADS), quantize="kivi4")
-    assert [type(layer).__name__ for layer in mixed.layers] == ["SlidingLayer", "KiviLayer", "SlidingLayer"]
+    assert [type(layer).__name__ for layer in mixed.layers] == ["SlidingLayer", "GrowingLayer", "SlidingLayer"]
+    assert [layer.codec for layer in mixed.layers] == [None, parse_format("kivi4"), None]
     read_by_kernel = tiny_family("gemma3_text", num_key_value_heads=HEADS, attn_implementation="headwise")
-    kinds = [type(layer).__name__ for layer in HeadwiseCache(read_by_kernel, quantize="int8").layers]
-    assert kinds == ["TokenwiseSlidingLayer", "QuantizedLayer", "TokenwiseSlidingLayer"]
+    kinds = [type(layer.codec).__name__ for layer in HeadwiseCache(read_by_kernel, quantize="int8").layers]
+    assert kinds == ["TokenFormat", "Int8Format", "TokenFormat"]
     with pytest.raises(headwise.ArgumentError, match=r"^quantize = 'int5': must be int8, int4,"):
         HeadwiseCache(config(), quantize="int5")
     states = torch.zeros(1, 1, 1, 80)
@@ -385,8 +385,8 @@ def test_headwise_attention_reads_codes(spelling: str, has_padding: bool, monkey
 def test_headwise_attention_reads_codes_by_the_kernel_for_gpus(
     spelling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored, "is_on_gpu", lambda _: True)
-    monkeypatch.setattr(stored, "attend_affine", None)
+    monkeypatch.setattr(groups, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(groups, "attend_affine", None)
     check_reading(spelling, True, monkeypatch)
 
 
@@ -405,10 +405,10 @@ def check_reading(spelling: str, has_padding: bool, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(GroupCode, "decode", counted)
 
-    def logits(*, is_read: bool) -> Tensor:
+    def logits(*, reads_stored: bool) -> Tensor:
         cache, parts = HeadwiseCache(model, quantize=spelling), []
         for layer in cache.layers:
-            layer.is_read = is_read
+            layer.reads_stored = reads_stored
         for begin, end in ((0, 70), (70, 71), (71, 79), (79, 80), (80, 90)):
             attended = mask[:, :end] if has_padding else None
             parts.append(model(ids[:, begin:end], attention_mask=attended, past_key_values=cache).logits)
@@ -416,7 +416,7 @@ def check_reading(spelling: str, has_padding: bool, monkeypatch: pytest.MonkeyPa
         return torch.cat(parts, 1)
 
     with torch.inference_mode():
-        out = logits(is_read=True)
-        few, expected = len(decoded), logits(is_read=False)
+        out = logits(reads_stored=True)
+        few, expected = len(decoded), logits(reads_stored=False)
     assert few < len(decoded) / 2
     assert (out - expected)[mask.bool()].abs().max() <= 1e-4 * expected.abs().max()

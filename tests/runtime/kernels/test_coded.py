@@ -17,8 +17,7 @@ from headwise.runtime.kernels.native import build as sizes
 from headwise.runtime.kernels.native.build import TURN
 from headwise.runtime.kernels.native.codes.calls import attend_coded
 from headwise.runtime.quantization import SINKS, TransformCode
-from headwise.runtime.quantization.reader import kernel_layout
-from headwise.runtime.quantization.transform_code import blocks
+from headwise.runtime.quantization.transform_code import blocks, coded_layout
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")
 
@@ -52,8 +51,7 @@ class Case:
         T, P = self.codes.shape[2], self.code.width - self.rank
         tables = self.tables(max(T, TURN), torch.float32)
         turn = (tables[0][:TURN, self.frequency], tables[1][:TURN, self.frequency]) if P else None
-        layout = kernel_layout(self.code, self.rank, turn)
-        assert layout is not None
+        layout = coded_layout(self.code, turn)
         return attend_coded(
             *(self.query, self.codes, self.wide, self.first, layout, tables, self.frequency),
             *(self.mask, self.is_causal, self.scale),

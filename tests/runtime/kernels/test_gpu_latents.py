@@ -12,7 +12,7 @@ from headwise.runtime.kernels.gpu import attend_latents, why_not_latents
 from headwise.runtime.kernels.gpu import codes as latents
 from headwise.runtime.kernels.native.build import TURN
 from headwise.runtime.quantization import SINKS
-from headwise.runtime.quantization.reader import latent_layout
+from headwise.runtime.quantization.transform_code import latent_layout
 from tests.runtime.kernels.test_coded import CLOSE, Case, draw, random_code
 from tests.runtime.kernels.test_gpu_codes import moved
 from tests.runtime.kernels.test_split import DEVICE
@@ -25,8 +25,7 @@ def attended(case: Case, *, has_sums: bool) -> torch.Tensor:
     T, P = case.codes.shape[2], case.code.width - case.rank
     tables = case.tables(max(T, TURN), torch.float32)
     turn = (tables[0][:TURN, case.frequency], tables[1][:TURN, case.frequency]) if P else None
-    layout = latent_layout(case.code, case.rank, turn, case.frequency.to(DEVICE))
-    assert layout is not None
+    layout = latent_layout(case.code.to(DEVICE), turn, case.frequency.to(DEVICE))
     query, codes, wide, first = (moved(x) for x in (case.query, case.codes, case.wide, case.first))
     mask = None if case.mask is None else moved(case.mask)
     rotation = (tables[0].to(DEVICE), tables[1].to(DEVICE))

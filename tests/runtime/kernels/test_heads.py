@@ -13,8 +13,7 @@ from headwise.runtime.kernels.native import built
 from headwise.runtime.kernels.native.build import TURN
 from headwise.runtime.kernels.native.codes.calls import attend_heads
 from headwise.runtime.quantization import SINKS, TransformCode
-from headwise.runtime.quantization.reader import heads_layout
-from headwise.runtime.quantization.transform_code import blocks
+from headwise.runtime.quantization.transform_code import blocks, heads_layout
 from tests.runtime.kernels.test_affine import allowed, reference
 from tests.runtime.kernels.test_coded import CLOSE, draw_mask
 
@@ -60,8 +59,7 @@ def check(seed: int) -> None:
     angles = torch.arange(max(T, TURN))[:, None] * torch.rand(FREQUENCIES, generator=noise, dtype=torch.float64)
     cos, sin, frequency = angles.cos(), angles.sin(), torch.randint(0, FREQUENCIES, (P // 2,), generator=noise)
     turn = (cos[:TURN, frequency].float(), sin[:TURN, frequency].float()) if P else None
-    layout = heads_layout(code, ((K, D), (K, V)), turn)
-    assert layout is not None
+    layout = heads_layout(code, turn)
     factor = pick.choice([1.0, 1.0, 0.5, 1.35]) if P else 1.0  # scaled RoPE multiplies its rotations
     tables = (cos.float() * factor, sin.float() * factor)
     out = attend_heads(query, codes, wide, first, layout, tables, frequency, *options)
@@ -104,8 +102,7 @@ def test_keys_far_from_zero_lose_no_more_than_in_bfloat16(seed: int, bias: float
     query = torch.where(small, query / bias, query).bfloat16()
     angles = torch.arange(T)[:, None] * 1e4 ** (-torch.arange(D // 2, dtype=torch.float64) / (D // 2))
     cos, sin, frequency = angles.cos(), angles.sin(), torch.arange(D // 2)
-    layout = heads_layout(code, ((K, D), (K, D)), (cos[:TURN].float(), sin[:TURN].float()))
-    assert layout is not None
+    layout = heads_layout(code, (cos[:TURN].float(), sin[:TURN].float()))
     options = (None, True, D**-0.5)
     out = attend_heads(query, codes, wide, first, layout, (cos.float(), sin.float()), frequency, *options)
 

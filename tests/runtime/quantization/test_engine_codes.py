@@ -18,8 +18,6 @@ from torch import Tensor
 
 import headwise.hf
 from headwise.errors import ArgumentError
-from headwise.runtime.caches.growing import GrowingLayer
-from headwise.runtime.caches.quantized import TokenwiseLayer
 from headwise.runtime.hf import HeadwiseCache
 from headwise.runtime.quantization.engine_code import EngineCode
 from headwise.runtime.quantization.formats import ENGINES, LLAMA_CPP, EngineFormat, parse_format
@@ -218,15 +216,15 @@ def test_levels_of_a_normal_distribution() -> None:
         assert (means - levels).abs().max() < 0.004
 
 
-def test_the_first_and_last_layers_stay_wide_where_the_engine_leaves_them(tmp_path: Path) -> None:
+def test_the_first_and_last_layers_are_not_quantised_where_the_engine_leaves_them(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 6}
     model = headwise.load(save_family(tmp_path / "llama", "llama", **sizes), dtype="float32")
-    kinds = [type(layer) for layer in HeadwiseCache(model, quantize="vllm:turboquant_4bit_nc").layers]
-    assert kinds == [*[GrowingLayer] * 2, *[TokenwiseLayer] * 2, *[GrowingLayer] * 2]
-    kinds = [type(layer) for layer in HeadwiseCache(model, quantize="vllm:int4_per_token_head").layers]
-    assert kinds == [TokenwiseLayer] * 6
+    codecs = [layer.codec for layer in HeadwiseCache(model, quantize="vllm:turboquant_4bit_nc").layers]
+    assert [codec is None for codec in codecs] == [True, True, False, False, True, True]
+    codecs = [layer.codec for layer in HeadwiseCache(model, quantize="vllm:int4_per_token_head").layers]
+    assert codecs == [parse_format("vllm:int4_per_token_head")] * 6
     form = ENGINES["vllm"]["turboquant_3bit_nc"]
-    assert [form.is_wide(layer, 3) for layer in range(3)] == [True, False, True]
+    assert [form.is_unquantised(layer, 3) for layer in range(3)] == [True, False, True]
 
 
 @pytest.mark.parametrize("spelling", FORMATS)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from headwise.errors import ArgumentError
-from headwise.runtime.quantization import wide_bytes
+from headwise.runtime.quantization import unquantised_bytes
 
 STEP = 8
 """The cached values a token of one step; 2 where the even share of some layer is below `COARSE`."""
@@ -126,7 +126,7 @@ def coded_curve(
     best: dict[int, Node] = {}
     for (rank, rotary), loss in sizes.items():
         count = rank + rotary
-        saved = wide_bytes(values) - wide_bytes(count)
+        saved = unquantised_bytes(values) - unquantised_bytes(count)
         for steps in range(-(share * 3 // 4) // step, 2 * share // step):
             token_bytes = math.floor(share + steps * step + saved)
             average = 8 * (token_bytes - 1) / count

@@ -46,7 +46,7 @@ from headwise.conversion.solvers.target import LayerTarget
 from headwise.conversion.storage import LayerFiles
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec, LatentSpec, as_latent
-from headwise.runtime.quantization import wide_bytes
+from headwise.runtime.quantization import unquantised_bytes
 
 CHOOSING = "choosing rotary channels"
 """The name of the stage, for progress."""
@@ -286,8 +286,8 @@ def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
         sizes = tuple(layer.even[:2] for layer in layers)
         loss = sum(layer.even.loss for layer in layers)
         return Spread(sizes, (KEY_WEIGHT,) * len(sizes), sizes, (loss, loss), None, plan.token_bytes)
-    total = sum(plan.token_bytes) + sum(wide_bytes(layer.even.values) for layer in layers)
-    left = total - sum((node.token_bytes or 0) + wide_bytes(node.values) for node in nodes)
+    total = sum(plan.token_bytes) + sum(unquantised_bytes(layer.even.values) for layer in layers)
+    left = total - sum((node.token_bytes or 0) + unquantised_bytes(node.values) for node in nodes)
     specs = [as_latent(own, node.rank, node.rotary) for own, node in zip(plan.before.layers, nodes, strict=True)]
     token_bytes = whole_shares([(node.token_bytes or 0) + left / len(nodes) for node in nodes], specs)
     even = [next((c.node for c in curve if c.steps == 0), curve[0].node) for curve in curves]

@@ -48,8 +48,7 @@ from headwise.measure.texts import refuse_inputs_within
 from headwise.measure.texts.calibration import CalibrationTexts, check_texts, open_windows
 from headwise.models.checkpoints import Checkpoint, open_checkpoint
 from headwise.models.specs import GroupedSpec, ModelSpec
-from headwise.runtime.caches.cache import rounded_queries
-from headwise.runtime.caches.growing import Update
+from headwise.runtime.caches.cache import Update, rounded_queries
 from headwise.runtime.hf import HeadwiseCache, LayerwiseModel, as_device
 from headwise.runtime.quantization.formats import ENGINES, EngineFormat, parse_format
 from headwise.runtime.quantization.groups import BITS, HADAMARD, Float8Code

@@ -80,5 +80,5 @@ def round_in_training(model: Any, checkpoint: Checkpoint, code: EngineFormat) ->
     model.set_attn_implementation(NAME)
     place, count = checkpoint.family.bare().place, checkpoint.spec.num_layers
     for index in range(count):
-        if not code.is_wide(index, count):
+        if not code.is_unquantised(index, count):
             setattr(model.base_model.get_submodule(place(index)), TRAINED_FORMAT, code)

@@ -256,7 +256,7 @@ def _fitted(
         change, loss, off = best_change(
             projected(state, layer, *inputs),
             state,
-            [code for code in formats if not code.is_wide(index, spec.num_layers)],
+            [code for code in formats if not code.is_unquantised(index, spec.num_layers)],
             room,
             shifts=options.refit,
             longest=longest,
@@ -316,7 +316,7 @@ def check_layers(checkpoint: Checkpoint, formats: Sequence[EngineFormat], output
             instead = "prepare the folder that it was made of" if is_file else "write a folder"
             rule = f"is a cache of {code.engine}, which loads no .gguf: {instead}"
             raise ArgumentError("for", str(code), rule)
-        if all(code.is_wide(index, count) for index in range(count)):
+        if all(code.is_unquantised(index, count) for index in range(count)):
             rule = f"keeps the caches of all {count} layers as they are, so that there is nothing to prepare"
             raise ArgumentError("for", str(code), rule)
     if not checkpoint.spec.is_causal or checkpoint.family.cross_attention is not None:

@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headwise.costs.formulas.layer import cache_values
 from headwise.measure.profiling.pace import HERE
 from headwise.models.specs import LatentSpec, ModelSpec, read_config
-from headwise.runtime.caches.coded import CodedLayer
+from headwise.runtime.caches.layers import GrowingLayer
 from headwise.runtime.hf import HeadwiseCache, optimize
 from headwise.runtime.hf.codes import set_codes
 from headwise.runtime.quantization import TransformCode
-from headwise.runtime.quantization.transform_code import blocks, code_shape
+from headwise.runtime.quantization.transform_code import TrellisFormat, blocks, code_shape
 
 _PIECE = 65_536
 """The number of tokens of noise that are drawn, and repeated in longer caches."""
@@ -152,8 +152,8 @@ def filled_cache(
     cache = HeadwiseCache(model, max_length=tokens + 1, quantize=quantize)
     for index, layer in enumerate(spec.layers):
         own = cache.layers[index]
-        if isinstance(own, CodedLayer):
-            _fill_with_codes(own, batch, tokens)
+        if isinstance(own, GrowingLayer) and isinstance(own.codec, TrellisFormat):
+            _fill_with_codes(own, own.codec.code.width, batch, tokens)
             continue
         heads = 1 if isinstance(layer, LatentSpec) else int(getattr(layer, "num_kv_heads", 1))
         width = cache_values(layer) // heads // (1 if isinstance(layer, LatentSpec) else 2)
@@ -166,14 +166,14 @@ def filled_cache(
     return cache
 
 
-def _fill_with_codes(layer: CodedLayer, batch: int, tokens: int) -> None:
+def _fill_with_codes(layer: GrowingLayer, width: int, batch: int, tokens: int) -> None:
     """Fill a layer with the codes of a few tokens, repeated: coding all tokens would take long."""
-    few = torch.randn(batch, 1, min(tokens, _CODED), layer.code.width)
-    layer.append(few, torch.zeros(batch, dtype=torch.long))
+    few = torch.randn(batch, 1, min(tokens, _CODED), width)
+    layer.append(few, few[..., :0], torch.zeros(batch, dtype=torch.long))
     codes = layer.keys
     for begin in range(_CODED, tokens, _CODED):
         more = codes[:, :, : tokens - begin]
-        layer.update(more, more[..., :0])
+        layer.append_rows(more, more[..., :0])
 
 
 def decode_step(model: Any, cache: HeadwiseCache, batch: int) -> Callable[[], object]:

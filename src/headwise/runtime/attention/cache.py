@@ -53,9 +53,9 @@ class AttentionCache:
         """The most tokens it can be given."""
         self.length = 0
         """Tokens it has been given, including those that a window has forgotten."""
-        room = max_length if window is None else min(max_length, window)
+        capacity = max_length if window is None else min(max_length, window)
         self.buffers = [
-            torch.empty(batch_size, heads, room, width, dtype=dtype, device=device) for heads, width in shapes
+            torch.empty(batch_size, heads, capacity, width, dtype=dtype, device=device) for heads, width in shapes
         ]
 
     @property
@@ -94,13 +94,13 @@ class AttentionCache:
             if states.shape != (B, heads, S, width) or states.dtype != buffer.dtype:
                 rule = f"must be {(B, heads, S, width)} {buffer.dtype}"
                 raise ArgumentError("cached states", (tuple(states.shape), states.dtype), rule)
-        room, stored = self.buffers[0].shape[2], self.held
-        if end <= room:
+        capacity, stored = self.buffers[0].shape[2], self.held
+        if end <= capacity:
             for buffer, states in zip(self.buffers, new, strict=True):
                 buffer[:, :, stored:end] = states
             self.length = end
             return self.views()
-        kept = min(stored, room - 1)  # older tokens that the first new token still sees
+        kept = min(stored, capacity - 1)  # older tokens that the first new token still sees
         attended = tuple(
             torch.cat((buffer[:, :, stored - kept : stored], states), dim=2)  # [B, heads, kept + S, width]
             for buffer, states in zip(self.buffers, new, strict=True)
@@ -109,7 +109,7 @@ class AttentionCache:
             self.buffers = [states.detach() for states in attended]
         else:
             for buffer, states in zip(self.buffers, attended, strict=True):
-                buffer[:] = states[:, :, -room:]
+                buffer[:] = states[:, :, -capacity:]
         self.length = end
         return attended
 
@@ -126,8 +126,8 @@ class AttentionCache:
         if not 0 <= length <= self.length:
             raise ArgumentError("length", length, f"must be between 0 and the {self.length} tokens held")
         if length < self.length > self.held:
-            room = self.buffers[0].shape[2]
-            raise ArgumentError("length", length, f"cannot be cropped to: only the last {room} tokens are held")
+            capacity = self.buffers[0].shape[2]
+            raise ArgumentError("length", length, f"cannot be cropped to: only the last {capacity} tokens are held")
         self.length = length
 
     def reorder(self, indices: Tensor) -> None:

@@ -1,11 +1,13 @@
 """A transformers cache that appends tokens without copying those it has, and can quantise them.
 
+Two more caches stand for others: they give attention, and show masks, what the caller says.
+
 Shapes: B batch, K key–value heads, T cached tokens, D width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,16 +18,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from headwise.errors import ArgumentError
 from headwise.models.checkpoints import family_of, has_family
 from headwise.models.specs import HOSTED_PREFIX, hides_tokens
-from headwise.runtime.caches.growing import GrowingLayer, SlidingLayer
-from headwise.runtime.caches.quantized import KiviLayer, QuantizedLayer, TokenwiseLayer, TokenwiseSlidingLayer
-from headwise.runtime.quantization.formats import CacheFormat, EngineFormat, TokenFormat, parse_format
-from headwise.runtime.quantization.kivi import KiviCode
+from headwise.runtime.caches.layers import GrowingLayer, SlidingLayer
+from headwise.runtime.quantization.codec import Codec
+from headwise.runtime.quantization.formats import EngineFormat, Int8Format, parse_format
 
 NAME = "headwise"
 """The value of ``attn_implementation`` by which a transformers model's attention is headwise's."""
-
-_FUSED = "int8"
-"""The format that headwise's attention reads with one scale for a token and head."""
 
 
 class HeadwiseCache(DynamicCache):
@@ -59,26 +57,26 @@ class HeadwiseCache(DynamicCache):
     """
 
     def __init__(self, model: Any, max_length: int | None = None, *, quantize: str | None = None) -> None:
-        code = None if quantize is None else parse_format(quantize)
+        codec: Codec | None = None if quantize is None else parse_format(quantize)
         if max_length is not None and (type(max_length) is not int or max_length < 1):
             raise ArgumentError("max_length", max_length, "must be a whole number of at least 1, or None")
         config = getattr(model, "config", model)
         if not hasattr(config, "get_text_config"):
             raise ArgumentError("model", type(model).__name__, "must be a transformers model or config")
-        if isinstance(code, EngineFormat) and has_family(model_type := getattr(config, "model_type", None)):
-            code = code.interleaved() if family_of(str(model_type)).gguf_interleaved else code
+        if isinstance(codec, EngineFormat) and has_family(model_type := getattr(config, "model_type", None)):
+            codec = codec.interleaved() if family_of(str(model_type)).gguf_interleaved else codec
         super().__init__(config=config)
         self.max_length = max_length
         # How far the last token's position is ahead of its slot, int64 [B], where the model has codes and told it.
         self.positions_ahead: Tensor | None = None
-        kernel = None if not _reads_codes(config) else "int8" if str(code) == _FUSED else "codes"
         longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-        codes = [_of_layer(code, index, len(self.layers)) for index in range(len(self.layers))]
+        options: dict[str, Any] = {"max_length": max_length, "reads_stored": _reads_stored(config)}
+        count = len(self.layers)
         self.layers: list[Any] = [
-            _with_room(layer, longest, max_length, own, kernel) for layer, own in zip(self.layers, codes, strict=True)
+            _replace_layer(layer, longest, _codec_of_layer(codec, index, count), options)
+            for index, layer in enumerate(self.layers)
         ]
-        quantised = (QuantizedLayer, TokenwiseLayer, TokenwiseSlidingLayer, KiviLayer)
-        if code is not None and not any(isinstance(layer, quantised) for layer in self.layers):
+        if codec is not None and all(getattr(layer, "codec", None) is None for layer in self.layers):
             kinds = {type(layer) for layer in self.layers}
             names = ", ".join(sorted(kind.__name__ for kind in kinds))
             why = ": it cannot store sliding windows" if SlidingLayer in kinds else f", all of kind {names}"
@@ -128,8 +126,12 @@ class HeadwiseCache(DynamicCache):
     @property
     def nbytes(self) -> int:
         """Bytes of memory allocated for keys and values, used or not; scales and recent tokens are included."""
-        tensors = [getattr(layer, name, None) for layer in self.layers for name in _names(layer)]
-        tensors += [room.memory for layer in self.layers for room in getattr(layer, "rooms", ())]
+        tensors = [
+            getattr(layer, name, None)
+            for layer in self.layers
+            for name in getattr(layer, "tensor_names", ("keys", "values"))
+        ]
+        tensors += [memory for layer in self.layers for memory in getattr(layer, "memory", {}).values()]
         storages = (states.untyped_storage() for states in tensors if isinstance(states, Tensor))
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -192,44 +194,68 @@ def rounded_queries(model: Any, quantize: str) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def _names(layer: Any) -> tuple[str, ...]:
-    names: tuple[str, ...] = getattr(layer, "tensor_names", ("keys", "values"))
-    return names
-
-
-def _reads_codes(config: Any) -> bool:
-    """Whether the model's attention is headwise's by name; a converted model's layers take no codes."""
+def _reads_stored(config: Any) -> bool:
+    """Whether the model's attention is headwise's by name; a converted model's layers take keys and values."""
     is_hosted = str(getattr(config, "model_type", "")).startswith(HOSTED_PREFIX)
     return getattr(config, "_attn_implementation", None) == NAME and not is_hosted
 
 
-def _of_layer(code: CacheFormat | None, layer: int, layers: int) -> CacheFormat | None:
-    """The format of one of a model's layers, which an engine may leave as it is."""
-    return None if isinstance(code, EngineFormat) and code.is_wide(layer, layers) else code
+def _codec_of_layer(codec: Codec | None, layer: int, layers: int) -> Codec | None:
+    """The codec of one of a model's layers, which an engine may leave as it is."""
+    return None if isinstance(codec, EngineFormat) and codec.is_unquantised(layer, layers) else codec
 
 
-def _with_room(
-    layer: Any, longest: int | None, max_length: int | None, code: CacheFormat | None, kernel: str | None
-) -> Any:
+def _replace_layer(layer: Any, longest: int | None, codec: Codec | None, options: dict[str, Any]) -> Any:
     """The layer of headwise's that replaces one of transformers' own; other kinds are returned as they are.
 
     Args:
         layer: transformers' own.
         longest: the model's positions; a window as long as they are drops nothing, and keeps all tokens here.
-        max_length: see `HeadwiseCache`.
-        code: the format.
-        kernel: what attention reads of it without decoding: ``int8``, ``codes`` or nothing.
+        codec: of the layer.
+        options: the other arguments of `GrowingLayer` and `SlidingLayer`.
     """
-    is_read = kernel is not None
     is_sliding = type(layer) is DynamicSlidingWindowLayer
     if is_sliding and hides_tokens(layer.sliding_window, longest):
-        if isinstance(code, TokenFormat | EngineFormat):
-            return TokenwiseSlidingLayer(code, layer.sliding_window, max_length, is_read=is_read)
-        return SlidingLayer(layer.sliding_window, max_length)
+        # What drops out of a window is single tokens, and never a block of them.
+        return SlidingLayer(layer.sliding_window, None if codec is None or codec.block > 1 else codec, **options)
     if not is_sliding and type(layer) is not DynamicLayer:
         return layer
-    if code is None:
-        return GrowingLayer(max_length)
-    if isinstance(code, KiviCode):
-        return KiviLayer(code, max_length, is_read=is_read)
-    return QuantizedLayer(max_length) if kernel == "int8" else TokenwiseLayer(code, max_length, is_read=is_read)
+    if str(codec) == str(Int8Format()) and options["reads_stored"]:
+        codec = Int8Format()
+    return GrowingLayer(codec, **options)
+
+
+Update = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Gives attention keys ``[B, K, T, D]`` and values ``[B, K, T, V]`` for those that it computed of S tokens."""
+
+
+class GivenCache(DynamicCache):
+    """A cache that gives attention what a function returns.
+
+    Args:
+        update: the function.
+    """
+
+    def __init__(self, update: Update) -> None:
+        super().__init__()
+        self._update = update
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keys ``[B, K, T, D]`` and values ``[B, K, T, V]`` in place of those given."""
+        return self._update(key_states, value_states)
+
+
+class OneTokenCache(DynamicCache):
+    """A cache as masks see it that holds one token."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Its tokens."""
+        return 1
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """The position of the next token."""
+        return 1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """How many tokens there are with ``query_length`` more, and the position of their first."""
+        return 1 + query_length, 0

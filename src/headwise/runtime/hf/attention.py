@@ -1,6 +1,7 @@
 """headwise's layers in the place of a transformers model's attention modules.
 
-Shapes: B batch, S new tokens, T all tokens, E hidden size, P rotary dims.
+Shapes: B batch, S new tokens, T all tokens, E hidden size, W cached values of a token, P rotary dims, F frequencies
+of the model.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
 from headwise.errors import ArgumentError
@@ -20,32 +21,51 @@ from headwise.models.specs import AttentionSpec, GroupedSpec, LatentSpec, RopeSp
 from headwise.runtime.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from headwise.runtime.attention.base import AttentionLayer, CacheLike, Call, merge_heads, rotated, split_heads
 from headwise.runtime.attention.latent import constructor_arguments
-from headwise.runtime.caches.coded import CodedLayer, CodedStates, SlotRotation, decoded
+from headwise.runtime.caches.frequencies import follow, frequencies
+from headwise.runtime.caches.layers import GrowingLayer
 from headwise.runtime.hf.interface import as_bool
 from headwise.runtime.kernels.mask import causal_mask
-from headwise.runtime.quantization import CodeReader, HeadsReader, LatentReader, TransformCode
+from headwise.runtime.kernels.native.build import TURN
+from headwise.runtime.quantization import TransformCode
+from headwise.runtime.quantization.codec import Stored
+from headwise.runtime.quantization.transform_code import KeyRotation, TrellisFormat
 
 
 class LayerCache:
-    """One layer of a transformers cache as an `AttentionCache`.
+    """One layer of a transformers cache as an `AttentionCache`, or none at all where values have a code.
 
     A layer that caches one tensor (MLA: the latent and the rotary key) stores it as the "keys", with "values" of
     width 0, so that any transformers cache holds exactly that tensor and attention reads it without a copy.
 
+    Values with a code are rounded whether they are stored as codes, as numbers in another kind of cache, or not at
+    all.
+
     Args:
-        past_key_values: the transformers cache.
+        past_key_values: the transformers cache; or None, with a codec.
         layer_idx: index of the layer in it.
         trim: return only the tokens that are cached. A static cache returns all its slots, which needs a mask.
         tensors: cached by the layer: 1, or 2 for keys and values.
+        codec: of the layer's values; None where they are cached as they are.
+        mask: of the call, as bool, which says where sequences begin; for a codec.
     """
 
-    def __init__(self, past_key_values: Any, layer_idx: int, *, trim: bool, tensors: int = 1) -> None:
+    def __init__(
+        self,
+        past_key_values: Any,
+        layer_idx: int,
+        *,
+        trim: bool,
+        tensors: int = 1,
+        codec: TrellisFormat | None = None,
+        mask: Tensor | None = None,
+    ) -> None:
         self._past, self._layer_idx, self._trim, self._tensors = past_key_values, layer_idx, trim, tensors
+        self._codec, self._mask = codec, mask
 
     @property
     def length(self) -> int:
         """Tokens in the cache."""
-        return int(self._past.get_seq_length(self._layer_idx))
+        return 0 if self._past is None else int(self._past.get_seq_length(self._layer_idx))
 
     def update(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Append new tokens.
@@ -54,10 +74,37 @@ class LayerCache:
             new: ``[B, heads, S, width]`` for each cached tensor.
 
         Returns:
-            ``[B, heads, T, width]`` for each.
+            ``[B, heads, T, width]`` for each; or, of a cache of codes, what `TrellisFormat` stores.
+
+        Raises:
+            ArgumentError: the cache was made for a model with other codes, or has no room.
         """
         keys, values = new if self._tensors == 2 else (new[0], new[0][..., :0])
+        if self._codec is None:
+            return self._trimmed(self._past.update(keys, values, self._layer_idx))
+        layer, begin = self._layer_of_codes(self._codec), self.length
+        first = layer.first if begin and layer is not None else None
+        if first is None:
+            first = first_slots(self._mask, len(keys), keys.device)
+        if layer is not None:
+            layer.append(keys, values, first)
+            return layer.stored
+        keys = self._codec.rounded(keys, first, begin)
+        if self._past is None:
+            return (keys,)
         return self._trimmed(self._past.update(keys, values, self._layer_idx))
+
+    def _layer_of_codes(self, codec: TrellisFormat) -> GrowingLayer | None:
+        """The cache's layer, where it holds codes; one of codes that this model does not read is refused."""
+        layer = None if self._past is None else self._past.layers[self._layer_idx]
+        if not isinstance(layer, GrowingLayer) or not isinstance(layer.codec, TrellisFormat):
+            return None
+        if layer.codec is not codec:
+            if not layer.codec.code.equals(codec.code):
+                rule = "was made for another model, whose codes are not this one's; make a new cache"
+                raise ArgumentError("past_key_values", f"layer {self._layer_idx}", rule)
+            layer.codec = codec  # of a copy of the model
+        return layer
 
     def views(self) -> tuple[Tensor, ...]:
         """Everything in the cache, ``[B, heads, T, width]`` for each cached tensor."""
@@ -67,6 +114,85 @@ class LayerCache:
     def _trimmed(self, states: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         cached = states[: self._tensors]
         return tuple(tensor[:, :, : self.length] for tensor in cached) if self._trim else cached
+
+
+def first_slots(mask: Tensor | None, batch: int, device: torch.device) -> Tensor:
+    """The slot of each sequence's first token: the first one that any query sees, int64 ``[B]``.
+
+    Args:
+        mask: bool ``[B, 1, S, T]`` or ``[B, T]``; None without padding.
+        batch: B.
+        device: of the result.
+    """
+    if mask is None:
+        return torch.zeros(batch, dtype=torch.int64, device=device)
+    seen = mask if mask.dim() == 2 else mask.flatten(1, 2).any(1)
+    return (seen != 0).to(torch.int64).argmax(-1).expand(batch)
+
+
+class SlotRotation:
+    """cos and sin of the slots of a cache, at every frequency that a model's rotary embedding has now.
+
+    Where frequencies depend on how long a text is, they are those of the embedding's latest call, which the model
+    makes before any of its layers; all keys in the cache are rotated with them.
+
+    Args:
+        rotary: the model's rotary embedding, one of transformers'.
+    """
+
+    def __init__(self, rotary: nn.Module) -> None:
+        self._rotary = rotary
+        self._forget()
+        follow(rotary, self._forget)
+
+    def _forget(self, first: int = 0) -> None:
+        """Forget everything that was computed from frequencies, which have changed."""
+        self._tables: tuple[Tensor, Tensor] | None = None
+        self._latest: tuple[object, tuple[Tensor, Tensor]] | None = None
+        self._turns: dict[object, tuple[Tensor, Tensor]] = {}
+
+    def tables(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 ``[1, count, F]``, of slots 0 … count − 1."""
+        kept = self._tables
+        if kept is None or kept[0].shape[1] < count or kept[0].device != device:
+            # Not by calling the embedding, which would take so many slots for the length of a text.
+            own: Any = self._rotary
+            (inv_freq,) = frequencies(self._rotary)
+            with torch.inference_mode(False), torch.no_grad():
+                slots = torch.arange(max(256, 2 * count), dtype=torch.float32, device=device)
+                angles = slots[None, :, None] * inv_freq.to(device=device, dtype=torch.float32)
+                scaling = float(own.attention_scaling)
+                kept = self._tables = angles.cos() * scaling, angles.sin() * scaling
+        return kept[0][:, :count], kept[1][:, :count]
+
+    def of_slot(self, slot: int, channels: Tensor, key: object, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[1, 1, P/2]`` of one slot, kept because most layers want the same of a token.
+
+        Args:
+            slot: the slot.
+            channels: int64 ``[P/2]``, each pair's frequency.
+            key: what says that two layers' channels are the same.
+            dtype: of the result.
+        """
+        wanted = (slot, key, dtype, channels.device)
+        if self._latest is None or self._latest[0] != wanted:
+            with torch.inference_mode(False), torch.no_grad():
+                cos, sin = (
+                    table.narrow(1, slot, 1).index_select(2, channels).to(dtype)
+                    for table in self.tables(slot + 1, channels.device)
+                )
+            self._latest = wanted, (cos, sin)
+        return self._latest[1]
+
+    def of_keys(self, count: int, channels: Tensor, key: object) -> KeyRotation:
+        """How keys in slots 0 … count − 1 are rotated; arguments as for `of_slot`."""
+        wanted = (key, channels.device)
+        if wanted not in self._turns:
+            with torch.inference_mode(False), torch.no_grad():
+                cos, sin = (table[0, :, channels] for table in self.tables(TURN, channels.device))
+                self._turns[wanted] = cos / cos[:1], sin / cos[:1]
+        cos, sin = self.tables(count, channels.device)
+        return KeyRotation(cos[0], sin[0], channels, self._turns[wanted])
 
 
 class HostedAttention(AttentionLayer):
@@ -198,15 +324,25 @@ class HostedAttention(AttentionLayer):
 class CodedAttention(HostedAttention):
     """A layer that can cache its values in a code, as one tensor ``[B, 1, T, W]``.
 
-    Keys are coded before rotation, and rotated when they are read (`headwise.runtime.caches.coded`).
+    Slots of the cache stand for positions: keys are rotated by the slot they lie in, and so are queries. That differs
+    from the model's own positions by one rotation of all, which scores do not depend on.
+
+    Keys are coded before rotation because they vary least then, and rotated when they are read. Where frequencies
+    change with the length of a text, all keys in the cache are rotated with those of the latest call; but the states
+    that keys and values were computed from are those of a shorter text, so that crossing such a change with a cache
+    warns.
     """
 
     CACHING = ("k_proj", "v_proj", "k_norm", "kv_a_proj_with_mqa", "kv_a_layernorm")
     """The projections and norms that cached values come from, of all mechanisms that can be coded."""
 
-    code: TransformCode | None = None
+    codec: TrellisFormat | None = None
     slots: SlotRotation | None = None
-    reader: CodeReader[Any] | None = None
+
+    @property
+    def code(self) -> TransformCode | None:
+        """The code of the values that the layer caches; None where they are stored as they are."""
+        return None if self.codec is None else self.codec.code
 
     def set_code(self, code: TransformCode | None, slots: SlotRotation | None) -> None:
         """Code the values that the layer caches; None stores them as they are.
@@ -215,7 +351,7 @@ class CodedAttention(HostedAttention):
             code: the code.
             slots: the rotation of the model's slots, where the layer has rotary dims.
         """
-        self.code, self.slots = code, slots
+        self.codec, self.slots = None if code is None else TrellisFormat(code), slots
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the layer, and its code with it: no buffer, because its numbers stay float32 in a narrower layer."""
@@ -226,53 +362,65 @@ class CodedAttention(HostedAttention):
                 self.set_code(self.code.to(device), self.slots)
         return self
 
-    def cache_layer(self, max_length: int | None) -> CodedLayer | None:
+    def cache_layer(self, max_length: int | None) -> GrowingLayer | None:
         """The layer of a `HeadwiseCache` that stores this one's codes; None where values are stored as they are."""
-        return None if self.code is None else CodedLayer(self.code, max_length)
+        return None if self.codec is None else GrowingLayer(self.codec, max_length)
 
     def _cache(self, past: Any, mask: Tensor | None) -> CacheLike | None:
-        if self.code is None:
+        if self.codec is None:
             return super()._cache(past, mask)
-        return CodedStates(self.code, past, self.layer_idx, mask)
+        return LayerCache(past, self.layer_idx, trim=mask is None, codec=self.codec, mask=mask)
 
     def _rotation(
         self, tables: tuple[Tensor, Tensor] | None, states: Tensor, past: Any
     ) -> tuple[Tensor, Tensor] | None:
         """See `HostedAttention._rotation`; queries are rotated by their slots where keys are coded."""
-        if self.code is None:
+        if self.codec is None:
             return super()._rotation(tables, states, past)
         begin = 0 if past is None else int(past.get_seq_length(self.layer_idx))
-        return self._slots(states, begin, begin + states.shape[1])
+        return self._slot_rotation(states, begin, begin + states.shape[1])
 
-    def _can_read(self, states: Tensor, memory: tuple[Tensor, ...], call: Call) -> bool:
-        """Whether the compiled kernel attends to codes as they are stored, of new tokens ``[B, S, E]``."""
-        if len(memory) == 1 or self.reader is None or call.return_weights or self._dropout_p():
+    def _can_attend_to_codes(self, states: Tensor, memory: tuple[Tensor, ...], call: Call) -> bool:
+        """Whether a kernel attends to codes as they are stored, of new tokens ``[B, S, E]``."""
+        if len(memory) == 1 or self.codec is None or call.return_weights or self._dropout_p():
             return False
-        if self.backend not in ("auto", "fused"):
+        if self.backend not in ("auto", "fused") or (self.channels and self.slots is None):
             return False
         needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (states, *self.parameters()))
-        return self.reader.can_read(states, memory, call.attention_mask, needs_grad=needs_grad)
+        return self.codec.can_attend_to(states, memory, call.attention_mask, needs_grad=needs_grad)
 
-    def _values(self, memory: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    def _attend_to_codes(
+        self, query: Tensor, memory: tuple[Tensor, ...], call: Call, scale: float, *, has_sums: bool = False
+    ) -> Tensor:
+        """Attend to codes as they are stored; see `TrellisFormat.attend`."""
+        assert self.codec is not None
+        stored, rotation = Stored(memory, (self.codec.code.width, 0), query.dtype), None
+        if self.slots is not None and self.channels:
+            channels = self._channels(query)
+            rotation = self.slots.of_keys(memory[0].shape[2], channels, tuple(self.channels))
+        mask, is_causal = call.attention_mask, call.is_causal
+        return self.codec.attend(query, stored, mask, is_causal, scale, rotation, has_sums=has_sums)
+
+    def _cached_values(self, memory: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """The values of all tokens ``[B, 1, T, W]``, before rotation, out of codes or as another cache holds them."""
-        assert self.code is not None
-        return memory[0] if len(memory) == 1 else decoded(self.code, memory, dtype)
+        assert self.codec is not None
+        if len(memory) == 1:
+            return memory[0]
+        return self.codec.decode(Stored(memory, (self.codec.code.width, 0), dtype))[0]
 
-    def _slots(self, like: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor] | None:
-        """cos and sin ``[1, end − begin, P/2]`` of slots; None without rotary dims."""
+    def _slot_rotation(self, states: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor] | None:
+        """cos and sin ``[1, end − begin, P/2]`` of slots, of the states' dtype; None without rotary dims."""
         if self.slots is None or not self.channels:
             return None
-        if end == begin + 1 and type(like) is Tensor and not torch.compiler.is_compiling():
-            return self.slots.of_slot(begin, self._channels(like), tuple(self.channels), like)
-        cos, sin = (table[:, begin:] for table in self.slots.tables(end, like.device))
+        if end == begin + 1 and type(states) is Tensor and not torch.compiler.is_compiling():
+            return self.slots.of_slot(begin, self._channels(states), tuple(self.channels), states.dtype)
+        cos, sin = (table[:, begin:] for table in self.slots.tables(end, states.device))
         channels = self._channels(cos)
-        return cos[..., channels].to(like.dtype), sin[..., channels].to(like.dtype)
+        return cos[..., channels].to(states.dtype), sin[..., channels].to(states.dtype)
 
 
 class HostedLatentAttention(CodedAttention, MultiHeadLatentAttention):
     """MLA in the place of a transformers model's attention; arguments as for `HostedAttention.host`."""
-
-    reader: LatentReader | None
 
     def __init__(self, spec: LatentSpec, config: Any, layer_idx: int, channels: list[int]) -> None:
         # cos and sin come from the model; the two dims of a rotary pair are half a head apart
@@ -281,28 +429,23 @@ class HostedLatentAttention(CodedAttention, MultiHeadLatentAttention):
         super().__init__(**constructor_arguments(spec), dropout=_dropout(config), rope=rope, **norm_eps)
         self.host(spec, config, layer_idx, channels)
 
-    def set_code(self, code: TransformCode | None, slots: SlotRotation | None) -> None:
-        """See `CodedAttention.set_code`."""
-        super().set_code(code, slots)
-        self.reader = None if code is None else LatentReader(code, self.spec.kv_lora_rank, self.channels, slots)
-
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor]:
-        return super()._states_to_cache(states, rotation if self.code is None else None)
+        return super()._states_to_cache(states, rotation if self.codec is None else None)
 
     def _attend(
         self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if self.code is None:
+        if self.codec is None:
             return super()._attend(hidden_states, memory, call)
-        if self._can_read(hidden_states, memory, call):
-            assert self.reader is not None
+        if self._can_attend_to_codes(hidden_states, memory, call):
             query = self._absorbed_query(*self._queries(hidden_states, call.rotation))
-            options = {"is_causal": call.is_causal, "has_sums": self.kv_b_proj.bias is not None}
-            mixed = self.reader.attend(query, memory, call.attention_mask, scale=self._scale(), **options)
+            mixed = self._attend_to_codes(
+                query, memory, call, self._scale(), has_sums=self.kv_b_proj.bias is not None
+            )
             out: Tensor = self.o_proj(merge_heads(self._decoded_values(mixed)))
             return out
-        values, P = self._values(memory, hidden_states.dtype), self.spec.qk_rope_head_dim
-        rotation = self._slots(values, 0, values.shape[2])
+        values, P = self._cached_values(memory, hidden_states.dtype), self.spec.qk_rope_head_dim
+        rotation = self._slot_rotation(values, 0, values.shape[2])
         if rotation is not None:
             values = torch.cat((values[..., :-P], rotated(values[..., -P:], rotation, self.rope)), -1)
         return super()._attend(hidden_states, (values,), call)
@@ -310,8 +453,6 @@ class HostedLatentAttention(CodedAttention, MultiHeadLatentAttention):
 
 class HostedGroupedAttention(CodedAttention, GroupedQueryAttention):
     """GQA, MQA or MHA in a model whose own class has no ``num_key_value_heads``, or with a coded cache."""
-
-    reader: HeadsReader | None
 
     def __init__(self, spec: GroupedSpec, config: Any, layer_idx: int, channels: list[int]) -> None:
         super().__init__(
@@ -327,13 +468,8 @@ class HostedGroupedAttention(CodedAttention, GroupedQueryAttention):
         )
         self.host(spec, config, layer_idx, channels)
 
-    def set_code(self, code: TransformCode | None, slots: SlotRotation | None) -> None:
-        """See `CodedAttention.set_code`."""
-        super().set_code(code, slots)
-        self.reader = None if code is None else HeadsReader(code, self.cache_shapes(), self.channels, slots)
-
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
-        if self.code is None:
+        if self.codec is None:
             return super()._states_to_cache(states, rotation)
         key, value = super()._states_to_cache(states, None)
         return (torch.cat((merge_heads(key), merge_heads(value)), -1)[:, None],)  # [B, 1, S, W]
@@ -341,25 +477,19 @@ class HostedGroupedAttention(CodedAttention, GroupedQueryAttention):
     def _attend(
         self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if self.code is None:
+        if self.codec is None:
             return super()._attend(hidden_states, memory, call)
-        if self._can_read(hidden_states, memory, call):
-            return self._read(hidden_states, memory, call)
-        values, K = self._values(memory, hidden_states.dtype), self.spec.num_kv_heads
+        if self._can_attend_to_codes(hidden_states, memory, call):
+            query = self._heads(self.q_proj(hidden_states), self.spec.num_heads, self.q_norm)
+            scale = self.spec.head_dim**-0.5 if self.spec.softmax_scale is None else self.spec.softmax_scale
+            mixed = self._attend_to_codes(rotated(query, call.rotation, self.rope), memory, call, scale)
+            out = merge_heads(mixed)
+            return out if self.o_proj is None else self.o_proj(out)
+        values, K = self._cached_values(memory, hidden_states.dtype), self.spec.num_kv_heads
         widths = (K * self.spec.head_dim, K * self.spec.value_dim)
         key, value = (split_heads(part[:, 0], K) for part in values.split_with_sizes(widths, -1))
-        key = rotated(key, self._slots(values, 0, key.shape[2]), self.rope)
+        key = rotated(key, self._slot_rotation(values, 0, key.shape[2]), self.rope)
         return super()._attend(hidden_states, (key, value), call)
-
-    def _read(self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call) -> Tensor:
-        """`_attend`, by the kernel that reads codes."""
-        assert self.reader is not None
-        query = self._heads(self.q_proj(hidden_states), self.spec.num_heads, self.q_norm)
-        scale = self.spec.head_dim**-0.5 if self.spec.softmax_scale is None else self.spec.softmax_scale
-        query = rotated(query, call.rotation, self.rope)
-        mixed = self.reader.attend(query, memory, call.attention_mask, is_causal=call.is_causal, scale=scale)
-        out = merge_heads(mixed)
-        return out if self.o_proj is None else self.o_proj(out)
 
 
 def _dropout(config: Any) -> float:

@@ -17,8 +17,7 @@ from headwise.models.checkpoints import Checkpoint, family_of
 from headwise.models.families.base import canonical_shapes
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec
 from headwise.runtime.caches.cache import HeadwiseCache
-from headwise.runtime.caches.coded import SlotRotation
-from headwise.runtime.hf.attention import CodedAttention, HostedGroupedAttention
+from headwise.runtime.hf.attention import CodedAttention, HostedGroupedAttention, SlotRotation
 from headwise.runtime.hf.models import replace_attention
 from headwise.runtime.quantization import TransformCode
 from headwise.runtime.quantization.transform_code import FILE, code_shape, codes_content

@@ -16,8 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from headwise.errors import ArgumentError
 from headwise.runtime.caches.cache import NAME
-from headwise.runtime.kernels import attend, attend_quantized, attend_with_weights, dequantize, unpack
-from headwise.runtime.quantization.reader import StoredKeys, passed_through
+from headwise.runtime.kernels import attend, attend_with_weights
+from headwise.runtime.quantization.codec import StoredKeys
 
 UNKNOWN = ("softcap", "position_bias", "s_aux", "cache")
 """Arguments of attention functions that are not supported: caps and biases of scores, sinks, paged caches."""
@@ -71,16 +71,11 @@ def attention_forward(
         if not dropout and not returns_weights:
             return key.attend(query, mask, causal, scaling).transpose(1, 2).contiguous(), None
         key, value = key.decode()
-    if (code := getattr(module, TRAINED_FORMAT, None)) is not None:
-        query, key, value = passed_through(code, query, key, value)
+    if (trained := getattr(module, TRAINED_FORMAT, None)) is not None:
+        query, key, value = trained.rounded(query, key, value)
     if causal and key.shape[2] > query.shape[2]:
         # The slots of a static cache beyond the prompt: without a mask transformers means the first tokens.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    if key.dtype == torch.int8:  # of a quantised cache
-        if not dropout and not returns_weights:
-            out = attend_quantized(query, unpack(key), unpack(value), mask, causal, scaling)  # [B, H, S, V]
-            return out.transpose(1, 2).contiguous(), None
-        key, value = (dequantize(*unpack(states), query.dtype) for states in (key, value))
     weights = None
     if returns_weights:
         out, weights = attend_with_weights(

@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.models.checkpoints import Checkpoint, has_family
 from headwise.models.specs import AttentionSpec
-from headwise.runtime.caches.growing import GivenCache, OneTokenCache, Update
+from headwise.runtime.caches.cache import GivenCache, OneTokenCache, Update
 from headwise.runtime.hf.models import refused, stock_config
 
 

@@ -1,4 +1,4 @@
-"""What a code of an engine's own cache says of itself, beyond the bytes of its rows."""
+"""`EngineCode`, what a code of an engine's own cache says of itself; and the codes of MLX-LM and optimum-quanto."""
 
 from __future__ import annotations
 
@@ -135,9 +135,9 @@ class GroupedCode(EngineCode):
             first: of each group, ``[…, G, 1]``.
             second: likewise.
         """
-        whole = codes.round().nan_to_num(0.0).clamp(0, 2**self.bits - 1).to(torch.uint8).flatten(-2)
+        rounded = codes.round().nan_to_num(0.0).clamp(0, 2**self.bits - 1).to(torch.uint8).flatten(-2)
         numbers = (as_bytes(each[..., 0], self.dtype) for each in (first, second))
-        return torch.cat((pack_bits(whole, self.bits), *numbers), -1)
+        return torch.cat((pack_bits(rounded, self.bits), *numbers), -1)
 
     def parts(self, rows: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Codes ``[…, G, 64]``, and the two numbers of each group, ``[…, G, 1]``, of `rows`."""
@@ -168,3 +168,90 @@ def from_bytes(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers ``[…, n]`` of `as_bytes`, in their dtype."""
     # A copy, because a view in a wider dtype would need rows that begin at multiples of its bytes.
     return rows.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+MLX_BITS = (4, 8)
+
+_LEAST_SCALE = 1e-7
+
+
+@dataclass(frozen=True)
+class MlxCode(GroupedCode):
+    """Keys or values as MLX-LM's ``--kv-bits`` stores them: groups with a scale and a bias, as ``mx.quantize`` does.
+
+    The number farthest from zero is a group's bias, and its scale has such a size that zero is a code. For
+    example ``MlxCode(4).token_bytes(64)`` is 36.
+
+    Source: ``QuantizedKVCache`` of mlx-lm 0.32.2, and the affine ``quantize`` of MLX 0.32's CPU backend, read in
+    2026-11. Its Metal kernel differs where half a code is rounded (away from zero, not to even) and in groups without
+    a number above zero, whose largest it takes to be 0. Attention multiplies queries with codes and adds scales and
+    biases in float32, so that what is read is not rounded again.
+
+    Attributes:
+        bits: of a code, one of `MLX_BITS`.
+        dtype: of scales and biases, which is the model's.
+    """
+
+    engine = "mlx"
+
+    def __str__(self) -> str:
+        return str(self.bits)
+
+    def stored(self, turned: Tensor) -> Tensor:
+        """Rows of bytes of states ``[…, D]``; a group with a number that is not finite is read as NaN."""
+        self.token_bytes(turned.shape[-1])
+        groups = torch.unflatten(turned.float(), -1, (-1, GROUP))
+        least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        below = least.abs() > most.abs()
+        scale = ((most - least) / (2**self.bits - 1)).clamp_min(_LEAST_SCALE)
+        scale = torch.where(below, scale, -scale)
+        edge = torch.where(below, least, most)
+        number = (edge / scale).round()
+        scale = torch.where(number != 0, edge / number, scale)
+        bias = torch.where(number != 0, edge, 0.0)
+        return self.rows((groups - bias) / scale, scale, bias)
+
+    def as_read(self, rows: Tensor, width: int) -> Tensor:
+        """The states ``[…, width]`` that rows stand for, in float32."""
+        codes, scale, bias = self.parts(rows, width)
+        return (codes.float() * scale.float() + bias.float()).flatten(-2)
+
+
+QUANTO_BITS = (4, 2)
+
+
+@dataclass(frozen=True)
+class QuantoCode(GroupedCode):
+    """transformers' quantised cache with optimum-quanto, whose arithmetic is all done in the model's dtype.
+
+    For example ``QuantoCode(4).token_bytes(64)`` is 36. Groups have a scale and a shift; those of narrower heads
+    would reach over several tokens.
+
+    Source: ``QuantoQuantizedLayer`` of transformers 5, and ``MaxOptimizer``, ``quantize_affine`` and
+    ``QBitsDequantizer`` of optimum-quanto 0.2.7, read in 2026-11. Here each token is rounded once. transformers keeps
+    up to 128 recent tokens as they are, and rounds all tokens again whenever it has so many; a prompt attends to its
+    own keys and values as they are.
+
+    Attributes:
+        bits: of a code, one of `QUANTO_BITS`.
+        dtype: the model's.
+    """
+
+    engine = "transformers"
+
+    def __str__(self) -> str:
+        return f"quanto{self.bits}"
+
+    def stored(self, turned: Tensor) -> Tensor:
+        """Rows of bytes of states ``[…, D]``; a group with a number that is not finite is read as NaN."""
+        self.token_bytes(turned.shape[-1])
+        groups = torch.unflatten(turned.to(self.dtype), -1, (-1, GROUP))
+        least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        scale = (most - least) / (2**self.bits - 1)
+        # A group of equal numbers has a scale of 0, and is read as its shift.
+        return self.rows((groups - least) / scale, scale, -least)
+
+    def as_read(self, rows: Tensor, width: int) -> Tensor:
+        """The states ``[…, width]`` that rows stand for, rounded to the model's dtype, in float32."""
+        codes, scale, shift = self.parts(rows, width)
+        return (codes * scale - shift).float().flatten(-2)

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
 
 from headwise.costs.formulas.target import GROUP, GROUPS
 from headwise.costs.prediction import GGML_TYPES, SERVING_ENGINES, EngineCache
 from headwise.errors import ArgumentError
+from headwise.runtime.kernels import attend, attend_quantized, dequantize, pack, unpack
 from headwise.runtime.quantization import kivi
-from headwise.runtime.quantization.engine_code import EngineCode
-from headwise.runtime.quantization.floats import EngineFloat8Code, Float4Code
+from headwise.runtime.quantization.codec import Codec, Stored, refuse_latents
+from headwise.runtime.quantization.engine_code import MLX_BITS, QUANTO_BITS, EngineCode, MlxCode, QuantoCode
 from headwise.runtime.quantization.ggml import GgmlCode, LlamaCppCode
-from headwise.runtime.quantization.groups import BITS, HADAMARD, Float8Code, GroupCode, TokenCode
+from headwise.runtime.quantization.groups import (
+    BITS,
+    HADAMARD,
+    Float8Code,
+    GroupCode,
+    TokenCode,
+    attend_to_codes,
+    can_attend_to_codes,
+    rotated,
+)
 from headwise.runtime.quantization.kivi import KiviCode
-from headwise.runtime.quantization.mlx import BITS as MLX_BITS
-from headwise.runtime.quantization.mlx import MlxCode
-from headwise.runtime.quantization.quanto import BITS as QUANTO_BITS
-from headwise.runtime.quantization.quanto import QuantoCode
-from headwise.runtime.quantization.vllm import Int4TokenCode, Int8TokenCode, TurboKeyCode, TurboValueCode
+from headwise.runtime.quantization.vllm import (
+    EngineFloat8Code,
+    Float4Code,
+    Int4TokenCode,
+    Int8TokenCode,
+    TurboKeyCode,
+    TurboValueCode,
+)
 
 LLAMA_CPP = "llama.cpp"
 
@@ -29,7 +45,7 @@ _KIVI = re.compile(rf"kivi({'|'.join(map(str, kivi.BITS))})(?::({_SIZE})(?::([0-
 
 
 @dataclass(frozen=True)
-class TokenFormat:
+class TokenFormat(Codec):
     """A format in which each token's keys and values are coded by themselves.
 
     Attributes:
@@ -43,44 +59,137 @@ class TokenFormat:
     def __str__(self) -> str:
         return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
 
+    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """Rows of the keys and of the values; see `Codec.encode`."""
+        refuse_latents(values, self)
+        return self.keys.encode(keys), self.values.encode(values)
+
+    def decode(self, stored: Stored) -> tuple[Tensor, Tensor]:
+        """See `Codec.decode`."""
+        (keys, values), (D, V), dtype = stored
+        return self.keys.decode(keys, D, dtype), self.values.decode(values, V, dtype)
+
+    def can_attend(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether keys and values are in integers, which kernels read; see `Codec.can_attend`."""
+        return all(isinstance(code, GroupCode) for code in (self.keys, self.values)) and can_attend_to_codes(
+            keys, values
+        )
+
+    def attend(self, query: Tensor, stored: Stored, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+        """See `Codec.attend`."""
+        (key_rows, value_rows), (D, V), _ = stored
+        assert isinstance(self.keys, GroupCode)
+        assert isinstance(self.values, GroupCode)
+        keys, values = self.keys.as_affine(key_rows, D), self.values.as_affine(value_rows, V)
+        if self.keys.hadamard:
+            query = rotated(query.float()).to(query.dtype)
+        out = attend_to_codes(query, keys, values, mask, is_causal, scale)
+        return rotated(out.float()).to(out.dtype) if self.values.hadamard else out
+
 
 @dataclass(frozen=True)
-class EngineFormat:
+class EngineFormat(TokenFormat):
     """The format of an engine's own cache, rounded as that engine rounds; each token is coded by itself.
 
     Attributes:
-        engine: its name.
         keys: the code of the keys.
         values: the code of the values.
-        wide_ends: how many layers at each end of a model keep their cache as it is; half of all at most.
+        engine: its name.
+        unquantised_ends: how many layers at each end of a model keep their cache as it is; half of all at most.
     """
 
-    engine: str
     keys: EngineCode
     values: EngineCode
-    wide_ends: int = 0
+    engine: str
+    unquantised_ends: int = 0
 
     def __str__(self) -> str:
         sides = dict.fromkeys((str(self.keys), str(self.values)))
         return f"{self.engine}:{'/'.join(sides)}"
 
+    def can_attend(self, keys: Tensor, values: Tensor) -> bool:
+        """Always: attention then rounds queries too, as the engine does."""
+        return True
+
+    def attend(self, query: Tensor, stored: Stored, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+        """Attend with the numbers that the engine would use, queries rounded among them; see `Codec.attend`."""
+        (key_rows, value_rows), (D, V), _ = stored
+        keys, values = self.keys.as_read(key_rows, D), self.values.as_read(value_rows, V)
+        queries = self.keys.rounded_queries(self.keys.turned(query.float()))
+        out = attend(queries, keys, values, mask, 0.0, is_causal, scale)
+        return self.values.turned_back(out).to(query.dtype)
+
+    def rounded(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as attention has them of this cache; derivatives pass as if none was rounded.
+
+        What is rounded is turned, and turned back here, which no product sees: `kernels.attend` of the result is
+        what `attend` computes. For example ``parse_format("llama.cpp:q4_0").rounded(query, key, value)``.
+
+        Args:
+            query: ``[B, H, S, D]``.
+            key: ``[B, K, T, D]``.
+            value: ``[B, K, T, V]``.
+        """
+
+        def replaced(states: Tensor, side: EngineCode, read: Callable[[Tensor], Tensor]) -> Tensor:
+            own = states.detach()
+            return states + (side.turned_back(read(side.turned(own.float()))).to(states.dtype) - own)
+
+        def stored(states: Tensor, side: EngineCode) -> Tensor:
+            return replaced(states, side, lambda turned: side.as_read(side.stored(turned), states.shape[3]))
+
+        queries = replaced(query, self.keys, self.keys.rounded_queries)
+        return queries, stored(key, self.keys), stored(value, self.values)
+
     def interleaved(self) -> EngineFormat:
         """The format for a model whose file keeps the channels of a rotary pair side by side; see `EngineCode`."""
         return replace(self, keys=self.keys.interleaved(), values=self.values.interleaved())
 
-    def is_wide(self, layer: int, layers: int) -> bool:
+    def is_unquantised(self, layer: int, layers: int) -> bool:
         """Whether a layer of a model keeps its cache as it is.
 
         Args:
             layer: its number.
             layers: how many the model has.
         """
-        ends = min(self.wide_ends, layers // 2)
+        ends = min(self.unquantised_ends, layers // 2)
         return not ends <= layer < layers - ends
 
 
+class Int8Format(Codec):
+    """Integers of 8 bits with one scale for each token and head, which headwise's attention reads by its kernel.
+
+    A row has a token's codes, and then the bytes of its scale (`headwise.runtime.kernels.pack`). A prompt attends to
+    its keys and values as they are.
+    """
+
+    exact_prompt: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        return "int8"
+
+    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """Rows of the keys and of the values, int8; see `Codec.encode`."""
+        refuse_latents(values, self)
+        return pack(keys), pack(values)
+
+    def decode(self, stored: Stored) -> tuple[Tensor, Tensor]:
+        """See `Codec.decode`."""
+        keys, values = (dequantize(*unpack(rows), stored.dtype) for rows in stored.tensors)
+        return keys, values
+
+    def can_attend(self, keys: Tensor, values: Tensor) -> bool:
+        """Always: where no kernel is to be had, `attend_quantized` decodes."""
+        return True
+
+    def attend(self, query: Tensor, stored: Stored, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+        """See `Codec.attend`."""
+        keys, values = map(unpack, stored.tensors)
+        return attend_quantized(query, keys, values, mask, is_causal, scale)
+
+
 def _same(engine: str, *codes: EngineCode) -> dict[str, EngineFormat]:
-    return {str(code): EngineFormat(engine, code, code) for code in codes}
+    return {str(code): EngineFormat(code, code, engine) for code in codes}
 
 
 def _turboquant(cache: EngineCache) -> EngineFormat:
@@ -88,13 +197,14 @@ def _turboquant(cache: EngineCache) -> EngineFormat:
     name = cache.name
     turned = TurboKeyCode(int(cache.key_bits), name)
     keys = turned if cache.rotates else EngineFloat8Code(rounds_queries=False, name=name)
-    return EngineFormat("vllm", keys, TurboValueCode(int(cache.value_bits), name), wide_ends=cache.wide_ends)
+    values = TurboValueCode(int(cache.value_bits), name)
+    return EngineFormat(keys, values, "vllm", unquantised_ends=cache.wide_ends)
 
 
 ENGINES: dict[str, dict[str, EngineFormat]] = {
     LLAMA_CPP: {
         kind: EngineFormat(
-            LLAMA_CPP, LlamaCppCode(GgmlCode(kind), is_keys=True), LlamaCppCode(GgmlCode(kind), is_keys=False)
+            LlamaCppCode(GgmlCode(kind), is_keys=True), LlamaCppCode(GgmlCode(kind), is_keys=False), LLAMA_CPP
         )
         for kind in GGML_TYPES
     },
@@ -108,10 +218,7 @@ ENGINES: dict[str, dict[str, EngineFormat]] = {
 }
 """The formats of each engine, by the engine's name and the format's."""
 
-TokenwiseFormat = TokenFormat | EngineFormat
-"""A format in which each token is coded by itself."""
-
-CacheFormat = TokenwiseFormat | KiviCode
+CacheFormat = TokenFormat | KiviCode
 """A format of the keys and values of a cache."""
 
 

@@ -16,6 +16,11 @@ from torch import Tensor
 
 from headwise.costs.formulas.target import GROUP, GROUPS
 from headwise.errors import ArgumentError
+from headwise.runtime.kernels.gpu import attend_codes, why_not_codes
+from headwise.runtime.kernels.mask import as_bool_mask
+from headwise.runtime.kernels.native import are_plain, why_not
+from headwise.runtime.kernels.native.codes.calls import AffineRows, KeyBlocks, attend_affine
+from headwise.runtime.kernels.sdpa import FEW_TOKENS
 
 
 def packed_bytes(count: int, bits: int) -> int:
@@ -116,9 +121,8 @@ class GroupCode:
 
     Attributes:
         bits: one of `BITS`.
-        group: the channels of a group, one of `headwise.costs.formulas.target.GROUPS`; heads with fewer
-            channels have
-            one group.
+        group: the channels of a group, one of `headwise.costs.formulas.target.GROUPS`; heads with fewer channels
+            have one group.
         hadamard: whether a head's channels are multiplied by a Hadamard matrix before they are coded and after they
             are decoded, so that a large channel is spread over all. D must then be a power of two.
     """
@@ -158,8 +162,8 @@ class GroupCode:
     def encode(self, states: Tensor) -> Tensor:
         """Rows of bytes, uint8 ``[B, K, T, token_bytes(D)]``, of keys or values ``[B, K, T, D]``."""
         groups = self.groups(states.shape[-1])
-        wide = rotated(states.float()) if self.hadamard else states.float()
-        codes, scale, zero = affine_codes(torch.unflatten(wide, -1, (groups, -1)), self.bits)
+        turned = rotated(states.float()) if self.hadamard else states.float()
+        codes, scale, zero = affine_codes(torch.unflatten(turned, -1, (groups, -1)), self.bits)
         return torch.cat((pack_bits(codes.flatten(-2), self.bits), _as_bytes(scale), _as_bytes(zero)), -1)
 
     def decode(self, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
@@ -169,6 +173,10 @@ class GroupCode:
         scale, zero = _as_halves(rows[..., end:]).float().chunk(2, -1)
         states = (codes.float() * scale[..., None] + zero[..., None]).flatten(-2)
         return (rotated(states) if self.hadamard else states).to(dtype)
+
+    def as_affine(self, rows: Tensor, width: int) -> AffineRows:
+        """The rows of heads of ``width`` channels as `attend_to_codes` takes them."""
+        return AffineRows(rows, width, self.bits, self.groups(width))
 
 
 @dataclass(frozen=True)
@@ -187,9 +195,9 @@ class Float8Code:
 
     def encode(self, states: Tensor) -> Tensor:
         """Rows of bytes, uint8 ``[B, K, T, D]``, of keys or values ``[B, K, T, D]``."""
-        wide = states.float()
+        numbers = states.float()
         most = torch.finfo(_FLOAT8).max
-        return wide.clamp(-most, most).masked_fill(wide.isinf(), torch.nan).to(_FLOAT8).view(torch.uint8)
+        return numbers.clamp(-most, most).masked_fill(numbers.isinf(), torch.nan).to(_FLOAT8).view(torch.uint8)
 
     def decode(self, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """The keys or values ``[B, K, T, width]`` that rows stand for."""
@@ -217,6 +225,60 @@ def group_count(width: int, group: int, spelling: str) -> int:
     return width // group
 
 
+def can_attend_to_codes(keys: Tensor, values: Tensor) -> bool:
+    """Whether a kernel attends to integer codes, and is the fastest way: for few new tokens.
+
+    Args:
+        keys: of the new tokens, ``[B, K, S, D]``.
+        values: of the new tokens, ``[B, K, S, V]``.
+    """
+    if keys.shape[2] > FEW_TOKENS:
+        return False
+    if is_on_gpu(keys):
+        return why_not_codes(keys, values) is None
+    needs_grad = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
+    return are_plain(keys, values) and why_not(keys.dtype, keys.device, needs_grad=needs_grad) is None
+
+
+def attend_to_codes(
+    query: Tensor,
+    keys: AffineRows,
+    values: AffineRows,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    *,
+    blocks: KeyBlocks | None = None,
+    recent: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Compute `headwise.attend` by a kernel that reads integer codes; see `can_attend_to_codes`.
+
+    Args:
+        query: ``[B, H, S, D]``.
+        keys: of the tokens in codes.
+        values: of the tokens in codes.
+        mask: bool or 0/1 integers, broadcastable to ``[B, H, S, T]``.
+        is_causal: apply the bottom-right causal mask.
+        scale: multiplies the scores.
+        blocks: scales of the keys; None where they are in their rows.
+        recent: keys and values of the tokens behind those in codes.
+
+    Returns:
+        ``[B, H, S, V]``.
+    """
+    B, H, S, _ = query.shape
+    if mask is not None:
+        total = keys.rows.shape[2] + (0 if recent is None else recent[0].shape[2])
+        mask = as_bool_mask(mask, (B, H, S, total))
+    attend = attend_codes if is_on_gpu(query) else attend_affine
+    return attend(query, keys, values, mask, is_causal, scale, blocks=blocks, late=recent)
+
+
+def is_on_gpu(states: Tensor) -> bool:
+    """Whether Triton's kernels attend to states of any shape, and not the compiled ones."""
+    return states.is_cuda
+
+
 def affine_codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Integer codes of groups of numbers, each group with a scale and a zero point.
 
@@ -233,9 +295,9 @@ def affine_codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     most = 2**bits - 1
     zero = _float16_below(values.amin(-1))
-    wide_zero = zero.float()
-    scale = -_float16_below((wide_zero - values.amax(-1)) / most)
-    codes = ((values - wide_zero[..., None]) / scale.float()[..., None]).round()
+    exact_zero = zero.float()
+    scale = -_float16_below((exact_zero - values.amax(-1)) / most)
+    codes = ((values - exact_zero[..., None]) / scale.float()[..., None]).round()
     return codes.nan_to_num(0.0).clamp(0, most).to(torch.uint8), scale, zero
 
 

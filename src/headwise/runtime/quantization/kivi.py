@@ -8,12 +8,24 @@ Shapes: B batch, K key–value heads, T tokens, N blocks of tokens, D channels o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from headwise.costs.formulas.target import GROUP
-from headwise.runtime.quantization.groups import GroupCode, affine_codes, pack_bits, packed_bytes, unpack_bits
+from headwise.runtime.kernels.native.codes.calls import AffineRows, KeyBlocks
+from headwise.runtime.quantization.codec import Codec, Stored, refuse_latents
+from headwise.runtime.quantization.groups import (
+    GroupCode,
+    affine_codes,
+    attend_to_codes,
+    can_attend_to_codes,
+    group_count,
+    pack_bits,
+    packed_bytes,
+    unpack_bits,
+)
 
 BITS = (4, 3, 2)
 """The numbers of bits that a code may have."""
@@ -23,18 +35,23 @@ BLOCK = GROUP
 
 
 @dataclass(frozen=True)
-class KiviCode:
+class KiviCode(Codec):
     """Integers for keys and values; each channel of the keys has a scale and a zero point for each block of tokens.
 
     Keys have a few channels that are large in every token, so that a channel's numbers are alike and a token's are
     not. Only whole blocks are coded. The latest tokens are kept as they are: those that fill no block yet, and
     ``recent`` more.
 
+    What is stored are rows of codes of the keys; rows of the values; for each block the scales and then the zero
+    points of the keys' channels, float16 ``[B, K, N, 2 · D]``; and keys and values of the latest tokens.
+
     Attributes:
         bits: one of `BITS`.
         block: the tokens of a block of keys; also the channels of a value's group (`GroupCode`).
         recent: the number of latest tokens that are never coded.
     """
+
+    tensors: ClassVar[tuple[str, ...]] = ("keys", "values", "key_scales", "recent_keys", "recent_values")
 
     bits: int
     block: int = BLOCK
@@ -49,12 +66,32 @@ class KiviCode:
         """The code of the values."""
         return GroupCode(self.bits, self.block)
 
-    def coded(self, tokens: int) -> int:
-        """How many of a sequence's tokens are coded, in whole blocks; the rest is kept as it is.
+    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """Rows of whole blocks' keys and values, and scales of the keys; see `Codec.encode`."""
+        refuse_latents(values, self)
+        group_count(values.shape[3], self.block, str(self))
+        rows, scales = self.encode_keys(keys)
+        return rows, self.values.encode(values), scales
 
-        For example ``KiviCode(4).coded(200)`` is 192.
-        """
-        return max(tokens - self.recent, 0) // self.block * self.block
+    def decode(self, stored: Stored) -> tuple[Tensor, Tensor]:
+        """All keys and values, in the dtype of the latest ones, which are kept as they are; see `Codec.decode`."""
+        key_rows, value_rows, scales, keys, values = stored.tensors
+        first = self.decode_keys(key_rows, scales, keys.dtype)
+        return (
+            torch.cat((first, keys), 2),
+            torch.cat((self.values.decode(value_rows, values.shape[3], values.dtype), values), 2),
+        )
+
+    def can_attend(self, keys: Tensor, values: Tensor) -> bool:
+        """See `Codec.can_attend`."""
+        return can_attend_to_codes(keys, values)
+
+    def attend(self, query: Tensor, stored: Stored, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+        """See `Codec.attend`."""
+        (key_rows, value_rows, scales, *recent), (D, V), _ = stored
+        keys, values = AffineRows(key_rows, D, self.bits, 0), self.values.as_affine(value_rows, V)
+        latest, blocks = (recent[0], recent[1]), KeyBlocks(scales, self.block)
+        return attend_to_codes(query, keys, values, mask, is_causal, scale, blocks=blocks, recent=latest)
 
     def encode_keys(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Codes of blocks of keys.

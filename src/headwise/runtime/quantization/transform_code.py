@@ -5,7 +5,9 @@ conversion, and for each token a gain or two. The basis that makes such a code g
 programs that do not know the file read the weights alone, run the same model, and keep a cache of the model's own
 numbers.
 
-Shapes: W cached values of a token, in sections (for MLA the latent and the two halves of the rotary key).
+Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim, R latent rank,
+P rotary dims, F frequencies of the model; W cached values of a token, in sections (for MLA the latent and the two
+halves of the rotary key).
 """
 
 from __future__ import annotations
@@ -16,18 +18,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from headwise.errors import CheckpointError
 from headwise.models.specs import GroupedSpec, LatentSpec
-from headwise.runtime.kernels.native.build import CHANNELS, SINKS, are_plain
-from headwise.runtime.kernels.native.codes.calls import can_encode, choose_gains
-from headwise.runtime.quantization.trellis import NOISE, REACH, decode, encode
+from headwise.runtime.kernels.gpu import LatentLayout, attend_latents, why_not_latents
+from headwise.runtime.kernels.mask import as_bool_mask
+from headwise.runtime.kernels.native.build import CHANNELS, SINKS, TURN, are_plain, why_not
+from headwise.runtime.kernels.native.codes.calls import (
+    CodedLayout,
+    HeadsLayout,
+    attend_coded,
+    attend_heads,
+    can_encode,
+    choose_gains,
+)
+from headwise.runtime.kernels.sdpa import FEW_TOKENS
+from headwise.runtime.quantization.codec import Codec, Stored
+from headwise.runtime.quantization.trellis import NOISE, REACH, UNIT, decode, encode, tables
 
 CONTEXT = 2048
 """The number of tokens that the first ones' bytes are counted over where a cache's bytes a token are planned."""
@@ -223,9 +237,260 @@ def heads_shape(K: int, D: int, V: int) -> tuple[tuple[int, ...], tuple[int, ...
     return (*(D,) * K, *(V,) * K), (K * D, K * V)
 
 
-def wide_bytes(values: int) -> float:
+def unquantised_bytes(values: int) -> float:
     """Bytes a token, at `CONTEXT` tokens, of the first tokens' values, which are stored in bfloat16."""
     return 2 * SINKS * values / CONTEXT
+
+
+class KeyRotation(NamedTuple):
+    """How keys are rotated when they are read: by the slots of the cache that they lie in.
+
+    Attributes:
+        cos: of at least T slots, float32 ``[slots, F]``.
+        sin: likewise.
+        frequency: int64 ``[P/2]``, each rotary pair's index among the model's frequencies.
+        turn: cos and sin of the first `TURN` slots, each ``[TURN, P/2]``, without the factor of a scaled embedding;
+            the same object in every call, until frequencies change.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    frequency: Tensor
+    turn: tuple[Tensor, Tensor]
+
+
+class TrellisFormat(Codec):
+    """The codec of a layer whose cached values have a code of their own: of its latents, or of its heads.
+
+    What is stored are a token's codes, as the layer's keys ``[B, 1, T, bytes]``; no values; the first `SINKS` tokens
+    of each sequence as they are, bfloat16 ``[B, SINKS, W]``; and the slot of each sequence's first token, int64
+    ``[B]``.
+
+    Args:
+        code: of the values.
+    """
+
+    tensors: ClassVar[tuple[str, ...]] = ("keys", "values", "unquantised", "first")
+
+    def __init__(self, code: TransformCode) -> None:
+        self.code = code
+        # MLA has a section for the latent, and two for the halves of a rotary key; heads have one each for keys and
+        # for values.
+        self.is_latent = len(code.sections) % 2 == 1
+        self._layout: LatentLayout | CodedLayout | HeadsLayout | None = None
+        self._turn: tuple[Tensor, Tensor] | None = None
+
+    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """Codes of ``[B, 1, S, W]`` cached values, which come as keys; see `Codec.encode`."""
+        codes = self.code.encode(keys)
+        return codes, codes[..., :0]
+
+    def decode(self, stored: Stored) -> tuple[Tensor, Tensor]:
+        """The values of all tokens ``[B, 1, T, W]``, before rotation, as keys; see `Codec.decode`."""
+        (codes, _, unquantised, first), _, dtype = stored
+        states = replace_first_tokens(self.code.decode(codes, dtype), unquantised.to(dtype), first, 0)
+        return states, states[..., :0]
+
+    def rounded(self, states: Tensor, first: Tensor, begin: int) -> Tensor:
+        """Values ``[B, 1, S, W]`` as a cache would give them back; derivatives pass as if they were not rounded.
+
+        Args:
+            states: the values.
+            first: int64 ``[B]``, the slot of each sequence's first token.
+            begin: the slot of the first of the values.
+        """
+        own = states.detach()
+        none = own.new_zeros(len(own), SINKS, own.shape[-1], dtype=torch.bfloat16)
+        unquantised = keep_first_tokens(none, own, first, begin).to(own.dtype)
+        values = replace_first_tokens(self.code.rounded(own), unquantised, first, begin)
+        return states + (values - own) if states.requires_grad else values
+
+    def can_attend_to(
+        self, states: Tensor, stored: tuple[Tensor, ...], mask: Tensor | None, *, needs_grad: bool
+    ) -> bool:
+        """Whether a kernel can attend to what is stored, and is the fastest way: for few new tokens.
+
+        Args:
+            states: ``[B, S, hidden size]`` of the new tokens.
+            stored: see `TrellisFormat`.
+            mask: of the call.
+            needs_grad: whether gradients are needed.
+        """
+        if states.shape[1] > FEW_TOKENS:
+            return False
+        codes, _, *others = stored
+        if is_on_gpu(states) and self.is_latent:
+            rank = self.code.sections[0]
+            return not needs_grad and why_not_latents(states, (codes, *others), mask, rank) is None
+        return why_not(states.dtype, states.device, needs_grad=needs_grad) is None and are_plain(
+            states, codes, *others, mask
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        stored: Stored,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float,
+        rotation: KeyRotation | None = None,
+        *,
+        has_sums: bool = False,
+    ) -> Tensor:
+        """Attend to codes that `can_attend_to` said yes to; see `attend_coded`, `attend_latents` and `attend_heads`.
+
+        Args:
+            query: rotated by slots: of latents, absorbed, ``[B, H, S, R + P]`` or ``[B, H, S, P]``; of heads ``[B, H,
+                S, D]``.
+            stored: see `TrellisFormat`.
+            mask: ``[B, T]`` or broadcastable to ``[B, H, S, T]``.
+            is_causal: apply the bottom-right causal mask.
+            scale: multiplies the scores.
+            rotation: of the keys; None where P is 0.
+            has_sums: add the sum of each row's weights as a last column, of latents.
+
+        Returns:
+            The mixed latents ``[B, H, S, R]``, or ``R + 1``; or the heads' mixed values ``[B, H, S, V]``.
+        """
+        codes, _, unquantised, first = stored.tensors
+        B, H, S, _ = query.shape
+        if mask is not None:
+            mask = as_bool_mask(mask, (B, H, S, codes.shape[2]))
+        layout = self._layout_for(rotation, of_gpu=is_on_gpu(query))
+        tokens = query, codes, unquantised, first
+        if rotation is None:
+            none = torch.empty(1, 0, device=query.device)
+            tables, frequency = (none, none), none[0].long()
+        else:
+            tables, frequency = (rotation.cos, rotation.sin), rotation.frequency
+        if isinstance(layout, LatentLayout):
+            return attend_latents(*tokens, layout, tables, mask, is_causal, scale, has_sums=has_sums)
+        if isinstance(layout, CodedLayout):
+            return attend_coded(*tokens, layout, tables, frequency, mask, is_causal, scale, has_sums=has_sums)
+        return attend_heads(*tokens, layout, tables, frequency, mask, is_causal, scale)
+
+    def _layout_for(self, rotation: KeyRotation | None, *, of_gpu: bool) -> LatentLayout | CodedLayout | HeadsLayout:
+        """How a kernel reads the code; it is kept until frequencies change."""
+        turn = None if rotation is None else rotation.turn
+        if self._layout is None or self._turn is not turn:
+            with torch.inference_mode(False), torch.no_grad():
+                if not self.is_latent:
+                    self._layout = heads_layout(self.code, turn)
+                elif of_gpu:
+                    frequency = None if rotation is None else rotation.frequency
+                    self._layout = latent_layout(self.code, turn, frequency)
+                else:
+                    self._layout = coded_layout(self.code, turn)
+                self._turn = turn
+        return self._layout
+
+
+def is_on_gpu(states: Tensor) -> bool:
+    """Whether Triton's kernels attend to states of any shape, and not the compiled ones."""
+    return states.is_cuda
+
+
+def keep_first_tokens(kept: Tensor, states: Tensor, first: Tensor, begin: int) -> Tensor:
+    """The first tokens of each sequence, bfloat16 ``[B, SINKS, W]``, of which some may be among new ones.
+
+    Args:
+        kept: those so far, ``[B, SINKS, W]``.
+        states: values of new tokens, ``[B, 1, S, W]``.
+        first: int64 ``[B]``, the slot of each sequence's first token.
+        begin: the slot of the first new token.
+    """
+    slots = first[:, None] + torch.arange(SINKS, device=first.device) - begin  # [B, SINKS]
+    is_new = (slots >= 0) & (slots < states.shape[2])
+    places = slots.clamp(0, states.shape[2] - 1)[..., None].expand(-1, -1, states.shape[-1])
+    return torch.where(is_new[..., None], states[:, 0].gather(1, places).to(torch.bfloat16), kept)
+
+
+def replace_first_tokens(values: Tensor, unquantised: Tensor, first: Tensor, begin: int) -> Tensor:
+    """Values ``[B, 1, T, W]`` of slots from ``begin`` on, those of each sequence's first tokens replaced."""
+    slots = first[:, None] + torch.arange(SINKS, device=first.device) - begin  # [B, SINKS]
+    is_held = (slots >= 0) & (slots < values.shape[2])
+    rows, places = is_held.nonzero(as_tuple=True)
+    if len(rows):
+        values = values.clone() if values.is_inference() and not torch.is_inference_mode_enabled() else values
+        values[rows, 0, slots[rows, places]] = unquantised[rows, places]
+    return values
+
+
+def coded_layout(code: TransformCode, turn: tuple[Tensor, Tensor] | None) -> CodedLayout:
+    """How the kernel reads a code of a latent and, behind it, a rotary key whose halves are sections.
+
+    Args:
+        code: the code.
+        turn: cos and sin of the first `TURN` slots, each ``[TURN, P/2]``; None where P is 0.
+    """
+    rank = code.sections[0]
+    return CodedLayout(code.width - rank, code.token_bytes, *_layout_tensors(code, turn), rank)
+
+
+def heads_layout(code: TransformCode, turn: tuple[Tensor, Tensor] | None) -> HeadsLayout:
+    """How the kernel reads a code of all heads' keys and, behind them, all values; each head's are a section.
+
+    Args:
+        code: the code.
+        turn: see `coded_layout`.
+    """
+    rotary = 0 if turn is None else 2 * turn[0].shape[-1]
+    K, D, V = len(code.sections) // 2, code.sections[0], code.sections[-1]
+    return HeadsLayout(rotary, code.token_bytes, *_layout_tensors(code, turn), K, D, V)
+
+
+def latent_layout(code: TransformCode, turn: tuple[Tensor, Tensor] | None, frequency: Tensor | None) -> LatentLayout:
+    """How the GPU's kernel reads a code of a latent and, behind it, a rotary key, on the device of the code.
+
+    Args:
+        code: the code.
+        turn: see `coded_layout`.
+        frequency: ``[P/2]``, each rotary pair's index among the model's frequencies; None where P is 0.
+    """
+    bits, rank, device = code.channel_bits.int(), code.sections[0], code.offset.device
+    tensors = (
+        bits.cumsum(0, dtype=torch.int32) - 1,
+        bits,
+        *_whole_levels(),
+        code.scale * UNIT,
+        code.offset,
+        torch.zeros(2, TURN, 0) if turn is None else torch.stack(turn),
+        torch.empty(0, dtype=torch.int32) if frequency is None else frequency.int(),
+    )
+    return LatentLayout(rank, code.width - rank, *(tensor.to(device).contiguous() for tensor in tensors))
+
+
+def _whole_levels() -> tuple[Tensor, Tensor]:
+    """Whole levels of all windows, int8 ``[9, 256]``, and the gain of each number, float32 ``[16]``."""
+    return (tables() / UNIT).round().to(torch.int8), GAIN_STEP ** (torch.arange(16, dtype=torch.float32) - GAIN_ZERO)
+
+
+def _layout_tensors(
+    code: TransformCode, turn: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The tensors of a layout of the compiled kernels, from ``blocks`` to ``turn``."""
+    rows: list[tuple[int, int, int, int]] = []
+    column = first = 0
+    for bits, (begin, end) in zip(code.bits, blocks(code.sections), strict=True):
+        rows.append((column, end - begin, bits, first + bits))
+        column += CHANNELS
+        first += (end - begin) * bits
+
+    def columns(channels: Tensor) -> Tensor:
+        """Numbers of channels at the columns of their levels."""
+        return torch.cat([_padded(section) for section in channels.float().split_with_sizes(code.sections)])
+
+    return (
+        torch.tensor(rows, dtype=torch.int32),
+        *_whole_levels(),
+        columns(code.scale * UNIT),
+        columns(code.offset),
+        torch.zeros(2, TURN, 0) if turn is None else torch.stack([_padded(table) for table in turn]),
+    )
+
+
+def _padded(x: Tensor) -> Tensor:
+    return F.pad(x, (0, -x.shape[-1] % CHANNELS)).contiguous()
 
 
 FILE = "kv_cache.safetensors"

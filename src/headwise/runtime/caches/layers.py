@@ -1,0 +1,422 @@
+"""The two kinds of layer of a transformers cache, growing and sliding, which append tokens without copying.
+
+A layer stores keys and values as they are, or as its codec (`headwise.runtime.quantization.codec`) codes them. New
+tokens are coded first, and attention is given what their codes stand for, in a prompt too. Where attention is
+headwise's and the codec can attend to what is stored, it is given that itself.
+
+Only appending is headwise's: what a layer shows is a view of its memory, which transformers' own methods may cut or
+replace. The next token finds out which, so that everything else of a cache stays transformers'.
+
+Shapes: B batch, K key–value heads, S new tokens, T cached tokens, D width of keys, V width of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from headwise.errors import ArgumentError
+from headwise.runtime.quantization import SINKS
+from headwise.runtime.quantization.codec import Codec, Stored, StoredKeys
+from headwise.runtime.quantization.transform_code import keep_first_tokens
+
+_LEAST_TOKENS = 256
+"""Tokens for which a growing cache has memory at first."""
+
+
+class GrowingLayer(DynamicLayer):
+    """transformers' `DynamicLayer` with spare memory behind the tokens.
+
+    The tensors that a codec names (`Codec.tensors`) are attributes of the layer. What is coded of a sequence does not
+    depend on how many tokens came at once. Where a codec codes blocks of tokens, those that fill none yet are kept as
+    they are; cropping into a block decodes what is left of it, so that attention goes on reading the same, and its
+    tokens are coded again when the block is full again.
+
+    Args:
+        codec: how keys and values are stored; as they are when None.
+        max_length: allocate memory for so many tokens, and refuse more; when None, memory is doubled as needed.
+        reads_stored: whether attention is headwise's, which reads what is stored.
+    """
+
+    # Of codecs that have them.
+    key_scales: Tensor
+    recent_keys: Tensor
+    recent_values: Tensor
+    unquantised: Tensor | None
+    first: Tensor | None
+
+    def __init__(
+        self, codec: Codec | None = None, max_length: int | None = None, *, reads_stored: bool = False
+    ) -> None:
+        super().__init__()
+        self.codec, self.max_length, self.reads_stored = codec, max_length, reads_stored
+        self.expected: int | None = None
+        """The most tokens that there will be, where that is known."""
+        self.memory: dict[str, Tensor] = {}
+        """The memory of each tensor, with spare memory at the end."""
+        for name in self.tensor_names[2:]:
+            setattr(self, name, None)
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """The attributes that hold what is cached, each ``[B, …]``."""
+        return ("keys", "values") if self.codec is None else self.codec.tensors
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """What is cached; see `Codec`."""
+        return tuple(getattr(self, name) for name in self.tensor_names)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take dtype and device of the first tokens, as transformers does, without storing any."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys ``[B, K, S, D]`` and values ``[B, K, S, V]``.
+
+        Returns:
+            All keys ``[B, K, T, D]`` and values ``[B, K, T, V]`` that attention reads: as views; or decoded, in the
+            dtype of the new ones; or, where the codec attends, the rows of both, the keys' as `StoredKeys`.
+
+        Raises:
+            ArgumentError: there would be more than ``max_length`` tokens, the batch size is another one, or the codec
+                does not store keys and values of these widths.
+        """
+        is_first = not self.get_seq_length()
+        self.append(key_states, value_states)
+        if self.codec is None:
+            return self.keys, self.values
+        if is_first and self.codec.exact_prompt:
+            return key_states, value_states
+        return _attended_states(self.codec, self.stored, key_states, value_states, reads_stored=self.reads_stored)
+
+    def append(self, key_states: Tensor, value_states: Tensor, first: Tensor | None = None) -> None:
+        """Store keys ``[B, K, S, D]`` and values ``[B, K, S, V]``.
+
+        Args:
+            key_states: the keys.
+            value_states: the values.
+            first: int64 ``[B]``, the slot of each sequence's first token, for a codec that keeps first tokens as they
+                are; later calls need not repeat it.
+
+        Raises:
+            ArgumentError: see `update`.
+        """
+        codec, begin = self.codec, self.get_seq_length()
+        if codec is None:
+            self.append_rows(key_states, value_states)
+        elif codec.block > 1:
+            self._append_blocks(codec, key_states, value_states)
+        else:
+            self.append_rows(*codec.encode(key_states, value_states))
+        if first is not None:
+            self._keep_first(key_states, first, begin)
+
+    def append_rows(self, keys: Tensor, values: Tensor) -> None:
+        """Store keys and values that are coded already, a row ``[B, K, S, …]`` for each token.
+
+        Raises:
+            ArgumentError: see `update`.
+        """
+        if not self.get_seq_length():  # an empty cache accepts any batch size
+            self.lazy_initialization(keys, values)
+        _refuse_tokens(self.keys, keys, self.keys.shape[2] + keys.shape[2], self.max_length)
+        self._extend("keys", keys, self._tokens_of_memory)
+        self._extend("values", values, self._tokens_of_memory)
+
+    def _append_blocks(self, codec: Codec, keys: Tensor, values: Tensor) -> None:
+        """Code the tokens that fill blocks now, and keep the other new ones as they are."""
+        if not self.get_seq_length():
+            no_keys, no_values = (states[:, :, :0].detach().clone() for states in (keys, values))
+            rows = codec.encode(no_keys, no_values)
+            self.lazy_initialization(keys, values)
+            for name, states in zip(self.tensor_names, (*rows, no_keys, no_values), strict=True):
+                setattr(self, name, states)
+        total = self.get_seq_length() + keys.shape[2]
+        _refuse_tokens(self.keys, keys, total, self.max_length)
+        keys, values = keys.detach(), values.detach()
+        count = max(codec.coded(total) - self.keys.shape[2], 0)  # tokens to code now
+        block = codec.block
+        if count:
+            keys, values = torch.cat((self.recent_keys, keys), 2), torch.cat((self.recent_values, values), 2)
+            rows = codec.encode(keys[:, :, :count], values[:, :, :count])
+            self._extend("keys", rows[0], self._tokens_of_memory)
+            self._extend("values", rows[1], self._tokens_of_memory)
+            self._extend("key_scales", rows[2], lambda blocks: self._tokens_of_memory(blocks * block) // block)
+            keys, values = keys[:, :, count:], values[:, :, count:]
+            self.recent_keys, self.recent_values = keys[:, :, :0].clone(), values[:, :, :0].clone()
+        if keys.shape[2]:
+            most = codec.recent + block - 1  # as many as ever wait for a block to fill
+            most = most if self.max_length is None else min(most, self.max_length)
+            self._extend("recent_keys", keys, lambda tokens: max(tokens, most))
+            self._extend("recent_values", values, lambda tokens: max(tokens, most))
+
+    def _keep_first(self, states: Tensor, first: Tensor, begin: int) -> None:
+        """Keep each sequence's first tokens as they are, beside their codes."""
+        if begin == 0 or self.first is None or self.unquantised is None:
+            self.first = first.clone()
+            self.unquantised = states.new_zeros(len(states), SINKS, states.shape[-1], dtype=torch.bfloat16)
+            self._last_unquantised = int(first.max()) + SINKS - 1  # the last slot that may hold such a token
+        if begin <= self._last_unquantised:
+            self.unquantised = keep_first_tokens(self.unquantised, states, self.first, begin)
+
+    def _extend(self, name: str, new: Tensor, size: Callable[[int], int]) -> None:
+        """Append to one of the tensors; ``size`` gives the tokens to have memory for, of the number there will be."""
+        cached = getattr(self, name)
+        if _must_concatenate(cached, new):
+            states = torch.cat((cached, new), dim=2)
+        else:
+            states = _append_in_place(self.memory, name, cached, new, size)
+        setattr(self, name, states)
+
+    def _tokens_of_memory(self, total: int) -> int:
+        """The tokens to have memory for when there will be ``total``, in whole blocks."""
+        most, codec = self.max_length, self.codec
+        if most is None:
+            most = max(2 * total, _LEAST_TOKENS)
+            if self.expected is not None and self.expected >= total:
+                most = min(most, self.expected)
+            return most if codec is None else -(-most // codec.block) * codec.block
+        return most if codec is None else codec.coded(most)
+
+    def get_seq_length(self) -> int:
+        """T, the number of cached tokens."""
+        if self.codec is None or self.codec.block == 1:
+            return int(super().get_seq_length())
+        return int(self.keys.shape[2] + self.recent_keys.shape[2]) if self.is_initialized else 0
+
+    def get_max_length(self) -> int:
+        """``max_length``, or -1 for no limit."""
+        return -1 if self.max_length is None else self.max_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the latest tokens.
+
+        Args:
+            tokens_to_remove: the number of tokens to remove, negated.
+
+        Raises:
+            ArgumentError: the number is not negated.
+        """
+        codec = self.codec
+        if codec is None or codec.block == 1:
+            super().crop(tokens_to_remove)
+            return
+        if tokens_to_remove > 0:
+            raise ArgumentError("tokens_to_remove", tokens_to_remove, "must be negative, or 0 for none")
+        total = max(self.get_seq_length() + tokens_to_remove, 0)
+        if not self.is_initialized or tokens_to_remove == 0:
+            return
+        coded = self.keys.shape[2]
+        if total >= coded:
+            self.recent_keys = self.recent_keys[:, :, : total - coded]
+            self.recent_values = self.recent_values[:, :, : total - coded]
+            return
+        keys, values = _attended_states(codec, self.stored, self.recent_keys, self.recent_values, reads_stored=False)
+        kept = total // codec.block * codec.block
+        self.keys, self.values = self.keys[:, :, :kept], self.values[:, :, :kept]
+        self.key_scales = self.key_scales[:, :, : kept // codec.block]
+        self.recent_keys, self.recent_values = (states[:, :, kept:total].clone() for states in (keys, values))
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory stays."""
+        super().reset()
+        for name in self.tensor_names[2:]:
+            setattr(self, name, None)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Copy row ``beam_idx[b]`` to row b of the batch, for every b where they differ.
+
+        Args:
+            beam_idx: ``[B]``.
+        """
+        if self.get_seq_length() == 0:
+            return
+        beam_idx = beam_idx.to(self.keys.device)
+        tensors = dict(zip(self.tensor_names, self.stored, strict=True))
+        can_infer = torch.is_inference_mode_enabled()
+        frozen = any(states.requires_grad or (states.is_inference() and not can_infer) for states in tensors.values())
+        if frozen or len(beam_idx) != self.keys.shape[0]:
+            for name, states in tensors.items():
+                setattr(self, name, states.index_select(0, beam_idx))
+            return
+        changed = (beam_idx != torch.arange(len(beam_idx), device=beam_idx.device)).nonzero()[:, 0]
+        if len(changed):
+            for states in tensors.values():
+                states[changed] = states[beam_idx[changed]]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch so many times."""
+        for name in self.tensor_names if self.get_seq_length() else ():
+            setattr(self, name, getattr(self, name).repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows of the batch only."""
+        for name in self.tensor_names if self.get_seq_length() else ():
+            setattr(self, name, getattr(self, name)[indices, ...])
+
+
+class SlidingLayer(DynamicSlidingWindowLayer):
+    """transformers' `DynamicSlidingWindowLayer` with spare memory: its window is copied when that is used up.
+
+    Args:
+        sliding_window: the tokens of the window.
+        codec: how keys and values are stored, each token by itself; as they are when None.
+        max_length: the most tokens that it can be given; None for no limit.
+        reads_stored: see `GrowingLayer`.
+    """
+
+    def __init__(
+        self,
+        sliding_window: int,
+        codec: Codec | None = None,
+        max_length: int | None = None,
+        *,
+        reads_stored: bool = False,
+    ) -> None:
+        super().__init__(sliding_window=sliding_window)
+        self.codec, self.max_length, self.reads_stored = codec, max_length, reads_stored
+        self.memory: dict[str, Tensor] = {}
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take dtype and device of the first tokens, as transformers does, without storing any."""
+        super().lazy_initialization(key_states, value_states)
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys ``[B, K, S, D]`` and values ``[B, K, S, V]``.
+
+        Returns:
+            The keys and values that the new tokens may attend to, the window before them and themselves; see
+            `GrowingLayer.update`.
+
+        Raises:
+            ArgumentError: see `GrowingLayer.update`.
+        """
+        codec = self.codec
+        keys, values = (key_states, value_states) if codec is None else codec.encode(key_states, value_states)
+        if not self.cumulative_length:
+            self.lazy_initialization(keys, values)
+        _refuse_tokens(self.keys, keys, self.cumulative_length + keys.shape[2], self.max_length)
+        if self.record_past:  # nothing is dropped then until `crop`
+            visible: tuple[Tensor, Tensor] = super().update(keys, values, *args, **kwargs)
+        else:
+            self.cumulative_length += keys.shape[2]
+            visible = self._slide("keys", keys), self._slide("values", values)
+        return (
+            visible
+            if codec is None
+            else _attended_states(codec, visible, key_states, value_states, reads_stored=self.reads_stored)
+        )
+
+    def _slide(self, name: str, new: Tensor) -> Tensor:
+        """Append to one of the tensors, and keep the last tokens.
+
+        Returns:
+            The tokens that the new ones may attend to, ``[B, K, T + S, D]``.
+        """
+        cached, S, kept = getattr(self, name), new.shape[2], self.sliding_window - 1
+        spare = max(64, self.sliding_window // 4)
+        must_concatenate = _must_concatenate(cached, new)
+        if must_concatenate or spare < S:
+            visible = torch.cat((cached, new), dim=2)
+        else:
+            visible = _append_in_place(self.memory, name, cached, new, lambda total: total + spare)
+        window = visible[:, :, max(0, visible.shape[2] - kept) :]
+        if not must_concatenate and spare < S:
+            # A prompt: most of its tokens are dropped at once, and their memory with them.
+            window = _append_in_place(self.memory, name, None, window, lambda total: total + spare)
+        setattr(self, name, window)
+        return visible
+
+
+def _attended_states(
+    codec: Codec, tensors: tuple[Tensor, ...], new_keys: Tensor, new_values: Tensor, *, reads_stored: bool
+) -> tuple[Tensor, Tensor]:
+    """What attention is given of what is stored: that itself, where it attends to it, or what it stands for."""
+    stored = Stored(tensors, (new_keys.shape[3], new_values.shape[3]), new_keys.dtype)
+    if reads_stored and codec.can_attend(new_keys, new_values):
+        return StoredKeys.of(codec, stored), tensors[1]
+    return codec.decode(stored)
+
+
+def _append_in_place(
+    memory: dict[str, Tensor], name: str, cached: Tensor | None, new: Tensor, size: Callable[[int], int]
+) -> Tensor:
+    """Append new tokens to the cached ones, in place where that is possible.
+
+    The cached tokens are a view of the memory as long as transformers' own methods only slice them. Where they have
+    made another tensor, it is copied back.
+
+    Args:
+        memory: of all tensors of a layer, each ``[B, K, tokens, D]``.
+        name: of the tensor.
+        cached: ``[B, K, T, D]``; None for none.
+        new: ``[B, K, S, D]``.
+        size: gives the tokens to allocate memory for, of the number there will be.
+
+    Returns:
+        ``[B, K, T + S, D]``, a view of the memory.
+    """
+    count = 0 if cached is None else cached.shape[2]
+    total = count + new.shape[2]
+    own = memory.get(name)
+    start = None if own is None else _place_in_memory(own, cached, new)
+    if own is None or start is None or start + total > own.shape[2]:
+        B, K, _, D = new.shape
+        own, start = new.new_empty(B, K, size(total), D), 0
+        if cached is not None:
+            own[:, :, :count] = cached
+        memory[name] = own
+    own[:, :, start + count : start + total] = new
+    return own[:, :, start : start + total]
+
+
+def _place_in_memory(memory: Tensor, cached: Tensor | None, new: Tensor) -> int | None:
+    """The position in memory of the first cached token; None where new ones cannot be appended in place."""
+    if (
+        memory.shape[:2] != new.shape[:2]
+        or memory.shape[3] != new.shape[3]
+        or memory.dtype != new.dtype
+        or memory.device != new.device
+        or (memory.is_inference() and not torch.is_inference_mode_enabled())
+    ):
+        return None
+    if cached is None or cached.shape[2] == 0:
+        return 0
+    if cached.shape[:2] != memory.shape[:2] or cached.stride() != memory.stride():
+        return None
+    if cached.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
+        return None
+    return (cached.storage_offset() - memory.storage_offset()) // memory.stride(2)
+
+
+def _must_concatenate(cached: Tensor | None, new: Tensor) -> bool:
+    """Whether tokens are concatenated as transformers does it: for gradients, and where the width is 0."""
+    requires_grad = new.requires_grad or (cached is not None and cached.requires_grad)
+    return new.shape[3] == 0 or (torch.is_grad_enabled() and requires_grad)
+
+
+def _refuse_tokens(cached: Tensor, new: Tensor, total: int, most: int | None) -> None:
+    """Refuse tokens that cannot be appended.
+
+    Args:
+        cached: ``[B, …]``, what is held.
+        new: ``[B, …]``.
+        total: the number of tokens there would be.
+        most: the number of tokens that there may be; None for no limit.
+
+    Raises:
+        ArgumentError: there would be too many, or they are of another batch size.
+    """
+    if most is not None and total > most:
+        raise ArgumentError("cache length", total, f"is over max_length = {most}")
+    if cached.shape[0] != new.shape[0]:
+        rule = f"must be {cached.shape[0]}, the batch size of the tokens held; begin another batch with a new cache"
+        raise ArgumentError("batch", new.shape[0], rule)
