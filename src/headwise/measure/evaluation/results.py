@@ -87,7 +87,7 @@ class Rate(Paired, compared=("rate", "low", "high")):
     """
 
     items: int
-    compare_rates: float
+    rate: float
     low: float
     high: float
     only_model: int | None = None

@@ -132,8 +132,8 @@ class Health:
         advice: the changes that would make headwise faster here, one line each; empty where there are none.
     """
 
-    describe_machine: dict[str, Any]
-    installed_versions: dict[str, str | None]
+    machine: dict[str, Any]
+    versions: dict[str, str | None]
     kernels: dict[str, Any]
     read_bytes_per_second: float
     matmul_flops_per_second: dict[str, float]
