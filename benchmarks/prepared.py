@@ -29,7 +29,7 @@ from benchmarks import data
 from headwise.base.options import EngineOptions
 from headwise.base.progress import silent
 from headwise.costs.prediction import RUNNABLE
-from headwise.measure.evaluation.evaluate import evaluation_windows, read_texts, timing_prompt
+from headwise.measure.evaluation.evaluate import cut_evaluation_windows, read_texts, timing_prompt
 from headwise.measure.evaluation.model_pair import open_pair
 from headwise.models.checkpoints import load_tokenizer
 from headwise.serving.engines.in_engine import ask
@@ -147,7 +147,7 @@ def measured(
     """A row for each way and cache, all beside the file as it is with a full cache, which is read once."""
     file = data.ALL[text](options.cache)
     passages = EngineOptions(text=file, engine=options.engine, windows=options.windows, window=options.window)
-    texts, context = evaluation_windows(read_texts(file), open_pair(files[AS_IT_IS]), passages)
+    texts, context = cut_evaluation_windows(read_texts(file), open_pair(files[AS_IT_IS]), passages)
     widest = ENGINES[options.engine].caches[-1]
     names = {f"{way} {cache}": (way, cache) for way, cache in cells}
     models = {

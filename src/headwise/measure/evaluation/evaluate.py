@@ -58,7 +58,7 @@ def evaluate(
     contents = read_texts(options.text)
     # Models are opened before the tokenizer, whose errors say less about what is wrong with a folder.
     pair = open_pair(model, against=options.against, dtype=options.dtype, device=options.device, progress=progress)
-    batches, context = evaluation_windows(contents, pair, options)
+    batches, context = cut_evaluation_windows(contents, pair, options)
     return evaluate_windows(pair, batches, context=context, cache=options.cache, progress=progress, shared=shared)
 
 
@@ -76,10 +76,10 @@ def read_texts(texts: str | Path | Sequence[str | Path]) -> dict[str, str]:
     return dict(zip(files, contents, strict=True))
 
 
-def evaluation_windows(contents: dict[str, str], pair: Pair, options: PassageOptions) -> tuple[Windows, int]:
+def cut_evaluation_windows(contents: dict[str, str], pair: Pair, options: PassageOptions) -> tuple[Windows, int]:
     """The windows of each text that models are evaluated on, and the context at which decoding is timed.
 
-    For example ``evaluation_windows(read_texts("a.txt"), open_pair("./model"), EvaluateOptions(text="a.txt"))``.
+    For example ``cut_evaluation_windows(read_texts("a.txt"), open_pair("./model"), EvaluateOptions(text="a.txt"))``.
 
     Args:
         contents: the content of each text, by its file.

@@ -26,8 +26,8 @@ from headwise.costs.prediction import RUNNABLE, ServingEngine
 from headwise.errors import ArgumentError, CheckpointError, MissingExtraError
 from headwise.measure.evaluation.evaluate import (
     Windows,
+    cut_evaluation_windows,
     default_context,
-    evaluation_windows,
     leading_tokens,
     read_texts,
     timing_prompt,
@@ -195,7 +195,7 @@ def evaluate_in_engine(model: str | Path, options: EngineOptions, *, progress: P
     pair = open_pair(model, against=against)
     for name in pair.sources:
         _file(engine, pair, name)  # refused before a text is cut into windows
-    texts, context = evaluation_windows(contents, pair, options)
+    texts, context = cut_evaluation_windows(contents, pair, options)
     return evaluate_windows_in_engine(
         pair,
         texts,
