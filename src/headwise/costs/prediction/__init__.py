@@ -1,7 +1,7 @@
 """Predicted time and memory of a model on a device: its operators against the device's dense peaks. No torch here."""
 
 from headwise.costs.prediction.curves import MANY, Curves, Grid, Kind, Sizes, curves_of, pairs, to_table
-from headwise.costs.prediction.engine_cache import SAFE_LOSS, EngineCache
+from headwise.costs.prediction.engine_cache import SAFE_LOSS, EngineCache, cached_heads
 from headwise.costs.prediction.engines import (
     GGML_TYPES,
     OLLAMA,
@@ -68,6 +68,7 @@ __all__ = [
     "Work",
     "allocation",
     "cache_of",
+    "cached_heads",
     "caches_of_bits",
     "check_engine",
     "counted_in",

@@ -104,7 +104,7 @@ class EngineCache:
         taken = values = 0.0
         ends = min(self.wide_ends, model.num_layers // 2)
         for index, layer in enumerate(model.layers):
-            heads, key, value = _cached(layer)
+            heads, key, value = cached_heads(layer)
             count = heads * (key + value)
             values += count
             if not ends <= index < model.num_layers - ends:
@@ -125,8 +125,15 @@ class EngineCache:
         return self.is_safe and not (self.overflows and model.model_type.startswith("qwen2"))
 
 
-def _cached(layer: AttentionSpec) -> tuple[int, int, int]:
-    """What a layer caches for a token: so many heads, of each a key and a value of so many channels."""
+def cached_heads(layer: AttentionSpec) -> tuple[int, int, int]:
+    """What a layer caches for a token: so many heads, of each a key and a value of so many channels.
+
+    For example ``cached_heads(read_spec("llama-3-8b").layers[0])`` is ``(8, 128, 128)``; no heads where it caches
+    something else.
+
+    Args:
+        layer: the layer.
+    """
     if isinstance(layer, GroupedSpec) and not layer.shares_kv:
         return layer.num_kv_heads, layer.head_dim, layer.value_dim
     if isinstance(layer, LatentSpec):

@@ -13,11 +13,11 @@ import math
 import torch
 
 from headwise.costs.formulas.target import plain_formats
-from headwise.costs.prediction import engine_caches
+from headwise.costs.prediction import cached_heads, engine_caches
 from headwise.errors import SpecError
 from headwise.measure.evaluation.results import Evaluation
 from headwise.models.checkpoints import Checkpoint
-from headwise.models.specs import AttentionSpec, GroupedSpec, LatentSpec, ModelSpec
+from headwise.models.specs import AttentionSpec, ModelSpec
 from headwise.runtime.hf import HeadwiseCache, stock_config
 from headwise.runtime.quantization.transform_code import FILE as CODES
 
@@ -133,8 +133,7 @@ def log_perplexity_margin(kl: float, other_kl: float, tokens: int) -> float:
 
 def _shapes(layer: AttentionSpec) -> tuple[tuple[int, int], tuple[int, int]]:
     """The heads and widths of a layer's keys and values in a transformers cache: (K, D) and (K, V)."""
-    if isinstance(layer, GroupedSpec) and not layer.shares_kv:
-        return (layer.num_kv_heads, layer.head_dim), (layer.num_kv_heads, layer.value_dim)
-    if isinstance(layer, LatentSpec):
-        return (1, layer.kv_lora_rank + layer.qk_rope_head_dim), (1, 0)
-    raise SpecError("attention", layer.label, "has no cache of keys and values that could be measured")
+    heads, key, value = cached_heads(layer)
+    if not heads:
+        raise SpecError("attention", layer.label, "has no cache of keys and values that could be measured")
+    return (heads, key), (heads, value)

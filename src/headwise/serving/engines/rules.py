@@ -450,9 +450,8 @@ def engines(source: str | Path, *, tensor_parallel: int = 1) -> EngineReport:
 def _verdict(engine: Engine, facts: ModelFacts) -> Verdict:
     why, instead = engine.refusal(facts) or (None, None)
     serves = why is None
-    suiting = (
-        engine.served.caches if serves and not facts.is_own else ()
-    )  # none of headwise's layers is stored in them
+    # None of headwise's layers is stored in them.
+    suiting = engine.served.caches if serves and not facts.is_own else ()
     return Verdict(
         engine=engine.served.title,
         installed=engine.installed,
