@@ -99,7 +99,7 @@ def test_a_working_folder_goes_with_its_block_and_stays_after_an_error_that_leav
         _ = 1 / 0
     assert not (tmp_path / "a").exists()
     with pytest.raises(StorageError) as full, working(work, out):
-        _write_and_raise(work, StorageError("output", "out", "could not be written: No space left on device"))
+        _write_and_raise(work, OSError(28, "No space left on device"))
     kept = f"what is done is kept in {work}, and the same command continues from there"
     assert full.value.rule == f"could not be written: No space left on device; {kept}"
     with working(work, out):
@@ -138,11 +138,9 @@ def test_of_working_folders_within_each_other_the_outer_one_is_named(tmp_path: P
 def test_a_folder_is_of_one_run_unless_its_results_have_identities(tmp_path: Path) -> None:
     work, out = tmp_path / "work", tmp_path / "out"
 
-    def stopped(run: str | None, error: BaseException) -> Job:
-        job = working(work, out, run)
-        with pytest.raises(type(error)), job:
+    def stopped(run: str | None, error: BaseException) -> None:
+        with pytest.raises(type(error)), working(work, out, run):
             _write_and_raise(work, error)
-        return job
 
     for run, error, is_kept in (
         ("one", KeyboardInterrupt(), True),

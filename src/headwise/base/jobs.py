@@ -25,6 +25,9 @@ ANY_RUN = "any"
 _LAYOUT = 2
 """Rises when files of working folders change, so that what an older version left is begun anew, and never misread."""
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says of a full disk."""
+
 _LOCK, _RUN = "lock", "run"
 _KEPT = "what is done is kept in "
 
@@ -87,6 +90,8 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            if isinstance(error, OSError) and error.errno in _FULL:
+                raise StorageError("output", str(self.output), f"could not be written: {error.strerror}") from error
             if error is None:
                 with storage_errors("output", self.output):
                     self._finish()

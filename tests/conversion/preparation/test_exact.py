@@ -99,6 +99,10 @@ def test_what_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
             headwise.prepare(source, tmp_path / "out", cache=list(cache))
     with pytest.raises(HeadwiseError, match="must not be the source"):
         headwise.prepare(source, source, cache="llama.cpp:q4_0", overwrite=True)
+    text = make(tmp_path / "made", "llama", 32) / "text.txt"
+    text.write_text("a text")
+    with pytest.raises(HeadwiseError, match="must not be a text of evaluate, or a folder that holds it"):
+        headwise.prepare(source, text.parent, cache="llama.cpp:q4_0", evaluate=text, overwrite=True)
     with pytest.raises(HeadwiseError, match="blocks of 32"):
         headwise.prepare(tiny_llama, tmp_path / "out", cache="llama.cpp:q4_0")
     with pytest.raises(HeadwiseError, match="calibrate"):
