@@ -422,7 +422,9 @@ def test_a_rotary_key_without_rotation_is_refused(tmp_path: Path) -> None:
 def test_speech_models_are_not_calibrated_on_text_nor_evaluated_on_it(tmp_path: Path) -> None:
     source, text = save_family(tmp_path / "source", "whisper"), tmp_path / "text.txt"
     text.write_text("hello " * 200)
-    with pytest.raises(headwise.ArgumentError, match=r"calibrate = .*: is text, and a whisper model attends to an encoder"):
+    with pytest.raises(
+        headwise.ArgumentError, match=r"calibrate = .*: is text, and a whisper model attends to an encoder"
+    ):
         convert(source, tmp_path / "out", "mla", calibrate=text)
     with pytest.raises(headwise.SpecError, match=r"^model_type = 'whisper': attends to an encoder's output"):
         headwise.evaluate(source, text=text)
