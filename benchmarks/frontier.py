@@ -21,8 +21,8 @@ from benchmarks.kept import say
 from benchmarks.tables import RESULTS
 
 from benchmarks import joined
-from headwise.base.documents import refuse_no_plotly
 from headwise.base.jobs import write_file
+from headwise.base.plots import refuse_no_matplotlib
 from headwise.conversion.frontiers.page import markdown, page
 from headwise.conversion.frontiers.points import advice
 from headwise.models.checkpoints import open_checkpoint
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, help="a folder")
     parser.add_argument("--screenshot", type=Path, help="of the page that headwise report writes of it")
     options = parser.parse_args(arguments)
-    refuse_no_plotly("output", str(options.output))
+    refuse_no_matplotlib("output", str(options.output))
     label = open_checkpoint(options.source).spec.layers[0].label
     found = joined.frontier(options.results, options.source, label)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def take_screenshot(folder: Path, picture: Path) -> None:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1100, "height": 900})
         page.goto(html.absolute().as_uri())
-        page.wait_for_selector("#latency-plot svg")
+        page.wait_for_selector("#options tbody tr")
         # A picture has room for the first rows.
         page.add_style_tag(content="#options tbody tr:nth-child(n+9) { display: none; }")
         page.screenshot(path=picture, clip={"x": 0, "y": 0, "width": 1100, "height": 700})

@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.shared import shared_mark
 
 from benchmarks import audit_tables, healing_tables, joined
+from headwise.base.tables import Table
 from headwise.conversion.frontiers.points import verdict_lines
 from headwise.conversion.methods import all_methods
 from headwise.costs.prediction import SERVING_ENGINES
@@ -669,8 +670,7 @@ JOINED: dict[str, Callable[[Path], str]] = {
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """A Markdown table, whose first ``left`` columns are left-aligned words and the others right-aligned numbers."""
-    rule = ["---" if at < left else "---:" for at in range(len(head))]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
+    return Table(head, [tuple(row) for row in rows], words=range(left)).markdown()
 
 
 def render_all(results: Path) -> dict[str, str]:

@@ -83,6 +83,8 @@ FORWARDED = {
     "base/options/declare.py:call": "checked against the options class, and shown in the signature",
     "models/specs/base.py:__init_subclass__": "to Python's own",
     "measure/texts/sources.py:_dataset_rows": "to a function of datasets",
+    "base/pages.py:web_page": "to a template",
+    "conversion/output/card.py:rendered_card": "to a template",
     "base/type_checks.py:checked": "to the decorated function",
 }
 """Functions that take any keywords, and to whom they hand them; all others name theirs."""

@@ -140,7 +140,7 @@ def test_a_cache_without_codes_is_compared_in_bfloat16(results: Path) -> None:
 
 
 def test_one_page_of_all_with_its_verdict(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("plotly")
+    pytest.importorskip("matplotlib")
     source = str(save_tiny(tmp_path / "source"))
     frontier.main(["--results", str(results), "--source", source, "--output", str(tmp_path / "out")])
     said = capsys.readouterr().out

@@ -57,7 +57,7 @@ def test_methods(cli: Callable[..., Result], model: Path, here: Path) -> None:
 
 
 def test_a_page(cli: Callable[..., Result], model: Path, here: Path) -> None:
-    pytest.importorskip("plotly")
+    pytest.importorskip("matplotlib")
     arguments = [argument for argument in FRONTIER if argument != "--no-plot"]
     result = cli(*arguments, "--target", "mqa")
     assert result.status == 0, result.err

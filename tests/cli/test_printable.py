@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.markup import escape
 
-from headwise.cli.app import emit, numbers_table, out
+from headwise.base.tables import Table
+from headwise.cli.app import emit, out
 from headwise.cli.printable import printable
 from tests.cli.conftest import Result
 
@@ -27,9 +28,7 @@ def test_what_is_escaped() -> None:
 
 
 def test_strings_tables_and_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    table = numbers_table(HOSTILE, "n")
-    table.add_row(escape(HOSTILE), HOSTILE)
-    out.print(table)
+    out.print_table(Table([HOSTILE, "n"], [(HOSTILE, HOSTILE)]))
     out.print(f"[bold]{escape(HOSTILE)}[/bold]")
     out.print(f"note: {HOSTILE}", markup=False)
     out.print(escape("\x1b[red]not a colour"))

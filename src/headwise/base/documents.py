@@ -1,17 +1,13 @@
-"""Results as JSON, and as web pages."""
+"""Results as JSON documents, and the names of the files that keep them."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
-
-from headwise.errors import MissingExtraError
 
 MEASURED = "measured.json"
 """The file of a converted folder with what its conversion measured of it."""
@@ -27,9 +23,6 @@ MIGRATION = "migration.json"
 
 HEALING = "healing.json"
 """The file of a healed folder that holds the report of its training."""
-
-REPORT_PIP = "pip install 'headwise[report]'"
-"""What installs what pages with plots need."""
 
 RECORDS = (MEASURED, MIGRATION, HEALING)
 """What was measured of a model, which a model that is made of it does not inherit."""
@@ -71,52 +64,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2.5rem auto; padding: 0 1.25rem; }
-h1, h2, p, li { overflow-wrap: anywhere; }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .25rem; }
-h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
-p, li { color: color-mix(in srgb, CanvasText 78%, Canvas); }
-ul { margin: 0; padding-left: 1.2rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; }
-th { font-weight: 600; border-bottom: 2px solid color-mix(in srgb, CanvasText 35%, Canvas); }
-td { border-bottom: 1px solid color-mix(in srgb, CanvasText 12%, Canvas); }
-th:first-child, td:first-child { text-align: left; }
-"""
-
-
-def web_page(title: str, body: str, style: str = "") -> str:
-    """A self-contained HTML page that follows the reader's light or dark color scheme.
-
-    Args:
-        title: plain text, for the window and the heading.
-        body: HTML below the heading.
-        style: CSS rules besides those that all pages have.
-    """
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}{style}</style>\n</head>\n<body>\n"
-        f"<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
-    )
-
-
-def refuse_no_plotly(name: str, value: object) -> None:
-    """Refuse a page without plotly, before any work.
-
-    For example ``refuse_no_plotly("plot", True)``.
-
-    Args:
-        name: the option that asks for the page.
-        value: of that option.
-
-    Raises:
-        MissingExtraError: plotly is not installed.
-    """
-    if importlib.util.find_spec("plotly") is None:
-        raise MissingExtraError(name, value, f"needs the plotly package: {REPORT_PIP}; or go without it")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
-from headwise.cli.app import LINE, beyond, bytes_text, emit, numbers_table, out, say
+from headwise.base.tables import Table, bytes_text
+from headwise.cli.app import LINE, beyond, emit, out, say
 from headwise.cli.pages import model_page, write_page
 from headwise.cli.plots import advice_figure, write_plot
 from headwise.errors import ArgumentError
@@ -119,11 +119,11 @@ def _print_advice(result: Advice, *, is_design: bool) -> None:
     say(f"on {many}{question.hardware.label}, {limits}; goal: {question.goal}{most}")
     out.print()
     served = [] if question.engine else ["runs in"]
-    table = numbers_table("", "KiB/token", "weights", "step ms", "fit", "tok/s", "perplexity", *served)
+    table = Table(["", "KiB/token", "weights", "step ms", "fit", "tok/s", "perplexity", *served])
     for option in result.options:
         mark = "→ " if option is best else "  "
         name = option.words if question.engine and option.words else option.target
-        name = f"{mark}{escape(name)}{' ~' if option.is_first_size else ''}"
+        name = f"{mark}{name}{' ~' if option.is_first_size else ''}"
         is_known = option.refused != "unknown"
         cells = [
             f"{option.cache_bytes_per_token / 1024:,.1f}",
@@ -132,12 +132,12 @@ def _print_advice(result: Advice, *, is_design: bool) -> None:
             f"{option.largest_batch:,}" if is_known else "?",
             f"{option.tokens_per_second:,.0f}" if is_known else "?",
             _quality(option),
-            *([] if question.engine else [escape(option.served_by)]),
+            *([] if question.engine else [option.served_by]),
         ]
-        table.add_row(f"[dim]{name}[/dim]" if option.is_dominated else name, *cells)
+        table.add(name, *cells, mark="faint" if option.is_dominated else "")
     # Where a terminal is narrow names fold, so that numbers are whole.
-    for column in (*table.columns[:1] * out.is_terminal, *table.columns[-1:] * bool(served)):
-        column.no_wrap, column.overflow, column.justify = False, "fold", "left"
+    table.folded = [*[0] * out.is_terminal, *[7] * len(served)]
+    table.words = [0, *[7] * len(served)]
     out.print_table(table, LINE)
     say(f"step: a token of each sequence; fit: sequences that fit; tok/s: of those, at most {MOST_SEQUENCES:,}")
     out.print()

@@ -12,9 +12,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 from typer.core import TyperGroup
 
 from headwise.base.documents import finite
@@ -225,45 +223,12 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def numbers_table(*headings: str) -> Table:
-    """Make a plain table with a left-aligned first column and right-aligned columns of numbers.
-
-    Args:
-        headings: of the columns.
-    """
-    table = Table(*headings, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for index, column in enumerate(table.columns):
-        column.no_wrap = True
-        column.justify = "right" if index else "left"
-    return table
-
-
 def duration(seconds: float) -> str:
     """Format a time roughly, such as ``2 min``."""
     for unit, length in (("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def bytes_text(count: float) -> str:
-    """Format a number of bytes with a binary unit, such as ``1.5 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if abs(count) < 1024 or unit == "PiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
-
-
-def count_text(count: float) -> str:
-    """Format a large number with a decimal prefix, such as ``134.5 M``; whole below 1000, such as ``450``."""
-    if abs(count) < 1000 and count == int(count):
-        return f"{count:.0f}"
-    for prefix in ("", "k", "M", "G", "T", "P", "E"):
-        if abs(count) < 1000 or prefix == "E":
-            return f"{count:.1f} {prefix}".rstrip()
-        count /= 1000
-    raise AssertionError
 
 
 def beyond(trained: int | None, context: int) -> list[str]:

@@ -18,7 +18,8 @@ import typer
 from rich.markup import escape
 
 from headwise.base.options import Declaration, Options, declarations
-from headwise.cli.app import numbers_table, out
+from headwise.base.tables import Table
+from headwise.cli.app import out
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def show_text(result: Evaluation, *, columns: tuple[str, str] = COLUMNS) -> None
     out.print(f"{result.tokens:,} tokens of {escape(result.text)}, {how}{cache}")
     table = _table("", result.against, columns)
     for score in result.texts if len(result.texts) > 1 else ():
-        _row(table, f"perplexity of {escape(score.text)}", score, "perplexity", ".3f")
+        _row(table, f"perplexity of {score.text}", score, "perplexity", ".3f")
     _row(table, "perplexity", result, "perplexity", ".3f")
     _row(table, "cache B/token", result, "cache_bytes_per_token", ",.0f")
     if result.engine is not None:
@@ -159,7 +160,7 @@ def show_text(result: Evaluation, *, columns: tuple[str, str] = COLUMNS) -> None
     _row(table, f"decode ms/token at {result.context}", result, "decode_ms", ".1f")
     if result.engine is not None:
         _row(table, "decode tokens/s", result, "decode_tokens_per_second", ".1f")
-    out.print(table)
+    out.print_table(table)
     for score in result.texts if result.against is not None else ():
         name = f"{escape(score.text)}: " if len(result.texts) > 1 else ""
         out.print(
@@ -172,10 +173,10 @@ def show_text(result: Evaluation, *, columns: tuple[str, str] = COLUMNS) -> None
 
 def _show_by_position(result: Evaluation) -> None:
     for score in result.texts:
-        table = _table(f"nats at positions of {escape(score.text)}", result.against)
+        table = _table(f"nats at positions of {score.text}", result.against)
         for bucket in score.by_position:
             _row(table, f"{bucket.start}–{bucket.stop - 1}", bucket, "nll", ".4f")
-        out.print(table)
+        out.print_table(table)
 
 
 def _show_choices(result: ChoiceEvaluation) -> None:
@@ -197,7 +198,7 @@ def _show_planted(result: PlantedEvaluation) -> None:
         _row(table, f"at depth {row.depth:.0%}", row, "probability", ".3f")
     for row in result.depths:
         _row(table, f"nats at depth {row.depth:.0%}", row, "nll", ".3f")
-    out.print(table)
+    out.print_table(table)
     _show_rates({"likeliest of the codes": result.first, "generated": result.found}, result.against)
 
 
@@ -213,8 +214,8 @@ def _show_rates(rates: dict[str, Rate], against: str | None) -> None:
     table = _table("with 95 % intervals", against)
     for name, rate in rates.items():
         models = [rate] if rate.reference is None else [rate, rate.reference]
-        table.add_row(name, *(f"{model.rate:.1%} ({_span(model.low, model.high)})" for model in models))
-    out.print(table)
+        table.add(name, *(f"{model.rate:.1%} ({_span(model.low, model.high)})" for model in models))
+    out.print_table(table)
     for name, rate in rates.items():
         if rate.difference is not None:
             out.print(
@@ -230,14 +231,14 @@ def _span(low: float | None, high: float | None, style: str = ".1f") -> str:
     return f"{100 * low:{style}} to {100 * high:{style}}"
 
 
-def _table(heading: str, against: str | None, columns: tuple[str, str] = COLUMNS) -> Any:
-    return numbers_table(heading, *columns[: 1 if against is None else 2])
+def _table(heading: str, against: str | None, columns: tuple[str, str] = COLUMNS) -> Table:
+    return Table([heading, *columns[: 1 if against is None else 2]])
 
 
-def _row(table: Any, name: str, result: Paired, number: str, style: str) -> None:
+def _row(table: Table, name: str, result: Paired, number: str, style: str) -> None:
     """Add a row with one number of a result, followed by the reference's."""
     models = [result] if result.reference is None else [result, result.reference]
-    table.add_row(name, *(format(getattr(model, number), style) for model in models))
+    table.add(name, *(format(getattr(model, number), style) for model in models))
 
 
 SHOW: dict[str, Callable[[Any], None]] = {

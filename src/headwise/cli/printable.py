@@ -18,9 +18,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from headwise.base.tables import Table
 from headwise.errors import HeadwiseError
 
 # C0 (except tab and newline), DEL and C1 can move the cursor, recolour or rename a terminal; the others change the
@@ -45,13 +45,13 @@ class PrintableConsole(Console):
         """Escape and render a string; rich calls this for every string, in tables too."""
         return super().render_str(printable(text), **options)
 
-    def print_table(self, table: Table, columns: int) -> None:
-        """Print a table in up to so many columns, where no terminal limits them."""
+    def print_table(self, table: Table, columns: int = 0) -> None:
+        """Print a table, in up to so many columns where no terminal limits them."""
         before = self._width
         if not self.is_terminal:
             self._width = max(self.width, columns)
         try:
-            self.print(table)
+            self.print(table.terminal())
         finally:
             self._width = before
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwise.conversion.frontiers.candidate import Candidate, Kind, Tried
@@ -126,8 +126,8 @@ def test_of_the_folds_the_best_on_held_out_text_alone_is_shown_and_all_are_kept(
     ]
     all_ways = found(results + folds, methods=True)
     (table,) = tables(all_ways)
-    assert [row[0] for row in table] == [
-        "mla:0.5",
+    assert table.heading[0] == "mla:0.5"
+    assert [row[0] for row in table.rows] == [
         "original",
         "headwise",
         "without refit",
@@ -144,13 +144,13 @@ def test_a_broken_model_has_its_place_in_the_table_and_in_json() -> None:
     text = json.dumps(broken.to_dict(), allow_nan=False)
     assert json.loads(text)["points"][0]["perplexity_ratio"] is None
     assert "inf" in markdown(broken)
-    assert math.inf not in [y for trace in figure(broken)["data"] for y in trace["y"]]
+    assert all(math.isfinite(y) for line in figure(broken).axes[0].lines for y in line.get_ydata())
 
 
 def test_the_table_has_each_text() -> None:
     candidates = [(Candidate("mqa"), result((500.0, 1.25), ("x/one.txt", "y/two.txt after 1,024 tokens"), "mqa"))]
     (table,) = tables(found(candidates))
-    assert table[0] == (
+    assert table.heading == (
         "",
         "attention",
         "kind",
@@ -162,19 +162,19 @@ def test_the_table_has_each_text() -> None:
         "top-1",
         "s",
     )
-    assert table[1] == ("original", "GQA 4/2 × 8", "", "1,000", "100%", "1", "1", "0", "100%", "")
+    assert table.rows[0] == ("original", "GQA 4/2 × 8", "", "1,000", "100%", "1", "1", "0", "100%", "")
     numbers = ("500", "50.0%", "1.2500", "1.2500", "0.2500", "75.0%")
-    assert table[2] == ("mqa", "MLA 1 + 2", "converted", *numbers, "4")
+    assert table.rows[1] == ("mqa", "MLA 1 + 2", "converted", *numbers, "4")
     twins = [(Candidate("mqa"), result((500.0, 1.25), ("x/one.txt", "y/one.txt")))]
-    assert tables(found(twins))[0][0][5:7] == ("× x/one.txt", "× y/one.txt")
+    assert tables(found(twins))[0].heading[5:7] == ("× x/one.txt", "× y/one.txt")
 
 
 def test_the_table_has_formats_without_a_conversion() -> None:
     candidates = [(Candidate("kivi4"), plain((300.0, 1.25))), (Candidate("mla@0.25"), result((260.0, 1.25)))]
     (table,) = tables(found(candidates))
-    assert table[2][:5] == ("kivi4", "GQA 4/2 × 8", "quantised", "300", "30.0%")
-    assert table[2][-1] == ""
-    assert table[3][:5] == ("mla@0.25", "MLA 1 + 2", "both", "260", "26.0%")
+    assert table.rows[1][:5] == ("kivi4", "GQA 4/2 × 8", "quantised", "300", "30.0%")
+    assert table.rows[1][-1] == ""
+    assert table.rows[2][:5] == ("mla@0.25", "MLA 1 + 2", "both", "260", "26.0%")
     only_formats = found(candidates[:1])
     assert only_formats.points[0].mechanism == "GQA"
     assert only_formats.verdict == ()
@@ -198,27 +198,30 @@ def test_the_documents_have_the_verdict() -> None:
     assert [point["kind"] for point in document["points"]] == ["quantised", "both"]
 
 
-def test_the_plot_has_a_trace_a_kind_the_source_and_the_best_for_each_cache() -> None:
+def test_the_plot_has_the_points_of_each_kind_the_source_and_the_best_for_each_cache() -> None:
     candidates = [
         (Candidate("mla@0.5"), result((500.0, 1.1))),
         (Candidate("gqa:2"), result((500.0, 1.9), mechanism="gqa")),
         (Candidate("kivi2"), plain((125.0, 2.5))),
     ]
-    drawn = figure(found(candidates))
-    traces = {trace["name"]: trace for trace in drawn["data"]}  # the points come after their legend
-    assert list(traces) == ["best so far", "quantised", "converted", "converted and quantised", "original"]
-    assert traces["best so far"]["x"] == [125.0, 500.0, 1000.0]
-    assert traces["best so far"]["y"] == pytest.approx([1.5, 0.1, 0.001])  # what is lost
-    both, converted = traces["converted and quantised"], traces["converted"]
-    assert both["marker"]["opacity"] == [1.0]
-    assert converted["marker"]["opacity"][0] < 0.5
-    assert (traces["original"]["x"], traces["original"]["y"]) == ([1000.0], [0.001])
-    for said in ("<b>mla@0.5</b>", "500 B a token, 50.0%", "KL 0.2500", "top-1 agreement 75.0%", "converted in 4 s"):
-        assert said in both["customdata"][0]
-    assert "another point has no more of either" in converted["customdata"][0]
-    assert "converted in" not in traces["quantised"]["customdata"][0]
-    assert drawn["layout"]["yaxis"]["type"] == drawn["layout"]["xaxis"]["type"] == "log"
-    assert drawn["layout"]["xaxis"]["ticktext"] == ["125<br>12.5%", "250<br>25%", "500<br>50%", "1,000<br>100%"]
+    frontier = found(candidates)
+    axes = figure(frontier).axes[0]
+    best, *marks, original = axes.lines
+    assert best.get_label() == "best so far"
+    assert list(best.get_xdata()) == [125.0, 500.0, 1000.0]
+    assert list(best.get_ydata()) == pytest.approx([1.5, 0.1, 0.001])  # what is lost
+    legend = [entry.get_label() for entry in axes.collections]
+    assert legend == ["quantised", "converted", "converted and quantised"]
+    names = [text.get_text() for text in axes.texts]
+    assert names == ["kivi2", "gqa:2", "mla@0.5", "original"]
+    assert [mark.get_alpha() for mark in marks] == [1.0, pytest.approx(0.4), 1.0]
+    assert (list(original.get_xdata()), list(original.get_ydata())) == ([1000.0], [0.001])
+    (table,) = tables(frontier)
+    assert table.rows[-2] == ("gqa:2", "MLA 1 + 2", "converted", "500", "50.0%", "1.9000", "0.2500", "75.0%", "4")
+    assert table.marks == {len(table.rows) - 2: "faint"}
+    assert axes.get_yscale() == axes.get_xscale() == "log"
+    ticks = [label.get_text() for label in axes.get_xticklabels()]
+    assert ticks == ["125\n12.5%", "250\n25%", "500\n50%", "1,000\n100%"]
 
 
 @dataclass(frozen=True)
@@ -244,24 +247,24 @@ def test_a_published_method_is_a_point_beside_the_others_though_its_kl_is_unknow
         "of a bfloat16 cache: down to 53% quantise (×1.001), then down to 50% use a published method "
         "(×1.05), then down to 25% convert and quantise (×1.6)"
     )
-    (row,) = (cells for cells in tables(joined)[0] if cells[0] == "Palu@0.5")
+    (row,) = (cells for cells in tables(joined)[0].rows if cells[0] == "Palu@0.5")
     assert row[1:5] == ("3 bits", "published", "500", "50.0%")
     assert row[6:] == ("", "", "")
     document = json.loads(json.dumps(joined.to_dict(), allow_nan=False))
     assert document["points"][0]["kl"] is None
-    (trace,) = (one for one in figure(joined)["data"] if one["name"] == "published methods" and "text" in one)
-    assert trace["text"] == ["Palu@0.5"]
-    assert "KL" not in trace["customdata"][0]
+    axes = figure(joined).axes[0]
+    assert "published methods" in [entry.get_label() for entry in axes.collections]
+    assert "Palu@0.5" in [text.get_text() for text in axes.texts]
 
 
+@settings(max_examples=20, deadline=None)  # figures take their time
 @given(st.lists(st.floats(0.5, 1e6), min_size=1, max_size=6))
 def test_ticks_lie_on_the_axis_and_apart(ratios: list[float]) -> None:
-    drawn = figure(ladder(*((100.0 * (index + 1), ratio) for index, ratio in enumerate(ratios))))
-    axis = drawn["layout"]["yaxis"]
-    places = [math.log10(tick) for tick in axis["tickvals"]]
-    low, high = axis["range"]
+    axes = figure(ladder(*((100.0 * (index + 1), ratio) for index, ratio in enumerate(ratios)))).axes[0]
+    places = [math.log10(tick) for tick in axes.get_yticks()]
+    low, high = map(math.log10, axes.get_ylim())
     end = max(10.0, min(ratios))  # a few points beyond must not press the others together
-    within = [y for trace in drawn["data"] for y in trace["y"] if y is not None and y < end]
+    within = [y for line in axes.lines for y in line.get_ydata() if y < end]
     assert all(low <= math.log10(y) <= high for y in within)
     assert high < math.log10(end) + 0.2
     assert len(places) <= 18
@@ -271,24 +274,25 @@ def test_ticks_lie_on_the_axis_and_apart(ratios: list[float]) -> None:
 
 
 def test_ratios_near_one_are_told_apart_and_ticks_name_ratios() -> None:
-    drawn = figure(ladder((500.0, 1.01), (250.0, 2.0), (300.0, 0.99)))
-    (marks,) = (trace for trace in drawn["data"] if trace["name"] == "converted" and "text" in trace)
-    assert marks["y"] == pytest.approx([0.01, 0.001, 1.0])  # by size, and no loss as the least
-    axis = drawn["layout"]["yaxis"]
-    named = dict(zip(axis["ticktext"], axis["tickvals"], strict=True))
-    assert named["≤ 1.001"] == 0.001
+    axes = figure(ladder((500.0, 1.01), (250.0, 2.0), (300.0, 0.99))).axes[0]
+    marks = [line.get_ydata()[0] for line in axes.lines[1:-1]]
+    assert marks == pytest.approx([0.01, 0.001, 1.0])  # by size, and no loss as the least
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    named = dict(zip(labels, axes.get_yticks(), strict=True))
+    assert named["≤ 1.001"] == pytest.approx(0.001)
     assert named["1.01"] == pytest.approx(0.01)
     assert named["2"] == 1
 
 
+@settings(max_examples=20, deadline=None)  # figures take their time
 @given(st.lists(st.floats(0.5, 1e6), min_size=1, max_size=6))
 def test_ticks_of_methods_lie_on_the_axis_and_apart(ratios: list[float]) -> None:
     ways = found([(Candidate("mla:0.5"), result((500.0, ratio))) for ratio in ratios], methods=True)
-    axis = figure(ways)["layout"]["xaxis"]
-    places = [math.log10(tick) for tick in axis["tickvals"]]
-    low, high = axis["range"]
+    axes = figure(ways).axes[0]
+    places = [math.log10(tick) for tick in axes.get_xticks()]
+    low, high = map(math.log10, axes.get_xlim())
     assert all(low <= math.log10(ratio) <= high for ratio in (1.0, *ratios))
-    assert 1.0 in axis["tickvals"]
+    assert 1.0 in axes.get_xticks()
     assert len(places) <= 15
     assert places == sorted(places)
     assert low <= places[0]

@@ -128,9 +128,9 @@ def test_a_conversion_counts_in_the_dtype_and_a_format_does_not() -> None:
     advice = advise_on(model, Question(hardware=device("laptop"), step=Pass(total=2048)), {})
     assert advice.weights == "GGUF Q4_1, Q8_0, F32"
     assert any(note.startswith("conversions count in the dtype") for note in advice.notes)
-    data = page_data(model, Question(hardware=device("laptop"), step=Pass(total=2048)), {})
+    data = page_data(model, Question(hardware=device("laptop"), step=Pass(total=2048)), {}, hardware={}).document
     assert data["stored"] == advice.weights
-    assert data["options"][0]["weights"] == {"wide": 0, "packed": 96_576_768, "is_bound": False}
+    assert data["options"][0]["weight_bytes"] == 96_576_768
 
 
 def test_beside_steps_that_headwise_timed_weights_are_in_the_dtype() -> None:
@@ -138,8 +138,8 @@ def test_beside_steps_that_headwise_timed_weights_are_in_the_dtype() -> None:
     model = read_spec("smollm2-135m")
     question = Question(hardware=device("laptop"), step=Pass(total=2048, dtype="float32"))
     step = {"target": "as it is", "context": 2048, "seconds": 0.1, "dtype": "float32", "where": "cpu"}
-    data = page_data(model, question, {}, steps=[step])
-    assert data["options"][0]["weights"] == {"wide": 134_515_008, "packed": 0, "is_bound": False}
+    data = page_data(model, question, {}, steps=[step], hardware={}).document
+    assert data["options"][0]["weight_bytes"] == 4 * 134_515_008
     assert data["notes"] == ("weights are in the dtype, as headwise timed steps with them",)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 import headwise
+from headwise.base.pages import Picture, web_page
+from headwise.base.plots import as_svg
 from headwise.cli.pages import refuse_no_page
 from headwise.decide.report import read_folder, sections
-from headwise.decide.report.sections import html, roofline
 from headwise.errors import ArgumentError, CheckpointError, MissingExtraError, StorageError
 from headwise.models.specs import catalog, read_spec
 from tests.cli.conftest import cli, here, refused
@@ -66,15 +67,15 @@ FRONTIER = {
 def test_an_evaluation() -> None:
     rate = {"items": 20, "rate": 0.5, "low": 0.3, "high": 0.7, "reference_rate": None}
     text, tasks = sections({**EVALUATION, "planted": {"found": rate, "first": rate}})
-    assert text.title == "Quality of half on text"
-    assert text.rows == [("wiki.txt", "11.000", "10.000", "1.1000", "0.0500", "90.0%")]
-    assert "100 bytes a token (the reference's 200)" in text.notes[1]
-    assert text.figure is not None
-    assert [trace["y"] for trace in text.figure["data"]] == [[3.0, 2.5], [2.9, 2.4]]
-    assert tasks.rows[0] == ("planted facts, repeated", "20", "50.0%", "30.0% to 70.0%", "–")
+    assert text.table.title == "Quality of half on text"
+    assert text.table.rows == [("wiki.txt", "11.000", "10.000", "1.1000", "0.0500", "90.0%")]
+    assert "100 bytes a token (the reference's 200)" in text.table.notes[1]
+    assert text.draw is not None
+    assert [list(line.get_ydata()) for line in text.draw().axes[0].lines] == [[3.0, 2.5], [2.9, 2.4]]
+    assert tasks.table.rows[0] == ("planted facts, repeated", "20", "50.0%", "30.0% to 70.0%", "–")
     (alone,) = sections({**EVALUATION, "texts": [{"text": "a", "perplexity": float("inf")}]})
-    assert alone.rows == [("a", "diverged", "–", "–", "–", "–")]
-    assert alone.figure is None
+    assert alone.table.rows == [("a", "diverged", "–", "–", "–", "–")]
+    assert alone.draw is None
 
 
 def test_a_benchmark_has_its_points_below_measured_ceilings() -> None:
@@ -88,25 +89,26 @@ def test_a_benchmark_has_its_points_below_measured_ceilings() -> None:
         "ways": {"headwise": {"ms": 10.0}, "other": {"error": "is not installed"}},
     }
     (section,) = sections({"kind": "decode", "cases": [case]})
-    assert section.heading == ("ms", "limit", "headwise", "other")
-    assert section.rows == [("one", "1", "10", "–")]
-    assert section.figure is not None
-    ceiling, points, none = section.figure["data"]
-    assert ceiling["x"][1] == 50.0
-    assert ceiling["y"] == [ceiling["x"][0] * 2e10, 1e12, 1e12]
-    assert (points["x"], points["y"], none["x"]) == ([10.0], [1e11], [])
-    assert roofline([{**case, "flops": 0}], ["headwise"]) is None
+    assert section.table.heading == ("ms", "limit", "headwise", "other")
+    assert section.table.rows == [("one", "1", "10", "–")]
+    assert section.draw is not None
+    ceiling, points, none = section.draw().axes[0].lines
+    assert ceiling.get_xdata()[1] == 50.0
+    assert list(ceiling.get_ydata()) == [ceiling.get_xdata()[0] * 2e10, 1e12, 1e12]
+    assert (list(points.get_xdata()), list(points.get_ydata()), list(none.get_xdata())) == ([10.0], [1e11], [])
+    (uncounted,) = sections({"kind": "decode", "cases": [{**case, "flops": 0}]})
+    assert uncounted.draw is None
 
 
 def test_a_comparison_is_the_commands() -> None:
     comparison = headwise.compare("llama-3-8b", context=100)
     (section,) = sections(comparison.to_dict())
-    assert len(section.rows) == len(comparison.rows)
-    (own,) = (row for row in section.rows if row[0].endswith("(the model)"))
+    assert len(section.table.rows) == len(comparison.rows)
+    (own,) = (row for row in section.table.rows if row[0].endswith("(the model)"))
     assert own[1] == "131,072"
     timed = comparison.to_dict()
     timed["rows"] = [{**row, "decode_ms": 1.5, "prefill_ms": 2.0} for row in timed["rows"]]
-    assert sections(timed)[0].rows[0][-2:] == ("1.500", "2.000")
+    assert sections(timed)[0].table.rows[0][-2:] == ("1.500", "2.000")
 
 
 def test_what_is_no_result_has_no_section() -> None:
@@ -118,20 +120,21 @@ def test_what_is_no_result_has_no_section() -> None:
         sections({"points": [{}], "cache_bytes_per_token": 1})
 
 
-def test_only_pages_with_plots_need_plotly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_pages_with_plots_need_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refuse_no_page(tmp_path / "page.html", has_plots=False)  # headwise bench
     refuse_no_page(None)
-    with pytest.raises(MissingExtraError, match="needs the plotly package"):
+    with pytest.raises(MissingExtraError, match="needs the matplotlib package"):
         refuse_no_page(tmp_path / "page.html")
 
 
 def test_names_are_not_markup() -> None:
     (section,) = sections({**EVALUATION, "model": "<b>", "texts": [{**SCORE, "text": "<i>.txt"}]})
-    assert "<i>" not in html(section)
-    assert "<b>" not in html(section)
-    assert section.figure is not None
-    assert section.figure["data"][0]["name"] == "&lt;i&gt;.txt"
+    assert section.draw is not None
+    text = web_page("a", [section.table, Picture(as_svg(section.draw), "b")])
+    assert "<i>" not in text
+    assert "<b>" not in text
+    assert text.count("&lt;i&gt;.txt") == 3  # in the table, and of two lines in the legend
 
 
 def test_a_frontiers_folder(tmp_path: Path) -> None:
@@ -143,8 +146,8 @@ def test_a_frontiers_folder(tmp_path: Path) -> None:
     assert found.model is not None
     assert found.measured["int8"].loss == pytest.approx(0.0002)
     assert found.measured["mqa"].loss == float("inf")
-    assert [section.title for section in found.sections] == ["What was measured", "Quality of half on text"]
-    assert found.sections[0].rows[1][4] == "diverged"
+    assert [section.table.title for section in found.sections] == ["What was measured", "Quality of half on text"]
+    assert found.sections[0].table.rows[1][4] == "diverged"
 
 
 def test_a_folder_of_predictions(tmp_path: Path) -> None:
@@ -156,9 +159,9 @@ def test_a_folder_of_predictions(tmp_path: Path) -> None:
     found = read_folder(tmp_path)
     assert found.source == "smollm2-135m"
     (section,) = found.sections
-    assert section.title == "What is predicted, and not measured"
-    assert section.rows[2] == ("int2", "headwise", "6,480", "28.0%", "diverged")
-    assert section.notes == ["From 2,048 tokens; KL in nats a token; by half."]
+    assert section.table.title == "What is predicted, and not measured"
+    assert section.table.rows[2] == ("int2", "headwise", "6,480", "28.0%", "diverged")
+    assert section.table.notes == ["From 2,048 tokens; KL in nats a token; by half."]
     assert found.measured["int4"].is_predicted
     (tmp_path / "frontier.json").write_text(json.dumps(FRONTIER))
     found = read_folder(tmp_path)

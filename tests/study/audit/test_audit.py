@@ -34,7 +34,7 @@ def test_a_page_has_every_statement(tmp_path: Path) -> None:
     assert result.returncode == 0
     text = (tmp_path / "audit.html").read_text(encoding="utf-8")
     assert "the factor at h = 32" in text
-    assert text.count('<td class="no">no</td>') == 2
+    assert text.count('<td class="word no">no</td>') == 2
     assert "http" not in text.replace("http-equiv", "")
 
 

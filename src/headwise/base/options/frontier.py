@@ -46,4 +46,4 @@ class FrontierOptions(QuickFrontierOptions, WindowOptions, ConversionOptions):
     keep: bool = option(
         "keep the converted models, in the folder models of the output", default=False, identity=False
     )
-    plot: bool = option("write a web page with plots, which needs plotly", default=True, identity=False)
+    plot: bool = option("write a web page with plots, which needs matplotlib", default=True, identity=False)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
-from headwise.cli.app import STUDY, Json, app, emit, numbers_table, out, progress_bar
+from headwise.base.tables import Table
+from headwise.cli.app import STUDY, Json, app, emit, out, progress_bar
 from headwise.cli.pages import Html, refuse_no_page, write_page
 
 if TYPE_CHECKING:
@@ -72,22 +71,21 @@ def audit(
 
 
 def _print(report: Audit) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("claim", no_wrap=True)
-    table.add_column("what is printed, and what was found", overflow="fold")
+    table = Table(["claim", "what is printed, and what was found"], words=(0, 1), folded=(1,))
     for judged in report.claims:
-        table.add_row(judged.claim.id, f"{escape(judged.claim.says)}\n[bold]{escape(judged.sentence)}[/bold]")
-    out.print(table)
+        table.add(judged.claim.id, judged.claim.says)
+        table.add("", judged.sentence, mark="bold")
+    out.print_table(table)
     verdicts = [judged.verdict for judged in report.claims]
     said = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
     out.print(f"{len(verdicts)} claims: {said}; {report.seconds:.0f} s. --json and --html have every statement.")
 
 
 def _print_losses(scratch: FromScratch) -> None:
-    table = numbers_table("trained from scratch", "cache", "nats a byte", "less MHA's", "± (95 %)")
+    table = Table(["trained from scratch", "cache", "nats a byte", "less MHA's", "± (95 %)"])
     for row in scratch.rows:
         difference, half = scratch.beside_mha(row.mechanism)
         cells = (f"{row.cache_values}", f"{row.loss:.4f}", f"{difference:+.4f}", f"{half:.4f}")
-        table.add_row(escape(row.mechanism), *cells)
-    out.print(table)
+        table.add(row.mechanism, *cells)
+    out.print_table(table)
     out.print(f"{scratch.tokens:,} bytes of {escape(scratch.text)} each; cache: numbers a layer and token")

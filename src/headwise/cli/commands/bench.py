@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import SOURCES, STUDY, Json, app, emit, numbers_table, out, progress_bar
+from headwise.base.tables import Table
+from headwise.cli.app import SOURCES, STUDY, Json, app, emit, out, progress_bar
 from headwise.cli.pages import Html, refuse_no_page, write_page
 from headwise.cli.plots import Plot, refuse_no_plot, write_plot
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from headwise.study.audit import MechanismBench
     from headwise.study.bench import Bench, Case
 
@@ -201,10 +200,11 @@ def mechanisms(
 
 
 def _print_mechanisms(report: MechanismBench) -> None:
-    table = numbers_table("tokens", "", "ms", "speed-up", "cache KiB", "peak MiB", "apart", "converted")
+    heading = ["tokens", "", "ms", "speed-up", "cache KiB", "peak MiB", "apart", "converted"]
+    table = Table(heading, words=(0, 1))
     for row in report.rows:
         errors = (f"{one.relative_error:.3f}" if one is not None else "–" for one in (row.independent, row.converted))
-        table.add_row(
+        table.add(
             f"{row.length:,}",
             row.mechanism,
             f"{row.ms:.3g}",
@@ -213,8 +213,7 @@ def _print_mechanisms(report: MechanismBench) -> None:
             f"{row.peak_bytes / 1024**2:.1f}",
             *errors,
         )
-    table.columns[1].justify = "left"
-    out.print(table)
+    out.print_table(table)
     out.print(f"ms: medians of {report.passes} passes in turn, {report.dtype}; peak: tensors made in a pass")
     out.print("apart, converted: the output's relative error beside MHA's, of a layer with weights of its")
     out.print("own, and of one made of MHA's weights (which are random, so that no method finds much in them)")
@@ -242,7 +241,7 @@ def _show(report: Bench, html: Path | None, *, as_json: bool) -> None:
 
 
 def _print(report: Bench) -> None:
-    out.print(_wide(report) if len(report.ways()) <= _SIDE_BY_SIDE else _long(report))
+    out.print_table(_wide(report) if len(report.ways()) <= _SIDE_BY_SIDE else _long(report))
     out.print("ms: medians of interleaved runs. limit: the larger of bytes over the read")
     out.print("bandwidth and FLOPs over 0.7 of the matmul peak, both measured beside each case;")
     out.print("×: headwise's time over the limit")
@@ -259,21 +258,21 @@ _SIDE_BY_SIDE = 6
 def _wide(report: Bench) -> Table:
     """A table with a row for each case and a column for each implementation."""
     others = [way for way in report.ways() if way != OURS]
-    table = numbers_table("ms", "limit", OURS, "×", *(way.replace(", ", ",\n") for way in others))
+    table = Table(["ms", "limit", OURS, "×", *(way.replace(", ", ",\n") for way in others)])
     for case in report.cases:
         cells = [_ms(case, way) for way in others]
-        table.add_row(escape(case.name), f"{case.limit_ms:.3g}", _ms(case, OURS), _times(case, OURS), *cells)
+        table.add(case.name, f"{case.limit_ms:.3g}", _ms(case, OURS), _times(case, OURS), *cells)
     return table
 
 
 def _long(report: Bench) -> Table:
     """A table with a row for each implementation, below the row of its case."""
-    table = numbers_table("", "ms", "×", "GB/s", "GFLOP/s")
+    table = Table(["", "ms", "×", "GB/s", "GFLOP/s"])
     for case in report.cases:
-        table.add_row(f"[bold]{escape(case.name)}[/bold], limit", f"{case.limit_ms:.3g}", "1.00", "", "")
+        table.add(f"{case.name}, limit", f"{case.limit_ms:.3g}", "1.00", mark="bold")
         for way, timing in case.ways.items():
             rates = [] if timing.ms is None else [f"{n / timing.ms / 1e6:.3g}" for n in (case.nbytes, case.flops)]
-            table.add_row(f"  {escape(way)}", _ms(case, way), _times(case, way), *rates)
+            table.add(f"  {way}", _ms(case, way), _times(case, way), *rates)
     return table
 
 

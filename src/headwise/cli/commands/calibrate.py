@@ -8,7 +8,8 @@ import typer
 from rich.markup import escape
 
 from headwise.base.options import CalibrateOptions
-from headwise.cli.app import CHANGE, SOURCES, Json, app, bytes_text, emit, out, progress_bar
+from headwise.base.tables import bytes_text
+from headwise.cli.app import CHANGE, SOURCES, Json, app, emit, out, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.torchrun import as_one_process
 

@@ -8,18 +8,8 @@ from typing import Annotated, Literal
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import (
-    DECIDE,
-    SOURCES_OR_NAME,
-    Json,
-    app,
-    bytes_text,
-    count_text,
-    emit,
-    numbers_table,
-    out,
-    progress_bar,
-)
+from headwise.base.tables import Table, bytes_text, count_text
+from headwise.cli.app import DECIDE, SOURCES_OR_NAME, Json, app, emit, out, progress_bar
 from headwise.cli.pages import Html, first_question, model_page, refuse_no_page, write_page
 from headwise.cli.plots import Plot, comparison_figure, refuse_no_plot, write_plot
 
@@ -62,10 +52,10 @@ def compare(
         emit(comparison.to_dict())
         return
     out.print(f"[bold]{escape(source)}[/bold] at {context:,} tokens × {batch}, {dtype} cache, causal")
-    table = numbers_table("", "B/token", "cache", "params", "prefill", "decode", "FLOP/B")
+    table = Table(["", "B/token", "cache", "params", "prefill", "decode", "FLOP/B"])
     convertible = [index for index, row in enumerate(comparison.rows) if row.is_source or row.convert_to is not None]
     for index, row in enumerate(comparison.rows):
-        table.add_row(
+        table.add(
             f"{row.label}{' ◂' if row.is_source else ''}",
             f"{row.kv_bytes_per_token:,}",
             bytes_text(row.kv_bytes),
@@ -73,17 +63,17 @@ def compare(
             count_text(row.prefill_flops),
             count_text(row.decode_flops),
             f"{row.decode_intensity:.1f}",
-            end_section=match is None and index == convertible[-1],
+            gap=match is None and index == convertible[-1] + 1,
         )
-    out.print(table)
+    out.print_table(table)
     out.print("params: of one attention layer; prefill, decode: FLOPs of all attention layers,")
     out.print("for the prompt and for one token")
     if match is None and len(convertible) > 1:
         out.print("MLA R + P: a latent of R numbers and a rotary key of P in each layer")
         out.print("above the gap: `headwise convert` makes these, --json says how; below: for comparison")
     if measure:
-        timed = numbers_table("one layer, float32", "decode ms", "prefill ms")
+        timed = Table(["one layer, float32", "decode ms", "prefill ms"])
         for row in comparison.rows:
-            timed.add_row(row.label, f"{row.decode_ms:.3f}", f"{row.prefill_ms:.1f}")
-        out.print(timed)
+            timed.add(row.label, f"{row.decode_ms:.3f}", f"{row.prefill_ms:.1f}")
+        out.print_table(timed)
         out.print("random weights, medians of interleaved runs on this machine")

@@ -8,7 +8,8 @@ import typer
 from rich.columns import Columns
 from rich.markup import escape
 
-from headwise.cli.app import DECIDE, SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
+from headwise.base.tables import Table, bytes_text, count_text
+from headwise.cli.app import DECIDE, SOURCES_OR_NAME, Json, app, emit, out
 
 
 @app.command(epilog="Example: headwise complexity deepseek-v3 --tokens 1 --context 32768", rich_help_panel=DECIDE)
@@ -54,11 +55,10 @@ def complexity(
     out.print(Columns(legend, padding=(0, 2)))
     trained = bool(report.activations)  # a step that reads a cache is not trained
     headings = ["forward", *(["backward"] if trained else []), "parameters"]
-    time = numbers_table("time", "FLOPs", *headings)
-    time.columns[1].justify = "left"
+    time = Table(["time", "FLOPs", *headings], words=(0, 1))
     for stage in report.stages:
         forward, backward = stage.forward_flops, stage.backward_flops
-        time.add_row(
+        time.add(
             stage.name,
             forward.formula if forward.value else "",
             count_text(forward.value) if forward.value else "",
@@ -66,16 +66,15 @@ def complexity(
             count_text(stage.parameters.value) if stage.parameters.value else "",
         )
     totals = [report.forward_flops, *([report.backward_flops] if trained else [])]
-    time.add_row("in all", "", *map(count_text, totals), count_text(report.parameters), style="bold")
-    time.add_row("softmax, apart", report.softmax_flops.formula, count_text(report.softmax_flops.value))
-    out.print(time)
-    space = numbers_table("space", "bytes", "")
-    space.columns[1].justify = "left"
+    time.add("in all", "", *map(count_text, totals), count_text(report.parameters), mark="bold")
+    time.add("softmax, apart", report.softmax_flops.formula, count_text(report.softmax_flops.value))
+    out.print_table(time)
+    space = Table(["space", "bytes", ""], words=(0, 1))
     per_token = report.cache_bytes_per_token
-    space.add_row("cache, a token", per_token.formula, f"{per_token.value:,} B")
-    space.add_row("cache, all", "", bytes_text(report.cache_bytes))
+    space.add("cache, a token", per_token.formula, f"{per_token.value:,} B")
+    space.add("cache, all", "", bytes_text(report.cache_bytes))
     for name, amount in report.activations.items():
-        space.add_row(name, amount.formula, bytes_text(amount.value))
+        space.add(name, amount.formula, bytes_text(amount.value))
     if report.activation_bytes is not None:
-        space.add_row("kept for the backward pass", "", bytes_text(report.activation_bytes), style="bold")
-    out.print(space)
+        space.add("kept for the backward pass", "", bytes_text(report.activation_bytes), mark="bold")
+    out.print_table(space)

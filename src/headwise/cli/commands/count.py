@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import SOURCES_OR_NAME, STUDY, Json, app, emit, numbers_table, out
+from headwise.base.tables import Table
+from headwise.cli.app import SOURCES_OR_NAME, STUDY, Json, app, emit, out
 
 
 @app.command(epilog="Example: headwise count qwen3-0.6b --tokens 1 --context 4096", rich_help_panel=STUDY)
@@ -29,12 +30,11 @@ def count(
         f"[bold]{escape(source)}[/bold], layer {layer}: {counts.label},"
         f" {counts.new_tokens:,} new of {counts.total_tokens:,} tokens"
     )
-    table = numbers_table("counter", "prints", "FLOPs", "error", "parameters")
-    table.columns[1].justify = "left"
+    table = Table(["counter", "prints", "FLOPs", "error", "parameters"], words=(0, 1))
 
     def row(name: str, prints: str, flops: int | None, parameters: int | None) -> None:
         error = "" if flops is None else f"{100 * (flops / counts.formula_flops - 1):+.1f} %"
-        table.add_row(
+        table.add(
             name,
             prints,
             "" if flops is None else f"{flops:,}",
@@ -47,7 +47,7 @@ def count(
     for peer in counts.peers:
         name = peer.name if peer.version is None else f"{peer.name} {peer.version}"
         row(name, peer.error or peer.unit, peer.flops, peer.parameters)
-    out.print(table)
+    out.print_table(table)
     out.print("errors are of FLOPs at 2 a multiply-add, against the closed form of all pairs")
     if counts.counted_flops > counts.formula_flops:
         out.print("counted: with the padding that attention on the CPU gives heads of unequal widths")

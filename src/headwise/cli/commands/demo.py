@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from headwise.base.progress import Progress
-from headwise.cli.app import STUDY, Json, app, bytes_text, count_text, emit, err, numbers_table, out, progress_bar
+from headwise.base.tables import Table, bytes_text, count_text
+from headwise.cli.app import STUDY, Json, app, emit, err, out, progress_bar
 from headwise.errors import ArgumentError, CheckpointError
 
 CONVERSIONS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -152,7 +152,7 @@ def _convert(
 
 def _show(document: dict[str, Any], file: Path) -> None:
     results = document["conversions"]
-    out.print(_table(results))
+    out.print_table(_table(results))
     out.print(f"{PROMPT}…", markup=False)
     continuations = [("original", document["generate"])]
     continuations += [(result["name"], result["generate"]) for result in results]
@@ -176,7 +176,7 @@ def _versions() -> dict[str, str]:
 
 
 def _table(results: list[dict[str, Any]]) -> Table:
-    table = numbers_table("", "B/token", "perplexity", "ratio", "KL", "top-1", "ms (orig)", "size")
+    table = Table(["", "B/token", "perplexity", "ratio", "KL", "top-1", "ms (orig)", "size"])
     first = results[0]
     evaluation = first["evaluate"]
     reference = {
@@ -191,7 +191,7 @@ def _table(results: list[dict[str, Any]]) -> Table:
     rows = [("original", reference, first["convert"]["parameters_before"])]
     rows += [(result["name"], result["evaluate"], result["convert"]["parameters_after"]) for result in results]
     for name, numbers, parameters in rows:
-        table.add_row(
+        table.add(
             name,
             f"{numbers['cache_bytes_per_token']:,.0f}",
             f"{numbers['perplexity']:.5g}",

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
+from headwise.base.tables import count_text
 from headwise.cli.advice import Engine, Goal, Hardware, answer, asked
-from headwise.cli.app import DECIDE, Json, app, count_text
+from headwise.cli.app import DECIDE, Json, app
 from headwise.cli.options import Batch, Context, Dtype, HardwareFile, Ranks, Usable
 from headwise.cli.pages import Html, refuse_no_page
 from headwise.cli.plots import Plot, refuse_no_plot

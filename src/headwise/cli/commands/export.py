@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import SERVE, SOURCES, Json, app, bytes_text, emit, out, progress_bar
+from headwise.base.tables import bytes_text
+from headwise.cli.app import SERVE, SOURCES, Json, app, emit, out, progress_bar
 
 
 @app.command(epilog="Example: headwise export ./half half.gguf --outtype q8_0", rich_help_panel=SERVE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +11,8 @@ import typer
 from rich.markup import escape
 
 from headwise.base.options import FrontierOptions, QuickFrontierOptions, declarations
-from headwise.cli.app import CHANGE, SOURCES, Json, app, duration, emit, numbers_table, out, progress_bar
+from headwise.base.tables import Table
+from headwise.cli.app import CHANGE, SOURCES, Json, app, duration, emit, out, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.pages import Html, first_question, model_page, refuse_no_page, write_page
 from headwise.cli.torchrun import as_one_process
@@ -71,15 +72,13 @@ def frontier(
         emit(result.to_dict())
         return
     out.print(f"[bold]{escape(title(result))}[/bold]")
-    for headings, *rows in tables(result):
-        implied = 1 if result.methods else 2  # columns that the target implies, left out to fit a terminal
-        table = numbers_table(*(escape(heading) for heading in _without(headings, implied)))
-        for column, heading in zip(table.columns, _without(headings, implied), strict=True):
-            # Headings with × hold the name of a text, which may be long.
-            column.no_wrap, column.overflow = not heading.startswith("×"), "fold"
-        for row in rows:
-            table.add_row(*map(escape, _without(row, implied)))
-        out.print(table)
+    implied = 1 if result.methods else 2  # columns that the target implies, left out to fit a terminal
+    for table in tables(result):
+        rows = [_without(row, implied) for row in table.rows]
+        headings = _without(table.heading, implied)
+        # Headings with × hold the name of a text, which may be long.
+        folded = [index for index, heading in enumerate(headings) if heading.startswith("×")]
+        out.print_table(Table(headings, rows, folded=folded))
     for line in advice(result):
         out.print(line, markup=False)
     out.print(how(result), markup=False, style="dim")
@@ -118,16 +117,16 @@ def _quick(source: str, output: str | None, options: FrontierOptions, *, as_json
     if as_json:
         emit(result.to_dict())
         return
-    table = numbers_table("format", "KL, nats", "cache", "bytes a token", "runs in")
+    table = Table(["format", "KL, nats", "cache", "bytes a token", "runs in"])
     for point in result.points:
-        table.add_row(
-            escape(point.target),
+        table.add(
+            point.target,
             f"{point.kl:.2g}" if point.kl < 0.1 else f"{point.kl:.2f}",
             f"{100 * point.cache_fraction:.1f}%",
             f"{point.cache_bytes_per_token:,.0f}",
-            escape(point.runs_in),
+            point.runs_in,
         )
-    out.print(table)
+    out.print_table(table)
     out.print(f"predicted from {result.tokens:,} tokens in {duration(result.seconds)}; {result.error}", markup=False)
     for note in result.notes:
         out.print(f"note: {note}", markup=False)
@@ -147,6 +146,6 @@ def _write_page(html: Path, source: str, result: Frontier, *, is_silent: bool) -
     write_page(html, page, is_silent=is_silent)
 
 
-def _without(row: tuple[str, ...], count: int) -> tuple[str, ...]:
+def _without(row: Sequence[str], count: int) -> tuple[str, ...]:
     """Leave out ``count`` columns after the first."""
     return (row[0], *row[1 + count :])

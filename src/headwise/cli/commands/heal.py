@@ -8,7 +8,8 @@ import typer
 from rich.markup import escape
 
 from headwise.base.options.heal import HealOptions
-from headwise.cli.app import CHANGE, Json, app, count_text, emit, out, progress_bar
+from headwise.base.tables import count_text
+from headwise.cli.app import CHANGE, Json, app, emit, out, progress_bar
 from headwise.cli.options import show_text, takes_options
 from headwise.cli.torchrun import as_one_process
 

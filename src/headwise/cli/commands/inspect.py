@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from headwise.cli.app import DECIDE, SOURCES_OR_NAME, Json, app, bytes_text, count_text, emit, numbers_table, out
+from headwise.base.tables import Table, bytes_text, count_text
+from headwise.cli.app import DECIDE, SOURCES_OR_NAME, Json, app, emit, out
 from headwise.errors import ArgumentError
 from headwise.models.specs.recurrent import NAMES as RECURRENT_NAMES
 
@@ -53,12 +53,12 @@ def inspect(
     _print_cache(report)
     _print_flops(report)
     out.print()
-    out.print(_layers_table(report))
+    out.print_table(_layers_table(report))
     out.print()
     if report.weights is None:
         out.print("the whole model's weights and FLOPs are not known from this config")
     else:
-        out.print(_weights_table(report))
+        out.print_table(_weights_table(report))
 
 
 def _attention(report: Inspection) -> str:
@@ -114,15 +114,14 @@ def _layers_table(report: Inspection) -> Table:
     windows = any(group.sliding_window is not None for group in report.layers)
     states = any(group.state_bytes for group in report.layers)
     headings = ["layers", "attention", *(["window"] if windows else []), "B/token", *(["state"] if states else [])]
-    table = numbers_table(*headings, "weights")
-    table.columns[1].justify = "left"
+    table = Table([*headings, "weights"], words=(0, 1))
     rotated = any(group.spec["rope"] for group in report.layers)
     names = _names_of([group.layers for group in report.layers])
     for group, name in zip(report.layers, names, strict=True):
         window = "" if group.sliding_window is None else f"{group.sliding_window:,}"
         state = bytes_text(group.state_bytes) if group.state_bytes else ""
         unrotated = rotated and group.spec["kind"] != "recurrent" and group.spec["rope"] is None
-        table.add_row(
+        table.add(
             name,
             group.label + (", no rope" if unrotated else ""),
             *([window] if windows else []),
@@ -138,16 +137,16 @@ def _weights_table(report: Inspection) -> Table:
     assert report.active_weights is not None
     sparse, bytes_of = report.weights != report.active_weights, report.weight_bytes if _is_quantized(report) else None
     headings = ["weights", "all", "share", *(["active"] if sparse else []), *(["bytes"] if bytes_of else [])]
-    table = numbers_table(*headings)
+    table = Table(headings)
     for part, count in report.weights.items():
         if count:
-            table.add_row(
+            table.add(
                 part.replace("_", " "),
                 f"{count:,}",
                 f"{100 * count / report.weights['total']:.1f}%",
                 *([f"{report.active_weights[part]:,}"] if sparse else []),
                 *([bytes_text(bytes_of[part])] if bytes_of else []),
-                style="bold" if part == "total" else None,
+                mark="bold" if part == "total" else "",
             )
     return table
 

@@ -8,7 +8,8 @@ import typer
 from rich.markup import escape
 
 from headwise.base.options.migrate import MigrateOptions
-from headwise.cli.app import CHANGE, SOURCES, Json, app, emit, numbers_table, out, progress_bar
+from headwise.base.tables import Table
+from headwise.cli.app import CHANGE, SOURCES, Json, app, emit, out, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.torchrun import as_one_process
 
@@ -41,9 +42,9 @@ def migrate(
 
 
 def _show(report: Migration) -> None:
-    table = numbers_table("size", "B/token", "of the cache", "loss", "KL", "allowed")
+    table = Table(["size", "B/token", "of the cache", "loss", "KL", "allowed"])
     for step in report.steps:
-        table.add_row(
+        table.add(
             f"{step.target}{', trained' if step.healed else ''}",
             f"{step.cache_bytes_per_token:,.0f}",
             f"{step.cache_bytes_per_token / report.cache_bytes_per_token:.1%}",
@@ -51,7 +52,7 @@ def _show(report: Migration) -> None:
             f"{step.kl:.4f}",
             "yes" if step.is_allowed else "no",
         )
-    out.print(table)
+    out.print_table(table)
     if report.chosen is not None:
         chosen = report.chosen
         size = f"{chosen.cache_bytes_per_token:,.0f} B a token at a loss of {chosen.loss:.2%}"

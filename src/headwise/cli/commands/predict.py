@@ -8,21 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from headwise.cli.app import (
-    DECIDE,
-    SOURCES_OR_NAME,
-    Json,
-    app,
-    beyond,
-    bytes_text,
-    count_text,
-    emit,
-    numbers_table,
-    out,
-    say,
-)
+from headwise.base.tables import Table, bytes_text, count_text, seconds_text
+from headwise.cli.app import DECIDE, SOURCES_OR_NAME, Json, app, beyond, emit, out, say
 from headwise.cli.options import Batch, Context, Dtype, HardwareFile, Ranks, Usable
 from headwise.cli.plots import Plot, prediction_figure, refuse_no_plot, write_plot
 from headwise.errors import ArgumentError
@@ -100,8 +88,9 @@ def _print_prediction(result: Prediction) -> None:
     lines = [
         f"[bold]{escape(result.source)}[/bold]: {result.label}",
         f"on       {many}{escape(result.device.label)}",
-        f"decode   {most}{_time(result.decode_seconds)} a step{speed} ({step.batch:,} × {step.total:,} tokens)",
-        f"prefill  {_time(result.prefill_seconds)} a prompt of {step.total:,}, {prompt:,.0f} tok/s",
+        f"decode   {most}{seconds_text(result.decode_seconds)} a step{speed}"
+        f" ({step.batch:,} × {step.total:,} tokens)",
+        f"prefill  {seconds_text(result.prefill_seconds)} a prompt of {step.total:,}, {prompt:,.0f} tok/s",
         f"memory   {most}{bytes_text(memory.total)} {'of' if result.fits else f'and {misfit} fit in'}"
         f" {bytes_text(result.usable_bytes)}",
         f"         {parts}",
@@ -122,7 +111,7 @@ def _print_prediction(result: Prediction) -> None:
     for note in [*beyond(result.trained_context, step.total), *(f"note: {note}" for note in result.notes)]:
         say(note)
     out.print()
-    out.print(_table(result))
+    out.print_table(_table(result))
     out.print()
     if shares.is_measured:
         out.print(f"times: {escape(result.device.source)}, interpolated", soft_wrap=True)
@@ -133,7 +122,7 @@ def _print_prediction(result: Prediction) -> None:
 
 
 def _table(result: Prediction) -> Table:
-    table = numbers_table("operator", "decode ms", "share", "bound", "FLOPs", "bytes", "prefill")
+    table = Table(["operator", "decode ms", "share", "bound", "FLOPs", "bytes", "prefill"])
     decode, prefill = ({timed.name: timed for timed in part} for part in (result.decode, result.prefill))
     names = dict.fromkeys((*sorted(decode, key=lambda name: -decode[name].seconds), *prefill))
     for name in names:
@@ -142,9 +131,5 @@ def _table(result: Prediction) -> Table:
             moved = bytes_text(step.memory_bytes + step.link_bytes)
             share = f"{step.seconds / result.decode_seconds:.0%}"
             cells = [f"{step.seconds * 1e3:,.2f}", share, step.bound, count_text(step.flops), moved]
-        table.add_row(name, *cells, f"{prefill[name].seconds * 1e3:,.1f}" if name in prefill else "")
+        table.add(name, *cells, f"{prefill[name].seconds * 1e3:,.1f}" if name in prefill else "")
     return table
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:,.2f} ms" if seconds < 1 else f"{seconds:,.2f} s"

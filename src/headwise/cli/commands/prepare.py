@@ -10,7 +10,8 @@ import typer
 from rich.markup import escape
 
 from headwise.base.options.prepare import PrepareOptions
-from headwise.cli.app import CHANGE, SOURCES, Json, app, emit, numbers_table, out, progress_bar, say
+from headwise.base.tables import Table
+from headwise.cli.app import CHANGE, SOURCES, Json, app, emit, out, progress_bar, say
 from headwise.cli.options import takes_options
 
 if TYPE_CHECKING:
@@ -73,11 +74,11 @@ def _show_proof(made: Preparation) -> None:
         return
     place = f"{proof.tokens:,} tokens of {escape(proof.text or '')}, windows of {proof.window}"
     out.print(f"{place}, beside the source with a full cache:", soft_wrap=True)
-    table = numbers_table("perplexity (KL in nats a token)", "as it is", "prepared")
+    table = Table(["perplexity (KL in nats a token)", "as it is", "prepared"])
     for loss in proof.caches:
         where = "simulated" if loss.engine is None else f"in {loss.engine}"
-        table.add_row(f"{loss.cache} {where}", *(_loss(side) for side in (loss.before, loss.after)))
-    out.print(table)
+        table.add(f"{loss.cache} {where}", *(_loss(side) for side in (loss.before, loss.after)))
+    out.print_table(table)
 
 
 def _loss(loss: Loss) -> str:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from headwise.cli.app import MEASURE, Json, app, emit, numbers_table, out, progress_bar
+from headwise.base.tables import Table
+from headwise.cli.app import MEASURE, Json, app, emit, out, progress_bar
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -88,16 +89,15 @@ def profile(
 def _print_check(result: Check) -> None:
     from headwise.measure.profiling.check import points_by_mechanism
 
-    table = numbers_table("ms", "measured", "predicted", "error")
+    table = Table(["ms", "measured", "predicted", "error"])
     for name, points in points_by_mechanism(result.points).items():
-        table.add_section()
-        table.add_row(f"[bold]{name}[/bold]", "", "", "")
+        table.add(name, mark="bold", gap=True)
         for point in points:
             cache = f", {point.cache}" if point.cache else ""
             label = f"{point.sizes}, {point.dtype}{cache}; {point.batch} × {point.context:,}"
             times = (f"{1e3 * seconds:,.2f}" for seconds in (point.measured, point.predicted))
-            table.add_row(label, *times, f"{point.error:+.1%}")
-    out.print(table)
+            table.add(label, *times, f"{point.error:+.1%}")
+    out.print_table(table)
     right, count = result.ranked
     out.print(f"{len(result.points)} points that were not measured before: median error {result.median_error:.1%},")
     out.print(f"90th percentile {result.high_error:.1%}; {right} of {count} pairs of mechanisms in the right order")

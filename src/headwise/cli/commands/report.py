@@ -57,7 +57,7 @@ def report(
     title = "" if data else Path(results.source).name
     text = page(data, results.sections, title=title, notes=results.notes, version=__version__)
     write_page(file, text, is_silent=as_json)
-    titles = [section.title for section in results.sections]
+    titles = [section.table.title for section in results.sections]
     if as_json:
         emit({"html": str(file), "source": results.source, "sections": titles, "notes": list(results.notes)})
         return

@@ -1,17 +1,13 @@
-"""A frontier as documents: tables in Markdown, and one self-contained page with a plot.
-
-The plot is plotly's figure as plain JSON. plotly, which is an extra, is needed only to put its script and the figure
-into the page.
-"""
+"""A frontier as documents: tables in Markdown, and one self-contained page with a plot."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from html import escape
-from typing import Any
+from typing import TYPE_CHECKING
 
-from headwise.base.documents import web_page
+from headwise.base.pages import Part, Picture, Text, web_page
+from headwise.base.plots import BLUE, GREEN, GREY, ORANGE, RED, as_svg, new_figure
+from headwise.base.tables import Table
 from headwise.conversion.frontiers.candidate import Kind
 from headwise.conversion.frontiers.points import (
     Frontier,
@@ -25,14 +21,19 @@ from headwise.conversion.frontiers.points import (
     targets,
 )
 
-COLOURS: dict[Kind, str] = {"quantised": "#d98218", "converted": "#c2487f", "both": "#3f7fd9", "published": "#2f9e76"}
-_LEGEND: dict[Kind, str] = {
-    "quantised": "quantised",
-    "converted": "converted",
-    "both": "converted and quantised",
-    "published": "published methods",
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_KINDS: dict[Kind, tuple[str, str]] = {
+    "quantised": ("quantised", ORANGE),
+    "converted": ("converted", RED),
+    "both": ("converted and quantised", BLUE),
+    "published": ("published methods", GREEN),
 }
-_TARGETS = ("#3f7fd9", "#d98218", "#c2487f", "#2f9e76")
+"""The name of each kind in the legend, and its colour."""
+
+_TARGETS = (BLUE, ORANGE, RED, GREEN, GREY)
 """The colours of targets, where methods are compared."""
 
 _LARGEST = 10.0
@@ -41,191 +42,116 @@ _LARGEST = 10.0
 _LEAST_LOSS = 0.001
 """What loses less is drawn as if it lost this: a ladder's plot is logarithmic in what is lost, ratio - 1."""
 
-_GREY = "#8b919b"
 _FAINT = 0.4
 _LADDER_TICKS = (*(1 + loss for loss in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)), 2, 3, 5)
 _DIGITS = (1.0, 2.0, 5.0, 3.0, 1.5, 7.0, 1.2, 1.1, 4.0, 1.05, 1.3, 1.02, 1.01)
 """The first digits of ticks, in order of preference."""
 
 
-def figure(frontier: Frontier) -> dict[str, Any]:
-    """The plot as plotly's JSON: quality against cache, or the methods at each target one below the other."""
+def figure(frontier: Frontier) -> Figure:
+    """The plot: quality against cache, or the methods at each target one below the other."""
     return _methods(frontier) if frontier.methods else _ladder(frontier)
 
 
 def plot_end(frontier: Frontier) -> float:
-    """The largest ratio of perplexities that a ladder's plot shows before it is zoomed out."""
+    """The largest ratio of perplexities that a ladder's plot shows."""
     return max(_LARGEST, min(point.perplexity_ratio for point in frontier.points))
 
 
-def _ladder(frontier: Frontier) -> dict[str, Any]:
+def _ladder(frontier: Frontier) -> Figure:
+    made, (axes,) = new_figure(10, 6.4)
     points = [point for point in shown(frontier) if math.isfinite(point.perplexity_ratio)]
     source_bytes = frontier.cache_bytes_per_token
     # The line of the best points ends at the source, whatever points there are of more bytes. It is drawn first, so
     # that markers lie on it.
     best = sorted((p.cache_bytes_per_token, p.perplexity_ratio) for p in points if not p.dominated)
     best = [spot for spot in best if spot[0] < source_bytes] + [(source_bytes, 1.0)]
-    traces: list[dict[str, Any]] = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "best so far",
-            "x": [x for x, _ in best],
-            "y": [_lost(y) for _, y in best],
-            "line": {"shape": "hv", "width": 1.5, "color": _GREY, "dash": "dot"},
-            "hoverinfo": "skip",
-            "showlegend": False,
-        }
-    ]
-    for kind, colour in COLOURS.items():
-        points_of_kind = [point for point in points if point.kind == kind]
-        if points_of_kind:
-            traces += [_legend(_LEGEND[kind], colour), _marks(points_of_kind, _LEGEND[kind], colour, frontier)]
-    traces.append(
-        {
-            "type": "scatter",
-            "mode": "markers+text",
-            "name": "original",
-            "x": [source_bytes],
-            "y": [_lost(1.0)],
-            "text": ["original"],
-            "textposition": "top center",
-            "textfont": {"color": _GREY, "size": 13},
-            "marker": {"symbol": "star", "size": 16, "color": _GREY},
-            "hovertemplate": f"<b>original</b> · {escape(frontier.label)}<br>"
-            f"{source_bytes:,.0f} B a token<extra></extra>",
-        }
-    )
-    # One format that loses everything would squeeze all other points together: it is there when a reader zooms out.
+    x, y = [spot[0] for spot in best], [_lost(spot[1]) for spot in best]
+    axes.step(x, y, ":", where="post", color=GREY, label="best so far")
+    for kind, (label, colour) in _KINDS.items():
+        of_kind = [point for point in points if point.kind == kind]
+        if of_kind:  # its entry in the legend is apart from its points, whose first may be faint
+            axes.scatter([], [], color=colour, label=label)
+        for point in of_kind:
+            _mark(axes, point, colour)
+    axes.plot([source_bytes], [_lost(1.0)], "*", color=GREY, markersize=12)
+    axes.annotate("original", (source_bytes, _lost(1.0)), xytext=(0, 7), textcoords="offset points", ha="center")
+    # One format that loses everything would squeeze all other points together.
     values, labels, span = _loss_axis(min(plot_end(frontier), max((p.perplexity_ratio for p in points), default=1.0)))
-    return {
-        "data": traces,
-        "layout": _layout(
-            xaxis=_cache_axis(points, frontier),
-            yaxis={
-                "title": {"text": "perplexity, × the original's (log scale of what is lost)", "standoff": 8},
-                "type": "log",
-                "tickvals": values,
-                "ticktext": labels,
-                "range": span,
-            },
-            height=540,
-            legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-        ),
-    }
+    axes.set_yscale("log")
+    axes.set_yticks(values, labels)
+    axes.set_yticks([], minor=True)
+    axes.set_ylim(10 ** span[0], 10 ** span[1])
+    axes.set_ylabel("perplexity, × the original's (log scale of what is lost)")
+    _cache_axis(axes, points, source_bytes)
+    made.legend(loc="outside upper left", ncols=5, frameon=False)
+    return made
 
 
-def _cache_axis(points: list[Point], frontier: Frontier) -> dict[str, Any]:
-    """The axis of bytes of cache a token, on a log scale, with ticks at halves of the source's."""
-    source_bytes = frontier.cache_bytes_per_token
+def _mark(axes: Axes, point: Point, colour: str) -> None:
+    """A point of a ladder with its name; a dominated one is faint."""
+    spot = (point.cache_bytes_per_token, _lost(point.perplexity_ratio))
+    alpha = _FAINT if point.dominated else 1.0
+    axes.plot(*spot, "o", color=colour, alpha=alpha, markersize=7, markeredgewidth=0)
+    # The best points have nothing below and to the left of them, where a name would cover another.
+    axes.annotate(
+        point.target,
+        spot,
+        xytext=(4, 4) if point.dominated else (-4, -11),
+        textcoords="offset points",
+        ha="left" if point.dominated else "right",
+        fontsize=8,
+        color=colour,
+        alpha=0.65 if point.dominated else 1.0,
+        annotation_clip=True,
+    )
+
+
+def _cache_axis(axes: Axes, points: list[Point], source_bytes: float) -> None:
+    """Make the horizontal axis one of bytes of cache a token, with ticks at halves of the source's."""
     shares = [1.0, *(point.cache_bytes_per_token / source_bytes for point in points)]
     low, high = min(*shares, 0.5), max(shares)
     ticks = [2.0**power for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)]
-    title = "cache bytes a token, and their share of the original's in bfloat16 (log scale)"
-    return {
-        "title": {"text": title, "standoff": 12},
-        "type": "log",
-        "tickvals": [tick * source_bytes for tick in ticks],
-        "ticktext": [f"{tick * source_bytes:,.0f}<br>{100 * tick:.4g}%" for tick in ticks],
-        "range": [math.log10(low * source_bytes / 1.4), math.log10(high * source_bytes * 1.12)],
-    }
+    axes.set_xscale("log")
+    axes.set_xticks(
+        [tick * source_bytes for tick in ticks],
+        [f"{tick * source_bytes:,.0f}\n{100 * tick:.4g}%" for tick in ticks],
+    )
+    axes.set_xticks([], minor=True)
+    axes.set_xlim(low * source_bytes / 1.4, high * source_bytes * 1.12)
+    axes.set_xlabel("cache bytes a token, and their share of the original's in bfloat16 (log scale)")
 
 
-def _legend(kind: str, colour: str) -> dict[str, Any]:
-    """A kind's entry in the legend, apart from its points, whose first may be faint."""
-    marker = {"size": 13, "color": colour}
-    place = {"x": [None], "y": [None], "legendgroup": kind}
-    return {"type": "scatter", "mode": "markers", "name": kind, "marker": marker, **place}
-
-
-def _marks(points: list[Point], kind: str, colour: str, frontier: Frontier) -> dict[str, Any]:
-    """The points of one kind, dominated ones faint."""
-    return {
-        "type": "scatter",
-        "mode": "markers+text",
-        "name": kind,
-        "legendgroup": kind,
-        "showlegend": False,
-        "x": [point.cache_bytes_per_token for point in points],
-        "y": [_lost(point.perplexity_ratio) for point in points],
-        "text": [point.target for point in points],
-        # The best points have nothing below and to the left of them, where a name would cover another.
-        "textposition": ["top right" if point.dominated else "bottom left" for point in points],
-        "textfont": {"color": [_faded(colour, point) for point in points], "size": 13},
-        "marker": {
-            "size": 13,
-            "color": colour,
-            "opacity": [_FAINT if point.dominated else 1.0 for point in points],
-            "line": {"width": 0},
-        },
-        "customdata": [_hover(point, frontier) for point in points],
-        "hovertemplate": "%{customdata}<extra></extra>",
-    }
-
-
-def _methods(frontier: Frontier) -> dict[str, Any]:
+def _methods(frontier: Frontier) -> Figure:
     rows = [point for point in shown(frontier) if math.isfinite(point.perplexity_ratio)]
-    colours = [*_TARGETS, _GREY]
     names = list(dict.fromkeys(name(point, frontier) for point in rows))
-    traces = []
+    made, (axes,) = new_figure(10, 1.6 + 0.36 * len(names))
     for index, target in enumerate(targets(frontier)):
-        points = [point for point in rows if point.target == target]
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers+text",
-                "name": target,
-                "x": [point.perplexity_ratio for point in points],
-                "y": [name(point, frontier) for point in points],
-                "text": [f"× {ratio_text(point.perplexity_ratio)}" for point in points],
-                "textposition": "middle right",
-                "textfont": {"color": colours[index % len(colours)], "size": 12},
-                "marker": {
-                    "size": 12,
-                    "color": colours[index % len(colours)],
-                    "symbol": ["diamond" if point.way == "headwise" else "circle" for point in points],
-                },
-                "customdata": [_hover(point, frontier) for point in points],
-                "hovertemplate": "%{customdata}<extra></extra>",
-            }
-        )
-    values, labels, span = _ratio_axis([point.perplexity_ratio for point in rows])
-    return {
-        "data": traces,
-        "layout": _layout(
-            xaxis={
-                "title": {"text": "perplexity, × the original's (log scale; left is better)", "standoff": 12},
-                "type": "log",
-                "tickvals": values,
-                "ticktext": labels,
-                "range": [span[0], span[1] + 0.12 * (span[1] - span[0])],  # room for the last number
-            },
-            yaxis={"categoryorder": "array", "categoryarray": names[::-1], "automargin": True},
-            height=160 + 34 * len(names),
-            legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
-            showlegend=len(traces) > 1,
-        ),
-    }
-
-
-def _layout(
-    *, xaxis: dict[str, Any], yaxis: dict[str, Any], height: int, legend: dict[str, Any], showlegend: bool = True
-) -> dict[str, Any]:
-    """The layout that both plots share; the page's style sets the colours of text and grid."""
-    axis = {"zeroline": False, "gridwidth": 1, "automargin": True, "fixedrange": False}
-    return {
-        "xaxis": {**axis, **xaxis},
-        "yaxis": {**axis, **yaxis},
-        "height": height,
-        "legend": legend,
-        "showlegend": showlegend,
-        "margin": {"l": 70, "r": 30, "t": 40, "b": 70},
-        "font": {"family": "system-ui, sans-serif", "size": 13, "color": _GREY},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "hoverlabel": {"align": "left"},
-        "hovermode": "closest",
-    }
+        colour = _TARGETS[index % len(_TARGETS)]
+        axes.scatter([], [], color=colour, label=target)
+        for point in (one for one in rows if one.target == target):
+            spot = (point.perplexity_ratio, names.index(name(point, frontier)))
+            axes.plot(*spot, "D" if point.way == "headwise" else "o", color=colour, markersize=7)
+            axes.annotate(
+                f"× {ratio_text(point.perplexity_ratio)}",
+                spot,
+                xytext=(7, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+                color=colour,
+            )
+    ticks, labels, span = _ratio_axis([point.perplexity_ratio for point in rows])
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, labels)
+    axes.set_xticks([], minor=True)
+    axes.set_xlim(10 ** span[0], 10 ** (span[1] + 0.12 * (span[1] - span[0])))  # room for the last number
+    axes.set_xlabel("perplexity, × the original's (log scale; left is better)")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    if len(targets(frontier)) > 1:
+        made.legend(loc="outside upper left", ncols=5, frameon=False)
+    return made
 
 
 def _lost(ratio: float) -> float:
@@ -258,42 +184,8 @@ def _ratio_axis(ratios: list[float]) -> tuple[list[float], list[str], list[float
     return ticks, [f"{tick:,.10g}" for tick in ticks], span
 
 
-def _hover(point: Point, frontier: Frontier) -> str:
-    ratios = [f"{escape(short(text, frontier))} × {ratio_text(ratio)}" for text, ratio in point.ratios.items()]
-    is_dominated = point.dominated and not frontier.methods
-    lines = [
-        f"<b>{escape(_full_name(point, frontier))}</b> · {escape(point.label)}",
-        f"{point.cache_bytes_per_token:,.0f} B a token, {point.cache_fraction:.1%} of the original's in bfloat16",
-        f"perplexity × {ratio_text(point.perplexity_ratio)}{' over all' if len(ratios) > 1 else ''}",
-        *(ratios if len(ratios) > 1 else []),
-        *([] if math.isnan(point.kl) else [f"KL {point.kl:.4f} nats a token"]),
-        *([] if math.isnan(point.top1_agreement) else [f"top-1 agreement {point.top1_agreement:.1%}"]),
-        *([] if point.conversion is None else [f"converted in {point.seconds:,.0f} s"]),
-        *(["dominated: another point has no more of either"] if is_dominated else []),
-    ]
-    return "<br>".join(lines)
-
-
-def _full_name(point: Point, frontier: Frontier) -> str:
-    return f"{point.target}, {name(point, frontier)}" if frontier.methods else point.target
-
-
-def _faded(colour: str, point: Point) -> str:
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{0.65 if point.dominated else 1})"
-
-
-_STYLE = """
-tr.faint td { color: color-mix(in srgb, CanvasText 50%, Canvas); }
-.small { font-size: .85rem; }
-.plotly .xtitle, .plotly .ytitle, .plotly .legendtext, .plotly .xtick text, .plotly .ytick text,
-.plotly .x2tick text, .plotly .annotation-text { fill: CanvasText !important; }
-.plotly .gridlayer path { stroke: color-mix(in srgb, CanvasText 13%, Canvas) !important; }
-"""
-
-
-def tables(frontier: Frontier) -> list[list[tuple[str, ...]]]:
-    """The rows of tables: a heading, the source, then points; methods have a table for each target."""
+def tables(frontier: Frontier) -> list[Table]:
+    """Tables of the source and of points; of methods there is one for each target."""
     parts = [(target, [point for point in shown(frontier) if point.target == target]) for target in targets(frontier)]
     if not frontier.methods:
         parts = [("", shown(frontier))]
@@ -301,8 +193,14 @@ def tables(frontier: Frontier) -> list[list[tuple[str, ...]]]:
     kind = () if frontier.methods else ("kind",)
     heading = ("attention", *kind, "cache B/token", "share", *texts, "KL", "top-1", "s")
     numbers = (f"{frontier.cache_bytes_per_token:,.0f}", "100%", *("1" for _ in frontier.texts), "0", "100%", "")
-    source = ("original", frontier.label, *("" for _ in kind), *numbers)
-    return [[(head, *heading), source, *(_cells(point, frontier) for point in points)] for head, points in parts]
+    found = []
+    for head, points in parts:
+        table = Table((head, *heading), words=range(2 + len(kind)))
+        table.add("original", frontier.label, *("" for _ in kind), *numbers)
+        for point in points:
+            table.add(*_cells(point, frontier), mark="faint" if point.dominated and not frontier.methods else "")
+        found.append(table)
+    return found
 
 
 def _cells(point: Point, frontier: Frontier) -> tuple[str, ...]:
@@ -351,45 +249,21 @@ def markdown(frontier: Frontier) -> str:
     lines = [f"# {title(frontier)}"]
     if recommendations := advice(frontier):
         lines += ["", *(f"- {line}" for line in recommendations)]
-    words = 2 if frontier.methods else 3  # columns of words, before those of numbers
     for table in tables(frontier):
-        heading, *rows = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table)
-        lines += ["", heading, "|" + "|".join([*["---"] * words, *["---:"] * (len(table[0]) - words)]) + "|", *rows]
+        lines += ["", table.markdown()]
     lines += ["", how(frontier)]
     lines += ["", *(f"- {note}" for note in frontier.notes)] if frontier.notes else []
     return "\n".join(lines) + "\n"
 
 
 def page(frontier: Frontier) -> str:
-    """The page: one HTML file that contains all it needs, plotly's script included."""
-    import plotly.io
-
-    plot = plotly.io.to_html(
-        figure(frontier),
-        config={"responsive": True, "displaylogo": False, "modeBarButtonsToRemove": ["select2d", "lasso2d"]},
-        include_plotlyjs=True,
-        full_html=False,
-        div_id="plot",
-    )
-    recommendations = "" if frontier.methods else f"<h2>What to do</h2>\n{_list(advice(frontier))}\n"
-    notes = f"{_list(frontier.notes)}\n" if frontier.notes else ""
-    faint = {name(point, frontier) for point in frontier.points if point.dominated and not frontier.methods}
-    return web_page(
-        title(frontier),
-        f"<p>{escape(_lead(frontier))}</p>\n{plot}\n{recommendations}"
-        f"<h2>All that was tried</h2>\n{''.join(_table(table, faint) for table in tables(frontier))}"
-        f'<p class="small">{escape(how(frontier))}</p>\n{notes}',
-        _STYLE,
-    )
-
-
-def _table(table: list[tuple[str, ...]], faint: set[str]) -> str:
-    heading, *rows = table
-    body = "\n".join(f"<tr{' class=faint' if row[0] in faint else ''}>{_row('td', row)}</tr>" for row in rows)
-    return (
-        f'<div class="wide"><table>\n<thead><tr>{_row("th", heading)}</tr></thead>\n'
-        f"<tbody>\n{body}\n</tbody>\n</table></div>\n"
-    )
+    """The page: one HTML file that contains all it needs."""
+    plot = as_svg(lambda: figure(frontier))
+    parts: list[Part] = [Text(_lead(frontier)), Picture(plot, "Loss and cache of each", name="plot", is_wide=True)]
+    if not frontier.methods:
+        parts += [Text("What to do", "heading"), advice(frontier)]
+    parts += [Text("All that was tried", "heading"), *tables(frontier), Text(how(frontier), "small")]
+    return web_page(title(frontier), [*parts, *([frontier.notes] if frontier.notes else [])])
 
 
 def _lead(frontier: Frontier) -> str:
@@ -403,11 +277,3 @@ def _lead(frontier: Frontier) -> str:
         " left is smaller. Faint points are dominated: another point has no more cache and loses no more."
         + (f" The plot ends at × {end:.3g}, and {beyond} of the table's rows lie beyond." if beyond else "")
     )
-
-
-def _row(tag: str, cells: Sequence[str]) -> str:
-    return "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
-
-
-def _list(lines: Sequence[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"

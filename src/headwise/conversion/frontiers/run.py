@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from headwise.base.disk import refuse_file, refuse_no_folder
-from headwise.base.documents import FRONTIER, PREDICTED, read_document, refuse_no_plotly
+from headwise.base.documents import FRONTIER, PREDICTED, read_document
 from headwise.base.jobs import ANY_RUN, Job, remembered, write_file
 from headwise.base.options import FrontierOptions, takes_options
+from headwise.base.plots import refuse_no_matplotlib
 from headwise.base.processes import entered_first, on_main_process, process_count
 from headwise.base.progress import Progress, silent, untimed
 from headwise.base.type_checks import checked_types
@@ -274,10 +275,10 @@ def frontier(
         ArgumentError: an argument is outside its rule, or a text is too short.
         SpecError: the source's attention is of a kind that is not converted.
         CheckpointError: the source cannot be read, or the output cannot be written.
-        MissingExtraError: ``plot`` is set, and plotly is not installed.
+        MissingExtraError: ``plot`` is set, and matplotlib is not installed.
     """
     if options.plot:
-        refuse_no_plotly("plot", True)
+        refuse_no_matplotlib("plot", True)
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     folder = Path(output)
     refuse_output(folder)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from huggingface_hub import ModelCardData, metadata_load
+from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
+from headwise.base.tables import Table
 from headwise.conversion.plan import ConversionPlan
 from headwise.costs.formulas import layer as layer_cost
 from headwise.costs.formulas import model as model_cost
@@ -83,32 +85,32 @@ def model_card(facts: CardFacts) -> str:
     Of the source's own card it has the licence alone. Of paths it has the last name alone, so that nothing of the
     user's machine is in it.
     """
-    parts = {
-        "": [_introduction(facts)],
-        "Attention": _attention(facts),
-        "Measured": list(_measured(facts.evaluation, facts.plain)),
-        "How it was made": list(_making(facts)),
-        "How to load it": loading(
-            facts.layout, facts.auto_class, facts.after.model_type, coded=facts.code_bytes is not None
-        ),
-        "What it is not": list(_limits(facts)),
-    }
-    return card_text(_metadata(facts), facts.name, parts)
+    old, new = facts.before.mechanism.upper(), facts.after.mechanism.upper()
+    coded = facts.code_bytes is not None
+    return rendered_card(
+        "output/card.md",
+        _metadata(facts),
+        **vars(facts),
+        **_attention(facts),
+        # A conversion can keep the mechanism and change its sizes.
+        change=f"from {old} to {new}" if old != new else f"within {new}",
+        scores=None if facts.evaluation is None else _scores(facts.evaluation),
+        facts=list(_measured(facts.evaluation or {}, facts.plain)),
+        loading=loading(facts.layout, facts.auto_class, facts.after.model_type, coded=coded),
+    )
 
 
-def card_text(metadata: str, name: str, parts: Mapping[str, Sequence[str]]) -> str:
-    """A card of its parts.
+def rendered_card(template: str, metadata: ModelCardData, **values: Any) -> str:
+    """A card by a template of Jinja, which has ``code``, ``line`` and ``named`` to write names as plain text.
 
     Args:
-        metadata: YAML, for the hub.
-        name: the model's name.
-        parts: the blocks of each part, by its title; the first has none.
+        template: its file within `headwise.conversion`.
+        metadata: for the hub.
+        values: that the template shows.
     """
-    text = [f"---\n{metadata}\n---\n\n# {one_line(name)}"]
-    for title, blocks in parts.items():
-        text += [f"## {title}"] if title else []
-        text += blocks
-    return "\n\n".join(text) + "\n"
+    text = (files("headwise.conversion") / template).read_text(encoding="utf-8")
+    escapes = {"code": as_code, "line": one_line, "last_name": last_name, "named": named}
+    return f"{ModelCard.from_template(metadata, template_str=text, **{**values, **escapes})}\n"
 
 
 class CalibrationFacts(NamedTuple):
@@ -194,27 +196,17 @@ def base_model_of(source: str | Path) -> str | None:
     return name.removeprefix("hf://").partition("@")[0] if name.startswith("hf://") else None
 
 
-def _metadata(facts: CardFacts) -> str:
+def _metadata(facts: CardFacts) -> ModelCardData:
     layout_tags: dict[str, list[str]] = {"deepseek": ["deepseek_v3"], "gguf": ["gguf", "llama.cpp"]}
     tags = ["headwise", facts.after.mechanism, "kv-cache", *layout_tags.get(facts.layout, [])]
     license_fields = {key: value for key, value in facts.license.items() if key in _LICENSE}
     library = "gguf" if facts.layout == "gguf" else "transformers"
-    data = ModelCardData(library_name=library, base_model=facts.base_model, tags=tags, **license_fields)
-    return str(data.to_yaml())
+    return ModelCardData(library_name=library, base_model=facts.base_model, tags=tags, **license_fields)
 
 
-def _introduction(facts: CardFacts) -> str:
-    source = as_code(last_name(facts.source))
-    if facts.base_model:
-        source = f"[{one_line(facts.base_model)}](https://huggingface.co/{one_line(facts.base_model)})"
-    old, new = facts.before.mechanism.upper(), facts.after.mechanism.upper()
-    # A conversion can keep the mechanism and change its sizes.
-    change = f"from {old} to {new}" if old != new else f"within {new}"
-    return f"{source} with its attention converted {change} by headwise."
-
-
-def _attention(facts: CardFacts) -> list[str]:
-    before, after = facts.before, facts.after
+def _attention(facts: CardFacts) -> dict[str, str | None]:
+    """The table of layers, and the bytes of caches before and after."""
+    before, after, dtype = facts.before, facts.after, facts.dtype
     rows = [
         (kind, index, _label(old), _label(new), f"{layer_cost.cache_values(old)} → {layer_cost.cache_values(new)}")
         for kind, olds, news in (
@@ -223,45 +215,37 @@ def _attention(facts: CardFacts) -> list[str]:
         )
         for index, (old, new) in enumerate(zip(olds, news, strict=True))
     ]
-    table = ["| layers | before | after | numbers cached a token and layer |", "|---|---|---|---|"]
+    table = Table(["layers", "before", "after", "numbers cached a token and layer"], words=range(4))
     for (kind, *sizes), run in groupby(rows, key=lambda row: (row[0], *row[2:])):
         indices = [row[1] for row in run]
         span = f"{indices[0]}" if len(indices) == 1 else f"{indices[0]}–{indices[-1]}"
-        table.append(f"| {kind}{span} | {' | '.join(sizes)} |")
-    return ["\n".join(table), *_totals(facts)]
+        table.add(f"{kind}{span}", *sizes)
+    codes = None
+    if facts.code_bytes is not None and model_cost.cache_bytes_per_token(before, dtype):
+        of_bfloat16 = facts.code_bytes / model_cost.cache_bytes_per_token(before, "bfloat16")
+        codes = f"{facts.code_bytes:,} bytes a token ({of_bfloat16:.1%} of the source's in bfloat16)"
+    return {
+        "layers": table.markdown(),
+        "cache": _change(facts, model_cost.cache_bytes_per_token),
+        "codes": codes,
+        "source_cache": _change(facts, model_cost.source_cache_bytes_per_token),
+    }
 
 
-def _totals(facts: CardFacts) -> Iterator[str]:
-    before, after, dtype = facts.before, facts.after, facts.dtype
-    lines = []
-    if old := model_cost.cache_bytes_per_token(before, dtype):
-        new = model_cost.cache_bytes_per_token(after, dtype)
-        lines.append(f"- cache a token, all layers: {old:,} → {new:,} bytes in {dtype} ({new / old:.1%})")
-        if facts.code_bytes is not None:
-            of_bfloat16 = facts.code_bytes / model_cost.cache_bytes_per_token(before, "bfloat16")
-            codes = f"{facts.code_bytes:,} bytes a token ({of_bfloat16:.1%} of the source's in bfloat16)"
-            lines.append(f"- stored in codes, as `headwise.load` does: {codes}")
-    else:
-        lines.append("- cache: none (an encoder has none)")
-    if old := model_cost.source_cache_bytes_per_token(before, dtype):
-        new = model_cost.source_cache_bytes_per_token(after, dtype)
-        share = f"{new / old:.1%}"
-        lines.append(f"- cache of each encoder output: {old:,} → {new:,} bytes in {dtype} ({share})")
-    if facts.parameters:
-        lines.append(f"- parameters: {facts.parameters[0]:,} → {facts.parameters[1]:,}")
-    yield "\n".join(lines)
+def _change(facts: CardFacts, count: Callable[[ModelSpec, str], int]) -> str | None:
+    """Bytes before and after; None where there were none."""
+    old, new = (count(model, facts.dtype) for model in (facts.before, facts.after))
+    return f"{old:,} → {new:,} bytes in {facts.dtype} ({new / old:.1%})" if old else None
 
 
-def _measured(evaluation: Mapping[str, Any] | None, plain: str | None) -> Iterator[str]:
-    if evaluation is None:
-        yield "Not measured."
-        return
-    rows = ["| text | tokens | perplexity before | after | ratio | KL, nats | top-1 agreement |", "|" + "---|" * 7]
+def _scores(evaluation: Mapping[str, Any]) -> str:
+    """The table of texts, and of all together where they are several."""
+    table = Table(["text", "tokens", "perplexity before", "after", "ratio", "KL, nats", "top-1 agreement"])
     total = {**evaluation, "text": "all"}
     texts = list(evaluation.get("texts") or ())
     for score in [*texts, total] if len(texts) > 1 else texts or [evaluation]:
-        cells = (
-            _cell(", ".join(last_name(name) for name in str(score["text"]).split(", "))),
+        table.add(
+            as_code(", ".join(last_name(name) for name in str(score["text"]).split(", "))),
             f"{score['tokens']:,}",
             _number(score.get("reference_perplexity"), ".3f"),
             _number(score["perplexity"], ".3f"),
@@ -269,36 +253,20 @@ def _measured(evaluation: Mapping[str, Any] | None, plain: str | None) -> Iterat
             _number(score.get("kl"), ".4f"),
             _number(score.get("top1_agreement"), ".1%"),
         )
-        rows.append(f"| {' | '.join(cells)} |")
-    yield "\n".join(rows)
-    lines = [] if plain is None else [f"- {one_line(plain)}"]
+    return table.markdown()
+
+
+def _measured(evaluation: Mapping[str, Any], plain: str | None) -> Iterator[str]:
+    """What was measured besides."""
+    if plain is not None:
+        yield one_line(plain)
     if window := evaluation.get("window"):
-        lines.append(f"- windows of {window} tokens, in {evaluation.get('dtype', 'their dtype')}")
+        yield f"windows of {window} tokens, in {evaluation.get('dtype', 'their dtype')}"
     if (after := evaluation.get("decode_ms")) is not None:
         place = f"{evaluation.get('device', 'cpu')}, {evaluation.get('threads', 1)} threads"
         context = f"{evaluation['context']} tokens in the cache" if "context" in evaluation else "a cache"
         before = _number(evaluation.get("reference_decode_ms"), ".2f")
-        lines.append(f"- decoding a token with {context}: {before} → {after:.2f} ms ({place})")
-    if lines:
-        yield "\n".join(lines)
-
-
-def _making(facts: CardFacts) -> Iterator[str]:
-    lines = [f"- source: {as_code(last_name(facts.source))}", f"- method: {one_line(facts.method)}"]
-    if facts.stages:
-        lines.append(f"- steps: {', '.join(map(one_line, facts.stages))}")
-    if facts.calibration_tokens:
-        texts = ", ".join(as_code(last_name(text)) for text in facts.calibration)
-        windows = f", in windows of {facts.calibration_window}" if facts.calibration_window else ""
-        lines.append(f"- calibrated on {facts.calibration_tokens:,} tokens of {texts or 'a text'}{windows}")
-    else:
-        lines.append("- not calibrated: converted by its weights alone")
-    if facts.seconds is not None:
-        lines.append(f"- took {facts.seconds:,.0f} s")
-    if facts.versions:
-        lines.append(f"- versions: {', '.join(f'{name} {number}' for name, number in facts.versions.items())}")
-    lines += [f"- {one_line(note)}" for note in facts.notes]
-    yield "\n".join(lines)
+        yield f"decoding a token with {context}: {before} → {after:.2f} ms ({place})"
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout:
@@ -309,7 +277,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     return "deepseek" if model_type == "deepseek_v3" else "stock"
 
 
-def loading(layout: Layout, auto_class: str, model_type: str, *, coded: bool) -> list[str]:
+def loading(layout: Layout, auto_class: str, model_type: str, *, coded: bool) -> str:
     """The part of a card that says how the folder is loaded.
 
     Args:
@@ -320,10 +288,10 @@ def loading(layout: Layout, auto_class: str, model_type: str, *, coded: bool) ->
     """
     if coded:
         words = "`headwise.load` stores the cache in codes; transformers' own loading would store it whole."
-        return [words, "```python\nimport headwise\n\nmodel = headwise.load(folder)\n```"]
+        return f"{words}\n\n```python\nimport headwise\n\nmodel = headwise.load(folder)\n```"
     if layout == "gguf":
         words = "llama.cpp, and programs that are built on it, load `model.gguf`; so does `headwise.load(folder)`."
-        return [words, "```sh\nllama-server -m model.gguf\n```"]
+        return f"{words}\n\n```sh\nllama-server -m model.gguf\n```"
     load = f"model = {auto_class}.from_pretrained(folder)"
     code = f"from transformers import {auto_class}\n\n{load}"
     if layout == "headwise":
@@ -339,20 +307,7 @@ def loading(layout: Layout, auto_class: str, model_type: str, *, coded: bool) ->
         )
     else:
         words = f"A stock `{model_type}` model: transformers loads it without headwise."
-    return [words, f"```python\n{code}\n```"]
-
-
-def _limits(facts: CardFacts) -> Iterator[str]:
-    lines = [
-        "- Not trained: no gradient through the whole model updated a weight, so some quality is lost wherever the "
-        "cache is smaller than the source needs.",
-        "- Not the original model, and not endorsed by its authors; its licence, uses and limits apply here too.",
-        "- Not tested beyond the table above: other languages, tasks, longer texts and safety may have suffered more."
-        if facts.evaluation is not None
-        else "- Not tested: measure it with `headwise evaluate` before you use it.",
-        "- Not a compression of the weights: the cache is smaller, not the model.",
-    ]
-    yield "\n".join(lines)
+    return f"{words}\n\n```python\n{code}\n```"
 
 
 def _label(spec: AttentionSpec) -> str:
@@ -375,10 +330,11 @@ def one_line(text: str) -> str:
     return re.sub(r"([\\`*<>\[\]|])", r"\\\1", " ".join(text.split()))
 
 
-def _cell(text: str) -> str:
-    return as_code(text).replace("|", "\\|")
-
-
 def as_code(text: str) -> str:
     """Text as code in one line of Markdown."""
     return f"`{' '.join(text.replace('`', chr(39)).split())}`"
+
+
+def named(source: str | Path) -> str:
+    """A source as code, without its folders."""
+    return as_code(last_name(source))

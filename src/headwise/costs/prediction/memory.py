@@ -74,12 +74,12 @@ class Allocation:
 def cache_bytes(model: ModelSpec, forward: Pass) -> int:
     """Bytes of the cache on one device, rounded up for each layer."""
     held = 0
-    for spec in model.layers:
+    for spec, times in Counter(model.layers).items():
         shard = layer.shard(spec, forward.ranks)
         tokens = layer.held_tokens(shard, forward.total)
         values = layer.cache_values(shard) if shard.is_causal else 0
         state = layer.state_bytes(shard, batch=forward.batch, dtype=forward.dtype)
-        held += -int(-forward.batch * tokens * values * forward.value_bytes // 1) + state
+        held += times * (-int(-forward.batch * tokens * values * forward.value_bytes // 1) + state)
     return held
 
 
@@ -231,12 +231,9 @@ def peak_memory(model: ModelSpec, forward: Pass, engine: Engine | None = None) -
         ArgumentError: see `operators`.
         SpecError: the model's body is not known.
     """
-    step = replace(forward, new=1)
-    prompt = replace(forward, batch=1, new=min(CHUNK, forward.total))
-    # A step absorbs, whatever its length. A prompt may do either: which one is faster changes with the context, and
-    # memory that shrinks as a text grows would be no bound.
-    passes = (replace(step, impl="absorbed"), replace(prompt, impl="absorbed"), replace(prompt, impl="expanded"))
-    workspace = max(_workspace(model, each) for each in passes)
+    step = replace(forward, new=1, impl="absorbed")  # a step absorbs, whatever its length
+    prompt = Pass(new=min(CHUNK, forward.total), total=forward.total, dtype=forward.dtype, ranks=forward.ranks)
+    workspace = max(_workspace(model, step), _prompt_workspace(model, prompt))
     cache = cache_bytes(model, forward) if engine is None else allocation(model, forward, engine).bytes
     return Memory(weights=weight_bytes(model, forward), cache=cache, workspace=workspace)
 
@@ -294,6 +291,16 @@ def longest_context(model: ModelSpec, forward: Pass, memory_bytes: int) -> int:
         SpecError: the model's body is not known.
     """
     return _largest(lambda tokens: peak_memory(model, replace(forward, total=tokens)).total, memory_bytes)
+
+
+@lru_cache(maxsize=256)
+def _prompt_workspace(model: ModelSpec, prompt: Pass) -> int:
+    """The workspace of reading a prompt, which may be absorbed or expanded.
+
+    Which one is faster changes with the context, and memory that shrinks as a text grows would be no bound. Batches
+    and bits do not change it, so that it is computed once for all of them.
+    """
+    return max(_workspace(model, replace(prompt, impl=impl)) for impl in ("absorbed", "expanded"))
 
 
 def _workspace(model: ModelSpec, forward: Pass) -> int:

@@ -90,6 +90,7 @@ class Operator:
         kind: operators of the same kind are measured alike.
         weights: values of weights that one run reads.
         hidden_size: E, where the time depends on it.
+        formula: of the FLOPs, in the letters of the cost model.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Operator:
     kind: Kind = "other"
     weights: float = 0
     hidden_size: int = 1
+    formula: str = ""
 
     @property
     def memory_bytes(self) -> float:
@@ -150,6 +152,7 @@ def _operator(work: Work, forward: Pass, reach: Reach) -> Operator:
         kind=work.kind,
         weights=share * work.weights,
         hidden_size=work.hidden_size,
+        formula=work.formula,
     )
 
 
@@ -306,6 +309,8 @@ def merged(timed: Iterable[Timed]) -> list[Timed]:
 
 
 def _slowest(runs: Sequence[Timed]) -> Timed:
+    if len(runs) == 1:
+        return runs[0]
     longest = max(runs, key=lambda each: each.seconds)
     sums = {
         name: sum(getattr(each, name) for each in runs)

@@ -138,7 +138,6 @@ def predict(
     positions = check_context(model, context)
     hosted = hardware if isinstance(hardware, Device) else device(hardware)
     step = Pass(batch=batch, new=1, total=context, dtype=dtype, cache_bits=cache_bits, ranks=ranks)
-    chunks = [replace(step, batch=1, new=end - begin, total=end) for begin, end in _chunks(context)]
     usable_bytes = int(hosted.memory_bytes * check_usable(usable))
     efficiency = Efficiency(is_measured=dtype.removeprefix("torch.") in hosted.curves)
     return Prediction(
@@ -147,9 +146,7 @@ def predict(
         device=hosted,
         step=step,
         efficiency=efficiency,
-        prefill=tuple(
-            merged(timed for chunk in chunks for timed in seconds(operators(model, chunk), hosted, chunk, efficiency))
-        ),
+        prefill=tuple(prefill(model, step, hosted, efficiency)),
         decode=tuple(seconds(operators(model, step), hosted, step, efficiency)),
         memory=peak_memory(model, step),
         usable_bytes=usable_bytes,
@@ -161,6 +158,22 @@ def predict(
         is_bound=model.stored is not None and model.stored.is_bound,
         notes=(*notes, *_bits_notes(model, step), *timed_note(model, hosted, dtype)),
     )
+
+
+def prefill(model: ModelSpec, step: Pass, hardware: Device, efficiency: Efficiency | None = None) -> list[Timed]:
+    """The operators of reading one prompt, part by part, with their times.
+
+    For example ``sum(timed.seconds for timed in prefill(model, Pass(total=4096), device("h100")))``.
+
+    Args:
+        model: with its body.
+        step: of the decoding that follows; the prompt is one sequence of its ``total`` tokens.
+        hardware: that it runs on.
+        efficiency: see `seconds`.
+    """
+    chunks = [replace(step, batch=1, new=end - begin, total=end) for begin, end in _chunks(step.total)]
+    timed = (seconds(operators(model, chunk), hardware, chunk, efficiency) for chunk in chunks)
+    return merged(one for chunk in timed for one in chunk)
 
 
 def counted_weights(model: ModelSpec, dtype: str) -> str:

@@ -8,6 +8,7 @@ from headwise.decide.advice.advise import (
     Question,
     advise,
     advise_on,
+    judged,
     ranked,
 )
 from headwise.decide.advice.candidates import AS_IT_IS, Candidate, candidates, predictable
@@ -40,6 +41,7 @@ __all__ = [
     "candidates",
     "design",
     "expected_losses",
+    "judged",
     "predictable",
     "ranked",
     "read_measured",

@@ -417,6 +417,7 @@ def ranked(
     """
     needs_capacity = with_capacity or question.goal == "throughput"
     options: list[Option] = []
+    are_bound: list[bool] = []
     for each in tried:
         try:
             option = _option(each, question, measured.get(each.target), with_capacity=needs_capacity)
@@ -424,18 +425,36 @@ def ranked(
             if not options:  # the model itself
                 raise
             continue
-        fits = (options or [option])[0].memory_bytes <= question.memory_bytes
-        stored = each.model.stored
-        refused = _refusal(option, question, source_fits=fits, is_bound=stored is not None and stored.is_bound)
         typed = commands(each.target, each.convert_to, tried[0].model, source, question.engine, question.step)
-        options.append(replace(option, refused=refused, commands=typed))
-    allowed = [option for option in options if option.refused is None]
-    options = [
-        replace(option, is_dominated=any(_dominates(other, option) for other in allowed)) for option in options
-    ]
-    first = options[0]
+        options.append(replace(option, commands=typed))
+        are_bound.append(each.is_bound)
+    found = judged(options, question, are_bound)
     # Of equal options the one with less conversion comes first: candidates are listed from nothing on.
-    return tuple(sorted(options, key=lambda option: (option.refused is not None, option.score(question.goal, first))))
+    return tuple(
+        sorted(found, key=lambda option: (option.refused is not None, option.score(question.goal, found[0])))
+    )
+
+
+def judged(options: Sequence[Option], question: Question, are_bound: Sequence[bool]) -> list[Option]:
+    """Options with the reasons why some are refused, and with whether they are dominated, in their order.
+
+    For example ``judged(options, question, [False] * len(options))[0].refused``.
+
+    Args:
+        options: the model as it is first.
+        question: what is asked.
+        are_bound: of each, whether its memory is an upper bound, so that it may be refused needlessly.
+    """
+    fits = options[0].memory_bytes <= question.memory_bytes
+    reasons = [
+        _refusal(option, question, source_fits=fits, is_bound=is_bound)
+        for option, is_bound in zip(options, are_bound, strict=True)
+    ]
+    allowed = [option for option, reason in zip(options, reasons, strict=True) if reason is None]
+    return [
+        replace(option, refused=reason, is_dominated=any(_dominates(other, option) for other in allowed))
+        for option, reason in zip(options, reasons, strict=True)
+    ]
 
 
 def _option(candidate: Candidate, question: Question, measured: Measured | None, *, with_capacity: bool) -> Option:

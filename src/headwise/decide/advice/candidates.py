@@ -65,6 +65,11 @@ class Candidate:
         """The engine's own options, for its own caches; empty for all else."""
         return "" if self.cache is None else self.cache.words
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether its memory is an upper bound, because some weights take fewer bits than are known."""
+        return self.model.stored is not None and self.model.stored.is_bound
+
     def runs_on(self, device: Device) -> bool:
         """Whether a device is known to run it.
 

@@ -1,11 +1,12 @@
-"""One page of a model: a verdict, what it rests on, and controls that compute it again. No torch here."""
+"""One page of a model: a verdict, what it rests on, and controls that choose other answers. No torch here."""
 
-from headwise.decide.report.page import DEFAULT_HARDWARE, page, page_data
+from headwise.decide.report.page import DEFAULT_HARDWARE, ModelPart, page, page_data
 from headwise.decide.report.sections import FolderResults, Section, measured_steps, read_folder, sections
 
 __all__ = [
     "DEFAULT_HARDWARE",
     "FolderResults",
+    "ModelPart",
     "Section",
     "measured_steps",
     "page",

@@ -1,52 +1,65 @@
-"""A report as one web page that needs no other file, with the numbers that its controls compute with.
-
-The page carries every option's operators, the devices and the question as JSON: the sums of
-`headwise.costs.prediction.work`. Its ``arithmetic.js`` repeats `operators`, `memory` and `advise`, because a page
-runs no Python; tests in a browser hold both to be equal, to the order of the options. Whoever changes one side
-changes the other.
-"""
+"""A report as one web page: what to do with a model's cache, with controls that choose among answers, and results."""
 
 from __future__ import annotations
 
-import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from html import escape
-from importlib.resources import files
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from headwise.base.documents import as_document, refuse_no_plotly, web_page
+from headwise.base.documents import as_document
+from headwise.base.pages import Part, Picture, Text, web_page
+from headwise.base.plots import Draw, as_svg, refuse_no_matplotlib
+from headwise.base.tables import bytes_text, count_text, seconds_text
 from headwise.costs.formulas.layer import DTYPE_BYTES
 from headwise.costs.formulas.model import weights
-from headwise.costs.prediction import (
-    SAFE_LOSS,
-    Device,
-    Efficiency,
-    LayerWork,
-    ModelWork,
-    Pass,
-    devices,
-    model_work,
-    to_table,
+from headwise.costs.prediction import SAFE_LOSS, Device, Efficiency, Pass, devices, operators, peak_memory, seconds
+from headwise.costs.prediction.memory import CHUNK
+from headwise.costs.prediction.predict import check_context, counted_weights, prefill
+from headwise.decide.advice import (
+    AS_IT_IS,
+    PREDICTED_ERROR,
+    Candidate,
+    Measured,
+    Option,
+    Question,
+    candidates,
+    ranked,
 )
-from headwise.costs.prediction.hardware import DTYPE_NAMES
-from headwise.costs.prediction.memory import CHUNK, held_weights
-from headwise.costs.prediction.predict import MOST_PARTS, check_context, counted_weights
-from headwise.costs.prediction.work import known_body
-from headwise.decide.advice import MOST_SEQUENCES, PREDICTED_ERROR, Candidate, Measured, Question, candidates
-from headwise.decide.advice.advise import engine_notes, known_loss, predicted_note, weight_notes
-from headwise.decide.report.sections import Section, html
+from headwise.decide.advice.advise import engine_notes, predicted_note, weight_notes
+from headwise.decide.report.grid import REASONS, answers, axes_of
+from headwise.decide.report.plots import Point, latency_figure, memory_figure, quality_figure, roofline_figure
+from headwise.decide.report.sections import Section
 from headwise.errors import ArgumentError
 from headwise.models.specs import ModelSpec
 from headwise.serving.programs import commands
 
-_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8")
-"""What a reader may choose: every device computes them, or something wider."""
+DEFAULT_HARDWARE = "h100"
+"""The device that a page begins with where a command names none; the reader may choose another."""
 
-_CHOSEN = ("expanded", "absorbed", "direct", "projections")
-"""The implementations that are ever chosen."""
+_MOST_LINES = 7
+"""Options whose latency is drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPart:
+    """The part of a page that is about a model, as of ``page_data(read_spec("llama-3-8b"), question, {}).asked``.
+
+    Attributes:
+        document: what its controls choose from, as JSON-able values.
+        asked: the question that it begins with, in words.
+        plots: names, captions and functions that draw them, of that question.
+        quality_note: in the place of the plot of quality where too little is known; None where there is the plot.
+    """
+
+    document: dict[str, Any]
+    asked: str
+    plots: tuple[tuple[str, str, Draw], ...]
+    quality_note: str | None
 
 
 def page_data(
@@ -58,10 +71,11 @@ def page_data(
     hardware: Mapping[str, Device] | None = None,
     steps: Sequence[Mapping[str, Any]] = (),
     converted: str = "",
-) -> dict[str, Any]:
-    """Everything that the page of a model needs, as JSON-able values.
+) -> ModelPart:
+    """Everything that the page of a model shows of it.
 
-    For example ``page_data(read_spec("llama-3-8b"), question, {})["options"][0]["target"]``, which is "as it is".
+    For example ``page_data(read_spec("llama-3-8b"), question, {}).document["options"][0]["target"]``, which is
+    "as it is".
 
     Args:
         model: with its body.
@@ -75,129 +89,254 @@ def page_data(
     Raises:
         HeadwiseError: a number is impossible, or the heads cannot be shared out.
     """
-    step = question.step
+    step, chosen = question.step, question.hardware
     timed_notes: tuple[str, ...] = ()
     if steps and model.stored is not None:
         model = replace(model, stored=None)
         timed_notes = ("weights are in the dtype, as headwise timed steps with them",)
     positions = check_context(model, step.total)
-    chosen = question.hardware
     found = {chosen.name: chosen, **(devices() if hardware is None else hardware)} | {chosen.name: chosen}
-    joined = {name: each for name, each in found.items() if step.ranks == 1 or each.link_bytes_per_second}
-    options, tried = [], candidates(model, measured, question.engine)
-    for index, candidate in enumerate(tried):
-        try:
-            option = _option(candidate, measured.get(candidate.target), step)
-            typed = commands(candidate.target, candidate.convert_to, model, source, question.engine)
-            runs_on = [name for name, each in joined.items() if candidate.runs_on(each)]
-            options.append(option | {"commands": typed, "devices": runs_on})
-        except ArgumentError:  # its heads cannot be shared out among the devices
-            if index == 0:  # the model itself
-                raise
-    return {
+    joined = {name: each for name, each in found.items() if each is chosen or _serves(each, step)}
+    every = candidates(model, measured, question.engine)
+    # Without the options whose heads cannot be shared out among the devices, which `ranked` leaves out.
+    by_target = {option.target: option for option in ranked(every, question, measured)}
+    tried = [each for each in every if each.target in by_target]
+    options = [by_target[each.target] for each in tried]
+    is_known = any(option.loss is not None for option in options[1:])
+    axes = axes_of(question, joined, positions, is_known=is_known)
+    notes = (
+        *timed_notes,
+        *weight_notes(model, every),
+        *engine_notes(model, question.engine, measured),
+        *predicted_note(option.is_predicted for option in options),
+    )
+    document = {
         "source": source,
         "label": model.label,
-        "question": {
-            "hardware": chosen.name,
-            "context": step.total,
-            "batch": step.batch,
-            "dtype": step.dtype.removeprefix("torch."),
-            "bits": step.cache_bits,
-            "goal": question.goal,
-            "max_quality_loss": question.max_quality_loss,
-            "is_usual": question.is_usual,
-            "usable": question.usable,
-        },
         "ranks": step.ranks,
-        "most_context": positions or None,
+        "dtype": step.dtype.removeprefix("torch."),
+        "usable": question.usable,
+        "axes": {**as_document(axes), "hardware": list(joined)},
+        "start": {
+            "hardware": list(joined).index(chosen.name),
+            "context": axes.context.index(step.total),
+            "batch": axes.batch.index(step.batch),
+            "loss": 0,
+            "goal": axes.goal.index(question.goal),
+        },
+        "devices": [
+            {"label": each.label, "usable": int(each.memory_bytes * question.usable)} for each in joined.values()
+        ],
         "trained_context": model.max_position_embeddings,
         "stored": None if model.stored is None else counted_weights(model, "in the dtype"),
-        "notes": (
-            *timed_notes,
-            *weight_notes(model, tried),
-            *engine_notes(model, question.engine, measured),
-            *predicted_note(option["is_predicted"] for option in options),
+        "notes": notes,
+        "reasons": REASONS,
+        "options": [
+            _option(each, option, commands(each.target, each.convert_to, model, source, question.engine), step)
+            for each, option in zip(tried, options, strict=True)
+        ],
+        "operators": [_operators(each, question) for each in tried],
+        "answers": answers(tried, options, question, axes, partial(verdict, converted=converted)),
+    }
+    quality_note = None
+    if sum(option.loss is not None and math.isfinite(option.loss) for option in options) < 2:
+        quality_note = "Nothing of this model is measured here: headwise frontier measures it."
+        quality_note = f"{converted}. What more is done to it is not." if converted else quality_note
+    return ModelPart(
+        document=document,
+        asked=_asked(question),
+        plots=tuple(_plots(tried, ranked(tried, question, measured), question, steps)),
+        quality_note=quality_note,
+    )
+
+
+def _serves(device: Device, step: Pass) -> bool:
+    """Whether a device computes a step's dtype, and several of it are joined where the step asks for several."""
+    with suppress(ArgumentError):
+        return device.peak(step.dtype) > 0 and (step.ranks == 1 or device.link_bytes_per_second is not None)
+    return False
+
+
+def _asked(question: Question) -> str:
+    step = question.step
+    many = f"{step.ranks} × " if step.ranks > 1 else ""
+    return f"{step.batch:,} × {step.total:,} tokens on {many}{question.hardware.label}, in {step.dtype}"
+
+
+def verdict(options: Sequence[Option], ranks: Sequence[Option], *, converted: str = "") -> str:
+    """What is to be done, in a sentence.
+
+    For example ``verdict(options, options)`` is ``"Change nothing: as it is it fits."`` of a model that fits.
+
+    Args:
+        options: the model as it is first.
+        ranks: the same in the order of the goal, what is refused last.
+        converted: what the conversion that made the model measured of it, in a sentence.
+    """
+    original, best = options[0], ranks[0]
+    if best.refused is not None:
+        counts = Counter(str(option.refused) for option in ranks)
+        found = ", ".join(f"{reason}: {count}" for reason, count in counts.items())
+        return f"Nothing can be recommended ({found}){'; measure first' if counts['not measured'] else ''}."
+    if best.target == AS_IT_IS:
+        return f"Change nothing more: it fits. {converted}." if converted else "Change nothing: as it is it fits."
+    share = f"{best.cache_bytes_per_token / original.cache_bytes_per_token:.0%}".replace("%", " %")
+    size = f"The cache takes {share} of the original's bytes"
+    if best.loss is None:
+        return (
+            f"It does not fit as it is: store the cache as {best.target}. {size}; other models lost at most "
+            f"{100 * SAFE_LOSS:.0f} % in 8 bits, and what this one loses is not measured."
+        )
+    keep = f"keep the model, and store its cache as {best.target}"
+    how = keep if best.convert_to is None else f"headwise convert {best.convert_to}"
+    known = f"predicted, not measured: {PREDICTED_ERROR}" if best.is_predicted else "measured"
+    return f"Do this: {how}. {size}; perplexity {_loss(best)}, {known}."
+
+
+def _loss(option: Option) -> str:
+    """The loss of an option, with a ~ where it is predicted."""
+    if option.loss is None:
+        return "not measured"
+    found = f"×{1 + option.loss:.3f}" if math.isfinite(option.loss) else "diverged"
+    return f"{'~' * option.is_predicted}{found}"
+
+
+def _option(candidate: Candidate, option: Option, typed: Sequence[str], step: Pass) -> dict[str, Any]:
+    """What does not depend on the device, the context and the batch."""
+    return {
+        "target": option.target,
+        "label": option.label,
+        "convert_to": option.convert_to,
+        "served_by": option.served_by,
+        "commands": list(typed),
+        "parameters": weights(candidate.model).total,
+        "weight_bytes": peak_memory(candidate.model, step).weights,
+        "loss": option.loss if option.loss is not None and math.isfinite(option.loss) else None,
+        "is_known": option.loss is not None,
+        "quality": _loss(option),
+        "is_predicted": option.is_predicted,
+        "is_first_size": option.is_first_size,
+    }
+
+
+def _operators(candidate: Candidate, question: Question) -> dict[str, Any]:
+    """The operators of a candidate in a decode step and in the last part of a prompt, as rows of texts."""
+    step, model, device = _of(candidate, question.step), candidate.model, question.hardware
+    read = sum(each.seconds for each in prefill(model, step, device))
+    taken = sum(each.seconds for each in seconds(operators(model, step), device, step))
+    said = f"{candidate.target} ({model.label}): a step {seconds_text(taken)}"
+    return {
+        "decode": _rows(model, step, device),
+        "prompt": _rows(model, replace(step, batch=1, new=min(CHUNK, step.total)), device),
+        "sums": f"{said}, a prompt of {step.total:,} tokens {seconds_text(read)}.",
+    }
+
+
+def _rows(model: ModelSpec, forward: Pass, device: Device) -> list[tuple[str, ...]]:
+    """The operators of a pass, the longest first."""
+    work = operators(model, forward)
+    formulas = {each.name: each.formula for each in work}
+    timed = sorted(seconds(work, device, forward), key=lambda each: -each.seconds)
+    whole = sum(each.seconds for each in timed)
+    return [
+        (
+            each.name,
+            f"{each.times:,}",
+            seconds_text(each.seconds),
+            f"{100 * each.seconds / whole:.0f} %",
+            each.bound,
+            count_text(each.flops),
+            bytes_text(each.memory_bytes + each.link_bytes),
+            formulas[each.name],
+        )
+        for each in timed
+    ]
+
+
+def _plots(
+    tried: Sequence[Candidate], options: Sequence[Option], question: Question, steps: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, str, Draw]]:
+    """The plots of a question, by name and caption."""
+    step, device, usable = question.step, question.hardware, question.memory_bytes
+    running = {each.target: each for each in tried if each.runs_on(device)}
+    shown = [option for option in options if option.target in running]
+    memories = [peak_memory(running[option.target].model, _of(running[option.target], step)) for option in shown]
+    by_context, by_intensity = measured_points(tried, steps if step.ranks == 1 else ())
+    best = running[shown[0].target]
+    work = seconds(operators(best.model, _of(best, step)), device, _of(best, step))
+    said = f"{bytes_text(device.memory_bytes)} ({bytes_text(usable)} may be used)"
+    found: list[tuple[str, str, Draw]] = [
+        (
+            "memory",
+            f"Memory, of {said}",
+            partial(memory_figure, [option.target for option in shown], memories, device, usable),
         ),
-        "choices": list(dict.fromkeys((step.dtype.removeprefix("torch."), *_DTYPES))),
-        "dtypes": {**DTYPE_BYTES, "float8": 1},
-        "peak_names": DTYPE_NAMES,
-        "devices": {name: _device(each) for name, each in joined.items()},
-        "efficiency": as_document(Efficiency()),
-        "chunk": CHUNK,
-        "most_parts": MOST_PARTS,
-        "most_sequences": MOST_SEQUENCES,
-        "safe_loss": SAFE_LOSS,
-        "predicted_error": PREDICTED_ERROR,
-        "converted": converted,
-        "options": options,
-        "steps": [dict(step) for step in steps],
-    }
+        ("latency", "Latency against context", _latency(running, shown, question, by_context)),
+        (
+            "roofline",
+            f"Roofline of a decode step: {best.target}",
+            partial(roofline_figure, work, device, step.dtype, Efficiency(), by_intensity),
+        ),
+    ]
+    if sum(option.loss is not None and math.isfinite(option.loss) for option in shown) > 1:
+        draw = partial(quality_figure, shown, question.max_quality_loss)
+        predicted = "; hollow: predicted" * any(option.is_predicted for option in shown)
+        found.insert(1, ("quality", f"Quality against cache{predicted}", draw))
+    return found
 
 
-def _device(device: Device) -> dict[str, Any]:
-    names = ("label", "memory_bytes", "bytes_per_second", "link_bytes_per_second", "source")
-    curves = {dtype: to_table(found) for dtype, found in device.curves.items()}
-    return {"peaks": dict(device.peaks), "curves": curves, **{name: getattr(device, name) for name in names}}
+def _of(candidate: Candidate, step: Pass) -> Pass:
+    return replace(step, cache_bits=candidate.cache_bits)
 
 
-def _option(candidate: Candidate, measured: Measured | None, step: Pass) -> dict[str, Any]:
-    model = candidate.model
-    held = held_weights(model, step.ranks)
-    loss, at_most = known_loss(candidate, measured)
-    diverged = loss is not None and math.isinf(loss)
-    return {
-        "target": candidate.target,
-        "label": model.label,
-        "convert_to": candidate.convert_to,
-        "is_first_size": candidate.is_first_size,
-        "is_safe": candidate.is_safe,
-        "served_by": candidate.served_by,
-        "words": candidate.words,
-        "cache_bits": candidate.cache_bits,
-        "parameters": weights(model).total,
-        "weights": {
-            "wide": held.unquantised,
-            "packed": held.packed,
-            "is_bound": model.stored is not None and model.stored.is_bound,
-        },
-        "loss": None if diverged else loss,
-        "loss_at_most": None if diverged else at_most,
-        "diverged": diverged,
-        "is_predicted": measured is not None and measured.is_predicted,
-        "kl": None if measured is None else measured.kl,
-        "work": {
-            "hidden_size": model.hidden_size,
-            "streams": known_body(model).streams,
-            **_model(model_work(model, step.ranks)),
-        },
-    }
+def _latency(
+    running: Mapping[str, Candidate], shown: Sequence[Option], question: Question, timed: Sequence[Point]
+) -> Draw:
+    """Draws decode steps of the best option, the model as it is and others that nothing dominates."""
+    step, most = question.step, max(2**17, 2 * question.step.total)
+    positions = check_context(running[AS_IT_IS].model, step.total)
+    most = min(most, positions or most)
+    contexts = [*(2**power for power in range(7, most.bit_length()) if 2**power < most), most]
+    others = [option.target for option in shown if not option.is_dominated]
+    names = list(dict.fromkeys((shown[0].target, AS_IT_IS, *others)))[:_MOST_LINES]
+    lines = {}
+    for name in names:
+        model = running[name].model
+        passes = [replace(_of(running[name], step), total=tokens) for tokens in contexts]
+        lines[name] = [
+            1e3 * sum(each.seconds for each in seconds(operators(model, one), question.hardware, one))
+            for one in passes
+        ]
+    return partial(latency_figure, lines, contexts, step.total, timed)
 
 
-def _model(work: ModelWork) -> dict[str, Any]:
-    return {"layers": [_layer(kind) for kind in work.layers], "body": [as_document(each) for each in work.body]}
+def measured_points(
+    tried: Sequence[Candidate], steps: Sequence[Mapping[str, Any]]
+) -> tuple[list[Point], list[Point]]:
+    """Timed steps as points: their context and milliseconds, and their FLOPs a byte and FLOP/s.
 
+    For example ``measured_points(candidates(model), measured_steps(documents, "./mla"))[0]``.
 
-def _layer(kind: LayerWork) -> dict[str, Any]:
-    # What is chosen among implementations of as many FLOPs is what a pass of one token chooses.
-    first = kind.impl("auto", 1, 1)
-    names = sorted((name for name in kind.step if name in _CHOSEN), key=lambda name: name != first)
-    return {
-        "times": kind.times,
-        "reach": as_document(kind.reach),
-        "step": {name: [as_document(each) for each in kind.step[name]] for name in names},
-        "prompt": {name: [as_document(each) for each in kind.prompt[name]] for name in names},
-        "network": [as_document(each) for each in kind.network],
-        "values": kind.values,
-        "state": kind.state,
-    }
-
-
-DEFAULT_HARDWARE = "h100"
-"""The device that a page begins with where a command names none; the reader may choose another."""
+    Args:
+        tried: the candidates; steps of others are left out.
+        steps: see `measured_steps`.
+    """
+    by_target = {each.target: each for each in tried}
+    by_context, by_intensity = [], []
+    for timed in steps:
+        candidate = by_target.get(timed["target"])
+        if candidate is None or timed["dtype"] not in DTYPE_BYTES:
+            continue
+        step = Pass(total=timed["context"], dtype=timed["dtype"], cache_bits=candidate.cache_bits)
+        work = operators(candidate.model, step)
+        flops, moved = (sum(each.times * getattr(each, name) for each in work) for name in ("flops", "memory_bytes"))
+        by_context.append((timed["target"], timed["context"], 1e3 * timed["seconds"]))
+        by_intensity.append((timed["target"], flops / moved, flops / timed["seconds"]))
+    return by_context, by_intensity
 
 
 def page(
-    data: Mapping[str, Any] | None,
+    model: ModelPart | None,
     results: Sequence[Section] = (),
     *,
     title: str = "",
@@ -209,54 +348,32 @@ def page(
     For example ``page(page_data(read_spec("llama-3-8b"), question, {}))``.
 
     Args:
-        data: of `page_data`; None for results alone.
-        results: sections below the model.
+        model: of `page_data`; None for results alone.
+        results: below the model.
         title: of the page; the model's name when empty.
         notes: above all else.
         version: of headwise.
 
     Raises:
-        MissingExtraError: plotly, whose script the page carries, is not installed.
+        MissingExtraError: matplotlib, which draws the plots, is not installed.
     """
-    refuse_no_plotly("html", True)
-    from plotly.offline import get_plotlyjs
-
-    model, parts = "", [get_plotlyjs()]
-    carried: dict[str, Any] = {"figures": [section.figure for section in results]}
-    if data is not None:
-        shares = data["efficiency"]
-        model = _part("model.html").format(
-            compute=shares["compute"],
-            memory=shares["memory"],
-            microseconds=1e6 * shares["seconds"],
-        )
-        parts += [_part("arithmetic.js")]
-        carried |= data
-    figures = (
-        f'<div class="plot" id="figure-{index}"></div>' if each.figure else "" for index, each in enumerate(results)
+    refuse_no_matplotlib("html", True)
+    parts: list[Part] = []
+    for index, section in enumerate(results):
+        parts.append(section.table)
+        if section.draw is not None:
+            parts.append(Picture(as_svg(section.draw), section.table.title, name=f"figure-{index}"))
+    if version:
+        parts.append(Text(f"headwise {version}", "small"))
+    above = [Text(note) for note in notes]
+    if model is None:
+        return web_page(title, [*above, *parts])
+    return web_page(
+        title or f"{PurePath(model.document['source']).name}: what to do with its cache",
+        parts,
+        "decide/report/report.html",
+        above=above,
+        model=model,
+        pictures=[Picture(as_svg(draw), caption, name=name) for name, caption, draw in model.plots],
+        efficiency=Efficiency(),
     )
-    body = "".join(
-        [
-            *(f"<p>{escape(note)}</p>\n" for note in notes),
-            model,
-            *(f"{html(section)}\n{figure}\n" for section, figure in zip(results, figures, strict=True)),
-            f'<p class="small">headwise {escape(version)}</p>\n' if version else "",
-            f'<script type="application/json" id="data">{_embedded(carried)}</script>\n',
-            *(
-                f"<script>{text}</script>\n"
-                for text in [*parts, _part("plots.js"), *([_part("page.js")] if data else [])]
-            ),
-        ]
-    )
-    name = title or f"{PurePath(carried.get('source', '')).name}: what to do with its cache"
-    return web_page(name, body, _part("page.css"))
-
-
-def _part(name: str) -> str:
-    return (files("headwise.decide.report") / name).read_text(encoding="utf-8")
-
-
-def _embedded(data: Mapping[str, Any]) -> str:
-    """JSON that cannot end the element that it stands in, nor begin a comment."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

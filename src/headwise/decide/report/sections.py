@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from html import escape
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from headwise.base.documents import FRONTIER, MEASURED, PREDICTED
+from headwise.base.plots import Draw
+from headwise.base.tables import Table
 from headwise.decide.advice import AS_IT_IS, Measured, by_target, read_points
+from headwise.decide.report.plots import Line, measured_roofline, positions_figure
 from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, StorageError, naming
 from headwise.models.specs import ModelSpec, read_spec
 
@@ -68,52 +71,22 @@ def _is_positive(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-Row = tuple[str, ...]
-
-_COLOURS = ("#3f7fd9", "#d98218", "#c2487f", "#2f9e76", "#8a63d2", "#7a8a2a")
-_GREY = "#8b919b"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """One result.
+class Section(NamedTuple):
+    """One result, for example ``sections(headwise.compare("llama-3-8b").to_dict())[0].table.title``.
 
     Attributes:
-        title: of the section.
-        heading: of the table's columns; the first is a name, the others are numbers.
-        rows: of the table.
-        notes: below it, in sentences.
-        figure: a plot, as plotly's JSON.
+        table: with its title and notes.
+        draw: a plot of it; None where there is none.
     """
 
-    title: str
-    heading: Row
-    rows: Sequence[Row]
-    notes: Sequence[str] = ()
-    figure: Mapping[str, Any] | None = field(default=None)
-
-
-def html(section: Section) -> str:
-    """A section as HTML, without its plot.
-
-    For example ``html(Section(title="A", heading=("", "ms"), rows=[("b", "1")]))``.
-    """
-    heading = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in section.heading)
-    rows = "\n".join(
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
-        for name, *cells in section.rows
-    )
-    notes = "".join(f'<p class="small">{escape(note)}</p>' for note in section.notes)
-    return (
-        f'<h2>{escape(section.title)}</h2>\n<div class="wide"><table><thead><tr>{heading}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>\n{notes}"
-    )
+    table: Table
+    draw: Draw | None = None
 
 
 def sections(document: Mapping[str, Any], *, name: str = "result") -> list[Section]:
     """The sections of one document that a command of headwise printed with ``--json``, or that a frontier kept.
 
-    For example ``sections(headwise.compare("llama-3-8b").to_dict())[0].title``.
+    For example ``sections(headwise.compare("llama-3-8b").to_dict())[0].table.title``.
 
     Args:
         document: of ``compare``, ``evaluate``, ``bench``, ``convert`` or ``frontier``, with or without ``--quick``.
@@ -148,9 +121,9 @@ def _comparison(document: Mapping[str, Any]) -> Iterable[Section]:
     rows = document["rows"]
     is_timed = any(row.get("decode_ms") is not None for row in rows)
     timed = ("decode ms", "prefill ms") if is_timed else ()
-    yield Section(
+    table = Table(
+        ("", "cache B/token", "params a layer", "prefill FLOPs", "decode FLOPs", "FLOPs/B", *timed),
         title="Mechanisms side by side",
-        heading=("", "cache B/token", "params a layer", "prefill FLOPs", "decode FLOPs", "FLOPs/B", *timed),
         rows=[
             (
                 f"{row['label']}{' (the model)' if row['is_source'] else ''}",
@@ -168,6 +141,7 @@ def _comparison(document: Mapping[str, Any]) -> Iterable[Section]:
             f"{document['dtype']} cache.{' Times are measured on one layer.' if is_timed else ''}"
         ],
     )
+    yield Section(table)
 
 
 def _is_evaluation(document: Mapping[str, Any]) -> bool:
@@ -195,40 +169,26 @@ def _evaluation(document: Mapping[str, Any]) -> Iterable[Section]:
         f" {document['context']:,} tokens: {_number(document['decode_ms'], ',.1f')} ms a token"
         f" (the reference's {_number(document.get('reference_decode_ms'), ',.1f')}).",
     ]
-    yield Section(
+    table = Table(
+        ("", "perplexity", "reference's", "ratio", "KL", "top-1"),
+        rows,
         title=f"Quality of {PurePath(document['model']).name} on text",
-        heading=("", "perplexity", "reference's", "ratio", "KL", "top-1"),
-        rows=rows,
         notes=notes,
-        figure=_by_position(document["texts"]),
     )
+    lines = [pair for text in document["texts"] if (pair := _by_position(text)) is not None]
+    yield Section(table, partial(positions_figure, lines) if lines else None)
 
 
-def _by_position(texts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The cost of a token by its position, of a model and its reference."""
-    traces = []
-    for index, text in enumerate(texts):
-        buckets = text.get("by_position") or ()
-        for key, dash in (("nll", "solid"), ("reference_nll", "dot")):
-            if len(buckets) > 1 and all(bucket.get(key) is not None for bucket in buckets):
-                traces.append(
-                    {
-                        "type": "scatter",
-                        "mode": "lines+markers",
-                        "name": escape(f"{PurePath(text['text']).name}{', reference' if key != 'nll' else ''}"),
-                        "x": [bucket["stop"] - 1 for bucket in buckets],
-                        "y": [bucket[key] for bucket in buckets],
-                        "line": {"dash": dash, "color": _COLOURS[index % len(_COLOURS)]},
-                    }
-                )
-    if not traces:
+def _by_position(text: Mapping[str, Any]) -> tuple[Line, Line | None] | None:
+    """The cost of a token by its position, of a model and its reference; None where it was not kept."""
+    buckets, name = text.get("by_position") or (), PurePath(text["text"]).name
+    if len(buckets) < 2:
         return None
-    layout = {
-        "showlegend": True,
-        "xaxis": {"title": {"text": "positions up to"}, "type": "log"},
-        "yaxis": {"title": {"text": "nats a token"}},
-    }
-    return {"data": traces, "layout": layout}
+    ends = [bucket["stop"] - 1 for bucket in buckets]
+    own, theirs = ([bucket.get(key) for bucket in buckets] for key in ("nll", "reference_nll"))
+    if None in own:
+        return None
+    return (name, ends, own), None if None in theirs else (f"{name}, reference", ends, theirs)
 
 
 def _tasks(document: Mapping[str, Any]) -> Iterable[Section]:
@@ -258,7 +218,7 @@ def _tasks(document: Mapping[str, Any]) -> Iterable[Section]:
     ]
     heading = ("", "items", "model", "95 % interval", "reference")
     if rows:
-        yield Section(title="Tasks", heading=heading, rows=rows)
+        yield Section(Table(heading, rows, title="Tasks"))
 
 
 def _is_bench(document: Mapping[str, Any]) -> bool:
@@ -276,64 +236,22 @@ def _bench(document: Mapping[str, Any]) -> Iterable[Section]:
         )
         for case in cases
     ]
-    yield Section(
-        title=f"Measured: {document['kind']}",
-        heading=("ms", "limit", *ways),
-        rows=rows,
-        notes=[
-            "Medians of interleaved runs. The limit: bytes over the read bandwidth, or FLOPs over 0.7 of the peak."
-        ],
-        figure=roofline(cases, ways),
-    )
-
-
-def roofline(cases: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> dict[str, Any] | None:
-    """Measured points below the ceilings that were measured beside them, as plotly's JSON.
-
-    For example ``roofline(report.to_dict()["cases"], report.ways())["data"][0]["name"]``.
-
-    Args:
-        cases: of a benchmark's document.
-        ways: whose points are drawn.
-    """
+    limit = "Medians of interleaved runs. The limit: bytes over the read bandwidth, or FLOPs over 0.7 of the peak."
+    table = Table(("ms", "limit", *ways), rows, title=f"Measured: {document['kind']}", notes=[limit])
     counted = [case for case in cases if case["flops"] and case["nbytes"]]
     if not counted:
-        return None
-    bandwidth = max(case["read_bytes_per_second"] for case in counted)
-    peak = max(case["matmul_flops_per_second"] for case in counted)
-    ridge = peak / bandwidth
-    intensities = [case["flops"] / case["nbytes"] for case in counted]
-    ends = (min(0.5 * ridge, *intensities) / 2, max(2 * ridge, *intensities) * 2)
-    traces: list[dict[str, Any]] = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "measured bandwidth and matmul peak",
-            "x": [ends[0], ridge, ends[1]],
-            "y": [ends[0] * bandwidth, peak, peak],
-            "line": {"color": _GREY, "width": 1.5},
-            "hoverinfo": "skip",
-        }
-    ]
-    for index, way in enumerate(ways):
-        timed = [(case, case["ways"][way]["ms"]) for case in counted if case["ways"].get(way, {}).get("ms")]
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": escape(way),
-                "x": [case["flops"] / case["nbytes"] for case, _ in timed],
-                "y": [case["flops"] / ms * 1e3 for case, ms in timed],
-                "text": [escape(case["name"]) for case, _ in timed],
-                "marker": {"size": 8, "color": _COLOURS[index % len(_COLOURS)]},
-            }
-        )
-    layout = {
-        "showlegend": True,
-        "xaxis": {"title": {"text": "FLOPs a byte"}, "type": "log"},
-        "yaxis": {"title": {"text": "FLOP/s"}, "type": "log", "exponentformat": "SI"},
+        yield Section(table)
+        return
+    points = {
+        way: [
+            (case["flops"] / case["nbytes"], case["flops"] / case["ways"][way]["ms"] * 1e3)
+            for case in counted
+            if case["ways"].get(way, {}).get("ms")
+        ]
+        for way in ways
     }
-    return {"data": traces, "layout": layout}
+    peak, bandwidth = (max(case[f"{name}_per_second"] for case in counted) for name in ("matmul_flops", "read_bytes"))
+    yield Section(table, partial(measured_roofline, points, peak, bandwidth))
 
 
 def _is_conversion(document: Mapping[str, Any]) -> bool:
@@ -345,16 +263,14 @@ def _conversion(document: Mapping[str, Any]) -> Iterable[Section]:
         ("cache bytes a token", "kv_bytes_per_token_before", "kv_bytes_per_token_after"),
         ("parameters", "parameters_before", "parameters_after"),
     )
-    yield Section(
+    how = f"Method {document['method']}, {document['calibration_tokens']:,} tokens of calibration, "
+    table = Table(
+        ("", "before", "after"),
+        [(name, f"{document[before]:,}", f"{document[after]:,}") for name, before, after in pairs],
         title=f"Conversion to {document['label']}",
-        heading=("", "before", "after"),
-        rows=[(name, f"{document[before]:,}", f"{document[after]:,}") for name, before, after in pairs],
-        notes=[
-            f"Method {document['method']}, {document['calibration_tokens']:,} tokens of calibration, "
-            f"{document['seconds']:,.0f} s.",
-            *(document.get("notes") or ()),
-        ],
+        notes=[f"{how}{document['seconds']:,.0f} s.", *(document.get("notes") or ())],
     )
+    yield Section(table)
     if document.get("evaluation"):
         yield from _evaluation(document["evaluation"])
 
@@ -375,12 +291,14 @@ def _frontier(document: Mapping[str, Any]) -> Iterable[Section]:
         )
         for point in document["points"]
     ]
-    yield Section(
+    table = Table(
+        ("", "attention", "cache B/token", "share", "perplexity ratio", "KL"),
+        rows,
         title="What was measured",
-        heading=("", "attention", "cache B/token", "share", "perplexity ratio", "KL"),
-        rows=rows,
         notes=[f"On {document['tokens']:,} tokens; KL in nats a token."],
+        words=(0, 1),
     )
+    yield Section(table)
 
 
 def _is_prediction(document: Mapping[str, Any]) -> bool:
@@ -398,12 +316,14 @@ def _prediction(document: Mapping[str, Any]) -> Iterable[Section]:
         )
         for point in document["points"]
     ]
-    yield Section(
+    table = Table(
+        ("", "runs in", "cache B/token", "share", "KL"),
+        rows,
         title="What is predicted, and not measured",
-        heading=("", "runs in", "cache B/token", "share", "KL"),
-        rows=rows,
         notes=[f"From {document['tokens']:,} tokens; KL in nats a token; {document['error']}."],
+        words=(0, 1),
     )
+    yield Section(table)
 
 
 _Made = Callable[[Mapping[str, Any]], Iterable[Section]]

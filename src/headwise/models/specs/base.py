@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Collection
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, ClassVar, Self
 
 from headwise.errors import SpecError
@@ -174,6 +175,7 @@ class AttentionSpec:
             raise SpecError(f"{cls.kind} spec", values, f"cannot be read: {error}") from None
 
 
+@cache
 def mechanism_module(package: str, kind: str) -> types.ModuleType:
     """Import a mechanism's module in a package: ``headwise.<package>.<kind>``.
 

@@ -130,6 +130,10 @@ class ModelSpec:
         if self.stored is not None and len(self.stored.layers) != len(self.layers):
             raise SpecError("stored", len(self.stored.layers), f"must be one for each of {len(self.layers)} layers")
 
+    def __hash__(self) -> int:
+        # Costs are kept by model. Equal models agree in these fields, and those of all layers take long.
+        return hash((self.model_type, self.hidden_size, self.num_layers, self.layers[:1]))
+
     @property
     def num_layers(self) -> int:
         """The number of layers."""

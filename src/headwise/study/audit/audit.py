@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from headwise.base.documents import web_page
+from headwise.base.pages import Part, Text, web_page
 from headwise.base.progress import Progress, silent
+from headwise.base.tables import Cell, Table
 from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError
 from headwise.measure.timing.machine import describe_machine, installed_versions
-from headwise.study.audit.claim import Claim, Judged, Result
+from headwise.study.audit.claim import Claim, Judged
 from headwise.study.audit.claims import all_claims
 
 
@@ -143,15 +143,6 @@ def select_claims(only: Sequence[str] | None) -> tuple[Claim, ...]:
     return claims if only is None else tuple(claim for claim in claims if claim.id in only)
 
 
-_STYLE = """
-td, th { vertical-align: top; }
-td:nth-child(n+2) { text-align: left; }
-.verdict { font-weight: 600; white-space: nowrap; }
-.no { font-weight: 600; }
-details { margin: .6em 0; }
-"""
-
-
 def page(audit: Audit, command: str) -> str:
     """Make the page: a row for each claim with its verdict, and below every statement with what was found.
 
@@ -161,43 +152,29 @@ def page(audit: Audit, command: str) -> str:
         audit: the audit.
         command: the command that made the audit.
     """
-    rows = "".join(
-        f'<tr><td><a href="#{_anchor(judged)}">{escape(judged.claim.id)}</a></td><td>{escape(judged.claim.says)}</td>'
-        f'<td class="verdict">{escape(judged.verdict)}</td></tr>'
-        for judged in audit.claims
+    verdicts = Table(["claim", "printed", "verdict"], words=(0, 1, 2))
+    for judged in audit.claims:
+        link = Cell(judged.claim.id, link=f"#{_anchor(judged)}")
+        verdicts.add(link, judged.claim.says, Cell(judged.verdict, mark="verdict"))
+    machine = {**describe_machine("cpu"), **installed_versions()}
+    facts = ", ".join(f"{name} {value}" for name, value in machine.items())
+    lead = (
+        "What five guides to attention mechanisms print, and what is so. A verdict follows from its statements: a "
+        "number passes if it differs by no more than a unit of the last digit that is printed."
     )
-    facts = ", ".join(
-        f"{escape(str(k))} {escape(str(v))}" for k, v in {**describe_machine("cpu"), **installed_versions()}.items()
-    )
-    return web_page(
-        "headwise audit",
-        "<p>What five guides to attention mechanisms print, and what is so. A verdict follows from its statements: a "
-        "number passes if it differs by no more than a unit of the last digit that is printed.</p>"
-        f'<div class="wide"><table><thead><tr><th>claim</th><th>printed</th><th>verdict</th></tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-        f"{''.join(map(_evidence, audit.claims))}<p>{facts}; {audit.seconds:.0f} s</p>"
-        f"<p><code>{escape(command)}</code></p>",
-        _STYLE,
-    )
+    parts = [Text(lead), verdicts, *(part for judged in audit.claims for part in _evidence(judged))]
+    return web_page("headwise audit", [*parts, Text(f"{facts}; {audit.seconds:.0f} s"), Text(command, "code")])
 
 
 def _anchor(judged: Judged) -> str:
     return judged.claim.id.replace(" ", "-")
 
 
-def _evidence(judged: Judged) -> str:
+def _evidence(judged: Judged) -> list[Part]:
     claim = judged.claim
-    rows = "".join(map(_row, judged.results))
-    return (
-        f'<details id="{_anchor(judged)}" open><summary><b>{escape(claim.id)}</b>, {escape(claim.guide)}: '
-        f"{escape(claim.says)}</summary><p>{escape(claim.how)}. <b>{escape(judged.sentence)}.</b></p>"
-        '<div class="wide"><table><thead><tr><th>statement</th><th>printed</th><th>found</th><th>holds</th></tr>'
-        f"</thead><tbody>{rows}</tbody></table></div></details>"
-    )
-
-
-def _row(result: Result) -> str:
-    holds = {True: "yes", False: "no", None: escape(result.reason)}[result.holds]
-    mark = ' class="no"' if result.holds is False else ""
-    cells = (escape(result.name), escape(result.printed), escape(result.shown))
-    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}<td{mark}>{holds}</td></tr>"
+    table = Table(["statement", "printed", "found", "holds"], words=(0, 1, 2, 3))
+    for result in judged.results:
+        holds = {True: Cell("yes"), False: Cell("no", mark="no"), None: Cell(result.reason)}[result.holds]
+        table.add(result.name, result.printed, result.shown, holds)
+    title = Text(f"{claim.id}, {claim.guide}: {claim.says}", "heading", anchor=_anchor(judged))
+    return [title, Text(f"{claim.how}."), Text(f"{judged.sentence}.", "strong"), table]

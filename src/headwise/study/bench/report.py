@@ -10,12 +10,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from html import escape
 from typing import Any
 
 import torch
 
-from headwise.base.documents import web_page
+from headwise.base.pages import Text, web_page
+from headwise.base.tables import Cell, Table
 from headwise.measure.timing.machine import Limits, Probes, describe_machine, installed_versions
 from headwise.measure.timing.timing import Spread, record_graph, spread_interleaved, time_call
 
@@ -240,14 +240,6 @@ def _timing(spread: Spread, note: str | None, times: int = 1) -> Timing:
     return Timing(median, low, high, note=note)
 
 
-_STYLE = """
-td.best { font-weight: 600; }
-td.ours { background: color-mix(in srgb, Highlight 14%, Canvas); }
-td .of { color: color-mix(in srgb, CanvasText 55%, Canvas); font-size: .85em; }
-td .none { color: color-mix(in srgb, CanvasText 45%, Canvas); }
-"""
-
-
 def page(bench: Bench, command: str) -> str:
     """Make the page: a row for each case, with each way's time and its ratio to the machine's limit.
 
@@ -258,43 +250,31 @@ def page(bench: Bench, command: str) -> str:
         command: the command that made the report.
     """
     ways = bench.ways()
-    head = "".join(f"<th>{escape(text)}</th>" for text in ("", "limit ms", *ways))
-    rows = "".join(f"<tr>{''.join(_cells(case, ways))}</tr>" for case in bench.cases)
-    facts = ", ".join(
-        f"{escape(str(k))} {escape(str(v))}"
-        for k, v in {**describe_machine(bench.device), **installed_versions()}.items()
-    )
+    table = Table(["", "limit ms", *ways])
+    for case in bench.cases:
+        rate = f"{case.read_bytes_per_second / 1e9:.1f} GB/s, {case.matmul_flops_per_second / 1e9:.0f} GFLOP/s"
+        limit = Cell(f"{case.limit_ms:.3g}", hint=rate)
+        table.add(case.name, limit, *(_cell(case, way) for way in ways))
+    machine = {**describe_machine(bench.device), **installed_versions()}
+    facts = ", ".join(f"{name} {value}" for name, value in machine.items())
     notes = [
         *(f"{way}: {ratio:.1f} × the time of {OURS}, in the median" for way, ratio in bench.speedups().items()),
         *bench.notes,
     ]
-    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return web_page(
-        f"headwise bench {bench.kind}",
-        f"<p>Milliseconds, medians of interleaved runs, and how many times the machine's limit that is: the larger "
-        f"of bytes over the read bandwidth and FLOPs over 0.7 of the matmul peak, both measured beside each case.</p>"
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-        f"<ul>{listed}</ul><p>{facts}</p><p><code>{escape(command)}</code></p>",
-        _STYLE,
+    lead = (
+        "Milliseconds, medians of interleaved runs, and how many times the machine's limit that is: the larger "
+        "of bytes over the read bandwidth and FLOPs over 0.7 of the matmul peak, both measured beside each case."
     )
+    return web_page(f"headwise bench {bench.kind}", [Text(lead), table, notes, Text(facts), Text(command, "code")])
 
 
-def _cells(case: Case, ways: Sequence[str]) -> list[str]:
-    times = [timing.ms for timing in case.ways.values() if timing.ms is not None]
-    best = min(times) if times else None
-    rate = f"{case.read_bytes_per_second / 1e9:.1f} GB/s, {case.matmul_flops_per_second / 1e9:.0f} GFLOP/s"
-    cells = [f"<td>{escape(case.name)}</td>", f'<td title="{rate}">{case.limit_ms:.3g}</td>']
-    for way in ways:
-        timing = case.ways.get(way)
-        if timing is None or timing.ms is None:
-            why = escape((timing.error if timing else None) or "not timed")
-            cells.append(f'<td><span class="none" title="{why}">–</span></td>')
-            continue
-        names = " ".join(name for name, holds in (("ours", way == OURS), ("best", timing.ms == best)) if holds)
-        spread = None if timing.low_ms is None else f"quartiles {timing.low_ms:.3g} – {timing.high_ms:.3g} ms"
-        title = "; ".join(part for part in (spread, timing.note) if part)
-        ratio = timing.ms / case.limit_ms
-        cells.append(
-            f'<td class="{names}" title="{escape(title)}">{timing.ms:.3g} <span class="of">{ratio:.2f} ×</span></td>'
-        )
-    return cells
+def _cell(case: Case, way: str) -> Cell:
+    """A way's time and its ratio to the limit; the fastest of a case stands out."""
+    timing = case.ways.get(way)
+    if timing is None or timing.ms is None:
+        return Cell("–", hint=(timing.error if timing else None) or "not timed", mark="none")
+    best = min(each.ms for each in case.ways.values() if each.ms is not None)
+    marks = [name for name, holds in (("ours", way == OURS), ("best", timing.ms == best)) if holds]
+    spread = None if timing.low_ms is None else f"quartiles {timing.low_ms:.3g} – {timing.high_ms:.3g} ms"
+    hint = "; ".join(part for part in (spread, timing.note) if part)
+    return Cell(f"{timing.ms:.3g} · {timing.ms / case.limit_ms:.2f} ×", hint=hint, mark=" ".join(marks))

@@ -1,0 +1,76 @@
+"""Web pages: one file each that needs no other, by one template and in one style."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from headwise.base.tables import Table
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph, for example ``Text("What to do", "heading")``.
+
+    Attributes:
+        text: plain.
+        kind: how it is set.
+        anchor: what a cell's link leads to.
+    """
+
+    text: str
+    kind: Literal["plain", "small", "heading", "strong", "code"] = "plain"
+    anchor: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A plot within a page.
+
+    Attributes:
+        svg: of `headwise.base.plots.as_svg`.
+        caption: in words; what a reader hears who does not see it.
+        name: of the element.
+        is_wide: whether it keeps its size, and is scrolled on a narrow screen, as many names in it ask for.
+    """
+
+    svg: str
+    caption: str
+    name: str = ""
+    is_wide: bool = False
+
+
+Part = Text | Table | Picture | Sequence[str]
+"""What a page consists of; a sequence of texts is a list of points."""
+
+
+def web_page(title: str, parts: Sequence[Part], template: str = "base/page.html", **values: Any) -> str:
+    """A self-contained HTML page that follows the reader's light or dark colour scheme; all texts are escaped.
+
+    For example ``web_page("Results", [Text("What was measured."), Table(["", "ms"], [("one", "1.5")])])``.
+
+    Args:
+        title: for the window and the heading.
+        parts: below the heading, in their order.
+        template: of Jinja within the package; another one than the usual extends it.
+        values: that another template takes.
+    """
+    return _environment().get_template(template).render(title=title, parts=parts, **values)
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    return Environment(
+        loader=PackageLoader("headwise", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
