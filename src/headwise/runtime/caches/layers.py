@@ -58,13 +58,10 @@ class GrowingLayer(DynamicLayer):
         """The most tokens that there will be, where that is known."""
         self.memory: dict[str, Tensor] = {}
         """The memory of each tensor, with spare memory at the end."""
+        self.tensor_names = ("keys", "values") if codec is None else codec.tensors
+        """The attributes that hold what is cached, each ``[B, …]``."""
         for name in self.tensor_names[2:]:
             setattr(self, name, None)
-
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        """The attributes that hold what is cached, each ``[B, …]``."""
-        return ("keys", "values") if self.codec is None else self.codec.tensors
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
@@ -88,13 +85,14 @@ class GrowingLayer(DynamicLayer):
             ArgumentError: there would be more than ``max_length`` tokens, the batch size is another one, or the codec
                 does not store keys and values of these widths.
         """
-        is_first = not self.get_seq_length()
+        codec = self.codec
+        is_exact = codec is not None and codec.exact_prompt and not self.get_seq_length()
         self.append(key_states, value_states)
-        if self.codec is None:
+        if codec is None:
             return self.keys, self.values
-        if is_first and self.codec.exact_prompt:
+        if is_exact:
             return key_states, value_states
-        return _attended_states(self.codec, self.stored, key_states, value_states, reads_stored=self.reads_stored)
+        return _attended_states(codec, self.stored, key_states, value_states, reads_stored=self.reads_stored)
 
     def append(self, key_states: Tensor, value_states: Tensor, first: Tensor | None = None) -> None:
         """Store keys ``[B, K, S, D]`` and values ``[B, K, S, V]``.
@@ -108,7 +106,7 @@ class GrowingLayer(DynamicLayer):
         Raises:
             ArgumentError: see `update`.
         """
-        codec, begin = self.codec, self.get_seq_length()
+        codec, begin = self.codec, 0 if first is None else self.get_seq_length()
         if codec is None:
             self.append_rows(key_states, value_states)
         elif codec.block > 1:

@@ -1,8 +1,9 @@
 """Codes of single tokens: integers with a scale and a zero point for each group of channels, or 8-bit floats.
 
 Codes of fewer than eight bits lie in bytes: code i of a row takes the bits from ``b·i`` on, the lowest bit first.
+Kernels attend to integers as they are stored; results differ from those of decoded ones by rounding alone.
 
-Shapes: B batch, K key–value heads, T tokens, D channels of a head, G groups of channels.
+Shapes: B batch, H query heads, K key–value heads, S new tokens, T tokens, D channels of a head, G groups of channels.
 """
 
 from __future__ import annotations

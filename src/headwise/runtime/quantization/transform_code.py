@@ -1,9 +1,12 @@
-"""headwise's own code of a converted layer's cache, and the file beside the weights that holds it.
+"""headwise's own code of a converted layer's cache, the codec that stores it, and the file that holds the code.
 
 A code is static: an offset and a scale for each channel and a number of bits for each block of 16, all fixed at
 conversion, and for each token a gain or two. The basis that makes such a code good is folded into the weights. So
 programs that do not know the file read the weights alone, run the same model, and keep a cache of the model's own
 numbers.
+
+Where a kernel can read codes, attention is given the codes themselves: on a CPU those of latents and of heads, on a
+GPU those of latents. Where none can, the layer decodes, and results differ by rounding alone.
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim, R latent rank,
 P rotary dims, F frequencies of the model; W cached values of a token, in sections (for MLA the latent and the two
