@@ -665,7 +665,7 @@ def simulated_caches(_: Path) -> str:
     model, rows = read_spec("llama-3.2-1b"), []
     for name, engine in SERVING_ENGINES.items():
         for cache in (cache for cache in engine.caches if cache.is_simulated):
-            share = replace(cache, wide_ends=0).bits(model) / 16
+            share = replace(cache, unquantised_ends=0).bits(model) / 16
             heads = f"of a multiple of {cache.block} channels" if cache.block > 1 else "any"
             heads = "of 2ⁿ channels" if cache.rotates else heads
             rows.append((f"`{name}:{cache.name}`", f"`{cache.options}`", heads, f"{share:.0%}"))
