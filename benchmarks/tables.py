@@ -14,6 +14,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -660,10 +661,23 @@ def engine_caches(_: Path) -> str:
     return table(("engine", "options", "what is known", "bits", "of 16"), rows, left=3)
 
 
+def simulated_caches(_: Path) -> str:
+    """The caches that a model is prepared for, of a layer with heads of 64 channels."""
+    model, rows = read_spec("llama-3.2-1b"), []
+    for name, engine in SERVING_ENGINES.items():
+        for cache in (cache for cache in engine.caches if cache.is_simulated):
+            share = replace(cache, unquantised_ends=0).bits(model) / 16
+            heads = f"of a multiple of {cache.block} channels" if cache.block > 1 else "any"
+            heads = "of 2ⁿ channels" if cache.rotates else heads
+            rows.append((f"`{name}:{cache.name}`", f"`{cache.options}`", heads, f"{share:.0%}"))
+    return table(("`--for`", "the engine's options", "heads", "bytes"), rows, left=3)
+
+
 JOINED: dict[str, Callable[[Path], str]] = {
     "frontier": frontier,
     "verdict": verdict,
     "engine-caches": engine_caches,
+    "simulated-caches": simulated_caches,
 }
 """The functions that make tables of several results files in a folder, or of none, by the table's name."""
 

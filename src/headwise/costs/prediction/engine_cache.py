@@ -25,7 +25,7 @@ class EngineCache:
         value_scale: bits that a whole value takes besides.
         block: the channels that share a scale; they must divide a head.
         rotates: whether it rotates a whole head first, whose channels must then be a power of two, and at least 8.
-        wide_ends: layers at each end of a model that the engine leaves as they are.
+        unquantised_ends: layers at each end of a model that the engine leaves as they are.
         is_safe: whether models that were measured lost at most `SAFE_LOSS` in it.
         overflows: whether keys beyond 448 cannot be stored, which some Qwen2 models have.
         stores_latents: whether it also stores the latents of MLA.
@@ -46,7 +46,7 @@ class EngineCache:
     value_scale: int = 0
     block: int = 1
     rotates: bool = False
-    wide_ends: int = 0
+    unquantised_ends: int = 0
     is_safe: bool = False
     overflows: bool = False
     stores_latents: bool = False
@@ -102,7 +102,7 @@ class EngineCache:
             model: the model.
         """
         taken = values = 0.0
-        ends = min(self.wide_ends, model.num_layers // 2)
+        ends = min(self.unquantised_ends, model.num_layers // 2)
         for index, layer in enumerate(model.layers):
             heads, key, value = cached_heads(layer)
             count = heads * (key + value)

@@ -198,7 +198,7 @@ def _turboquant(cache: EngineCache) -> EngineFormat:
     turned = TurboKeyCode(int(cache.key_bits), name)
     keys = turned if cache.rotates else EngineFloat8Code(rounds_queries=False, name=name)
     values = TurboValueCode(int(cache.value_bits), name)
-    return EngineFormat(keys, values, "vllm", unquantised_ends=cache.wide_ends)
+    return EngineFormat(keys, values, "vllm", unquantised_ends=cache.unquantised_ends)
 
 
 ENGINES: dict[str, dict[str, EngineFormat]] = {
@@ -211,7 +211,7 @@ ENGINES: dict[str, dict[str, EngineFormat]] = {
     "mlx": _same("mlx", *map(MlxCode, MLX_BITS)),
     "vllm": {
         **_same("vllm", EngineFloat8Code(), Int8TokenCode(), Int4TokenCode()),
-        **{cache.name: _turboquant(cache) for cache in SERVING_ENGINES["vllm"].caches if cache.wide_ends},
+        **{cache.name: _turboquant(cache) for cache in SERVING_ENGINES["vllm"].caches if cache.unquantised_ends},
     },
     "sglang": _same("sglang", EngineFloat8Code(saturates=False), Float4Code()),
     "transformers": _same("transformers", *map(QuantoCode, QUANTO_BITS)),
