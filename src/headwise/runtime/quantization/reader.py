@@ -21,7 +21,7 @@ from headwise.runtime.kernels import attend
 from headwise.runtime.kernels.gpu import LatentLayout, attend_codes, attend_latents, why_not_codes, why_not_latents
 from headwise.runtime.kernels.mask import as_bool_mask
 from headwise.runtime.kernels.native import are_plain, why_not
-from headwise.runtime.kernels.native.build import CHANNELS, TURN
+from headwise.runtime.kernels.native.abi import CHANNELS, TURN
 from headwise.runtime.kernels.native.codes.calls import (
     AffineRows,
     CodedLayout,

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from headwise.errors import CheckpointError
 from headwise.models.specs import GroupedSpec, LatentSpec
-from headwise.runtime.kernels.native.build import CHANNELS, SINKS, are_plain
+from headwise.runtime.kernels.native.abi import CHANNELS, SINKS
+from headwise.runtime.kernels.native.build import are_plain
 from headwise.runtime.kernels.native.codes.calls import can_encode, choose_gains
 from headwise.runtime.quantization.trellis import NOISE, REACH, decode, encode
 
