@@ -18,6 +18,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
+	find src tests -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
 
 # The site, in build/site.
 docs: $(READY)

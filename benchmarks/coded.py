@@ -25,7 +25,7 @@ from headwise.measure.timing.machine import Probes
 from headwise.measure.timing.timing import time_call
 from headwise.runtime.hf import HeadwiseCache
 from headwise.runtime.kernels import attend
-from headwise.runtime.kernels.native.build import TURN
+from headwise.runtime.kernels.native.abi import TURN
 from headwise.runtime.kernels.native.codes.calls import attend_coded, attend_heads
 from headwise.runtime.quantization import SINKS, TransformCode
 from headwise.runtime.quantization.codec import Stored

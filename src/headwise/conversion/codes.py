@@ -25,7 +25,7 @@ from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.layer import Layer, Rotation
 from headwise.conversion.solvers.refit import OUTLIER
 from headwise.models.specs import GroupedSpec, LatentSpec
-from headwise.runtime.kernels.native.build import CHANNELS
+from headwise.runtime.kernels.native.abi import CHANNELS
 from headwise.runtime.quantization import SINKS, TransformCode
 from headwise.runtime.quantization.transform_code import blocks, code_shape
 from headwise.runtime.quantization.trellis import encode

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from headwise.runtime.attention.rope import rotate
-from headwise.runtime.kernels.native import build, built
-from headwise.runtime.kernels.native import build as sizes
-from headwise.runtime.kernels.native.build import TURN
+from headwise.runtime.kernels.native import abi, build, built
+from headwise.runtime.kernels.native.abi import TURN
 from headwise.runtime.kernels.native.codes.calls import attend_coded
 from headwise.runtime.quantization import SINKS, TransformCode
 from headwise.runtime.quantization.transform_code import blocks, coded_layout
@@ -151,30 +150,37 @@ def test_it_is_attention_to_the_decoded_values(part: int) -> None:
         assert (out[~case.seen().any(-1)] == 0).all(), seed
 
 
-def check_sources(rule: str) -> str:
+def check_sources(rule: str, folder: Path) -> str:
     """What a compiler says of the kernels' headers and a rule about their sizes; nothing where they hold."""
     compiler = build._compiler([])
     assert compiler is not None
-    source = f'#include "codes/stored_tokens.h"\nstatic_assert({rule}, "not so");\n'
-    command = [*compiler, *build._flags(), "-fsyntax-only", f"-I{Path(build.__file__).parent}", "-x", "c++", "-"]
+    (folder / "abi.h").write_text(abi.header())
+    source = f'#include "codes/trellis.h"\nstatic_assert({rule}, "not so");\n'
+    folders = [f"-I{Path(build.__file__).parent}", f"-I{folder}"]
+    command = [*compiler, *build._FLAGS, build._native(), "-fsyntax-only", *folders, "-x", "c++", "-"]
     return subprocess.run(command, input=source, capture_output=True, text=True, check=False).stderr
 
 
-def test_sizes_that_change_in_python_change_in_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = {name: getattr(sizes, name) for name in ("SINKS", "TURN", "CHANNELS")}
+def test_sizes_that_change_in_python_change_in_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {name: getattr(abi, name) for name in ("SINKS", "TURN", "CHANNELS")}
     rule = "SINKS == {SINKS} && TURN == {TURN} && CHANNELS == {CHANNELS}"
-    assert check_sources(rule.format(**now)) == ""
-    monkeypatch.setattr(sizes, "SINKS", 8)
-    monkeypatch.setattr(sizes, "TURN", 128)
-    assert "not so" in check_sources(rule.format(**now))
-    assert check_sources(rule.format(**now | {"SINKS": 8, "TURN": 128})) == ""
+    assert check_sources(rule.format(**now), tmp_path) == ""
+    monkeypatch.setattr(abi, "SINKS", 8)
+    monkeypatch.setattr(abi, "TURN", 128)
+    assert "not so" in check_sources(rule.format(**now), tmp_path)
+    assert check_sources(rule.format(**now | {"SINKS": 8, "TURN": 128}), tmp_path) == ""
+
+
+def test_arguments_of_other_sizes_are_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abi, "sizeof", lambda _: 8)
+    assert "sizeof" in check_sources("true", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "why"), [("CHANNELS", 8, "sixteen channels"), ("TURN", 32, "share a rotated query")]
 )
 def test_sizes_that_the_kernels_do_not_support_are_not_compiled(
-    name: str, value: int, why: str, monkeypatch: pytest.MonkeyPatch
+    name: str, value: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sizes, name, value)
-    assert why in check_sources("true")
+    monkeypatch.setattr(abi, name, value)
+    assert why in check_sources("true", tmp_path)

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from headwise.errors import ArgumentError
 from headwise.runtime.kernels import attend, choose_backend
 from headwise.runtime.kernels.native import build, built
-from headwise.runtime.kernels.native.build import definitions
+from headwise.runtime.kernels.native.abi import header
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")
 
@@ -394,12 +394,13 @@ def test_sanitizers_find_nothing(sanitizer: str, processor: str, source: str, tm
         "-std=c++17",
         "-w",
         "-DFRESH_THREADS",
-        *definitions(),
         f"-fsanitize={sanitizer}",
         f"-march={processor}",
         "-pthread",
     ]
-    command = [compiler, *flags, str(Path(__file__).with_name(source)), f"-I{SOURCE}", "-o", str(program)]
+    (tmp_path / "abi.h").write_text(header())
+    folders = [f"-I{SOURCE}", f"-I{tmp_path}"]
+    command = [compiler, *flags, str(Path(__file__).with_name(source)), *folders, "-o", str(program)]
     subprocess.run(command, check=True, capture_output=True)
     result = subprocess.run([program], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")

@@ -10,7 +10,7 @@ import torch
 
 from headwise.runtime.kernels.gpu import attend_latents, why_not_latents
 from headwise.runtime.kernels.gpu import codes as latents
-from headwise.runtime.kernels.native.build import TURN
+from headwise.runtime.kernels.native.abi import TURN
 from headwise.runtime.quantization import SINKS
 from headwise.runtime.quantization.transform_code import latent_layout
 from tests.runtime.kernels.test_coded import CLOSE, Case, draw, random_code

@@ -1,9 +1,9 @@
 // Computes attention of several shapes on four threads, with a sanitizer watching, and compares with plain loops.
-#include "attention.cpp"
-
 #include <cstdio>
 #include <random>
 #include <vector>
+
+#include "attention.cpp"
 
 int main() {
   std::mt19937 random(1);
@@ -38,7 +38,7 @@ int main() {
       std::vector<char> out(B * K * G * S * V * (type ? 2 : 4));
       std::vector<uint8_t> mask(B * T);
       for (uint8_t& x : mask) x = random() % 4 > 0;
-      Arguments a = {};
+      FusedArguments a = {};
       a.query = q.data(), a.key = k.data(), a.value = v.data(), a.out = out.data(), a.mask = mask.data();
       a.B = B, a.K = K, a.G = G, a.S = S, a.T = T, a.D = D, a.V = V;
       const auto dense = [](int64_t* stride, int64_t heads, int64_t tokens, int64_t width) {
@@ -48,7 +48,7 @@ int main() {
       dense(a.key_stride, K, T, D), dense(a.value_stride, K, T, V);
       a.mask_stride[0] = T, a.mask_stride[3] = 1;
       a.causal = 1, a.threads = 4, a.scale = 0.1;
-      headwise_attention(&a, type, 0);
+      headwise_attention(&a, type);
       for (int64_t row = 0; row < B * K * G * S; row++) {
         const int64_t b = row / (K * G * S), unit = row / (G * S);
         std::vector<double> made(V);

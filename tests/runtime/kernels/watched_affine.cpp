@@ -1,10 +1,10 @@
-// Attends to keys and values in integer codes, of several shapes, on four threads, with a sanitizer watching, and compares
-// with plain loops.
-#include "codes/affine.cpp"
-
+// Attends to keys and values in integer codes, of several shapes, on four threads, with a sanitizer watching, and
+// compares with plain loops.
 #include <cstdio>
 #include <random>
 #include <vector>
+
+#include "codes/affine.cpp"
 
 namespace {
 
@@ -17,7 +17,11 @@ struct Rows {
   std::vector<double> values;
 
   Rows(int64_t tokens, int64_t width, int64_t bits, int64_t groups)
-      : width(width), bits(bits), groups(groups), bytes((width * bits + 7) / 8 + 4 * groups), bits_of(tokens * bytes),
+      : width(width),
+        bits(bits),
+        groups(groups),
+        bytes((width * bits + 7) / 8 + 4 * groups),
+        bits_of(tokens * bytes),
         values(tokens * width) {
     const int64_t codes = bytes - 4 * groups;
     for (int64_t t = 0; t < tokens; t++) {
@@ -46,11 +50,12 @@ struct Rows {
 int main() {
   std::normal_distribution<float> normal;
   double worst = 0;
-  // sequences, key-value heads, rows of each, new tokens, coded tokens, late ones, D, V, bits, groups of keys, of values, block
-  const int64_t problems[][12] = {{1, 2, 3, 1, 700, 0, 64, 64, 4, 1, 1, 0},   {2, 1, 4, 2, 130, 0, 128, 128, 4, 2, 4, 0},
-                                  {1, 3, 1, 1, 64, 9, 20, 33, 3, 0, 1, 32},    {1, 1, 6, 8, 320, 70, 64, 128, 4, 0, 2, 64},
-                                  {2, 2, 1, 1, 65, 0, 96, 48, 8, 3, 3, 0},     {1, 1, 2, 1, 1, 0, 16, 1, 2, 1, 1, 0},
-                                  {1, 1, 2, 3, 0, 5, 32, 16, 2, 0, 1, 16},     {1, 1, 9, 1, 90, 0, 64, 64, 3, 4, 1, 0}};
+  // sequences, key-value heads, rows of each, new tokens, coded tokens, late ones, D, V, bits, groups of keys, of
+  // values, block
+  const int64_t problems[][12] = {{1, 2, 3, 1, 700, 0, 64, 64, 4, 1, 1, 0}, {2, 1, 4, 2, 130, 0, 128, 128, 4, 2, 4, 0},
+                                  {1, 3, 1, 1, 64, 9, 20, 33, 3, 0, 1, 32}, {1, 1, 6, 8, 320, 70, 64, 128, 4, 0, 2, 64},
+                                  {2, 2, 1, 1, 65, 0, 96, 48, 8, 3, 3, 0},  {1, 1, 2, 1, 1, 0, 16, 1, 2, 1, 1, 0},
+                                  {1, 1, 2, 3, 0, 5, 32, 16, 2, 0, 1, 16},  {1, 1, 9, 1, 90, 0, 64, 64, 3, 4, 1, 0}};
   for (const auto& [B, K, G, S, N, L, D, V, bits, key_groups, value_groups, block] : problems)
     for (const int type : {0, 1}) {
       const int64_t T = N + L, blocks = block ? N / block : 0;
@@ -78,20 +83,22 @@ int main() {
       for (uint8_t& x : mask) x = draw_from() % 4 > 0;
 
       AffineArguments c = {};
-      Arguments& a = c.call;
-      a.query = q.data(), a.key = keys.bits_of.data(), a.value = values.bits_of.data(), a.out = out.data(), a.mask = mask.data();
+      Arguments& a = c;
+      a.query = q.data(), a.key = keys.bits_of.data(), a.value = values.bits_of.data(), a.out = out.data(),
+      a.mask = mask.data();
       a.B = B, a.K = K, a.G = G, a.S = S, a.T = T, a.D = D, a.V = V;
       const auto dense = [](int64_t* stride, int64_t heads, int64_t tokens, int64_t width) {
         stride[0] = heads * tokens * width, stride[1] = tokens * width, stride[2] = width;
       };
       dense(a.query_stride, K * G, S, D), dense(a.out_stride, K * G, S, V);
       dense(a.key_stride, K, N, keys.bytes), dense(a.value_stride, K, N, values.bytes);
-      dense(c.late_key_stride, K, L, D), dense(c.late_value_stride, K, L, V), dense(c.key_scale_stride, K, blocks, 2 * D);
+      dense(c.late_key_stride, K, L, D), dense(c.late_value_stride, K, L, V),
+          dense(c.block_scale_stride, K, blocks, 2 * D);
       a.mask_stride[0] = T, a.mask_stride[3] = 1;
       a.causal = 1, a.threads = 4, a.scale = 0.1;
-      c.key = {bits, D / std::max<int64_t>(1, key_groups), key_groups, (D * bits + 7) / 8};
-      c.value = {bits, V / value_groups, value_groups, (V * bits + 7) / 8};
-      c.coded = N, c.block = block, c.key_scale = block ? scales.data() : nullptr;
+      c.key_rows = {bits, D / std::max<int64_t>(1, key_groups), key_groups, (D * bits + 7) / 8};
+      c.value_rows = {bits, V / value_groups, value_groups, (V * bits + 7) / 8};
+      c.coded = N, c.block = block, c.block_scale = block ? scales.data() : nullptr;
       c.late_key = late_k.data(), c.late_value = late_v.data();
       headwise_affine(&c, type);
 
@@ -101,13 +108,16 @@ int main() {
         double total = 0;
         for (int64_t t = 0; t < T - S + row % S + 1; t++) {
           if (!mask[b * T + t]) continue;
-          const auto key = [&](int64_t d) { return t < N ? keys.values[(unit * N + t) * D + d] : late_key[(unit * L + t - N) * D + d]; };
+          const auto key = [&](int64_t d) {
+            return t < N ? keys.values[(unit * N + t) * D + d] : late_key[(unit * L + t - N) * D + d];
+          };
           double score = 0;
           for (int64_t d = 0; d < D; d++) score += double(query[row * D + d]) * key(d);
           const double weight = std::exp(0.1 * score);
           total += weight;
           for (int64_t d = 0; d < V; d++)
-            made[d] += weight * (t < N ? values.values[(unit * N + t) * V + d] : late_value[(unit * L + t - N) * V + d]);
+            made[d] +=
+                weight * (t < N ? values.values[(unit * N + t) * V + d] : late_value[(unit * L + t - N) * V + d]);
         }
         for (int64_t d = 0; d < V; d++) {
           const double got = type ? number(((bfloat16*)out.data())[row * V + d]) : ((float*)out.data())[row * V + d];

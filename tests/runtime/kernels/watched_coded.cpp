@@ -1,9 +1,9 @@
 // Attends to coded latents of several shapes on four threads, with a sanitizer watching, and compares with plain loops.
-#include "codes/coded.cpp"
-
 #include <cstdio>
 #include <random>
 #include <vector>
+
+#include "codes/coded.cpp"
 
 int main() {
   std::mt19937 random(1);
@@ -12,10 +12,11 @@ int main() {
   constexpr int FREQUENCIES = 8;
   // sequences, heads, new tokens, tokens, R, P, whether queries have content
   const int64_t problems[][7] = {{1, 9, 1, 900, 31, 32, 0}, {2, 3, 2, 130, 16, 0, 1}, {3, 5, 1, 70, 20, 36, 1},
-                                 {1, 1, 1, 1, 1, 2, 1},     {2, 9, 8, 65, 33, 6, 1}, {1, 4, 1, 5, 64, 64, 0}};
+                                 {1, 1, 1, 1, 1, 2, 1},     {2, 9, 8, 65, 33, 6, 1},  {1, 4, 1, 5, 64, 64, 0}};
   for (const auto& [B, H, S, T, R, P, has_content] : problems)
     for (const int type : {0, 1}) {
-      const int64_t half = up(P / 2, CHANNELS), content = up(R, CHANNELS), columns = content + 2 * half, D = P + (has_content ? R : 0);
+      const int64_t half = up(P / 2, CHANNELS), content = up(R, CHANNELS), columns = content + 2 * half,
+                    D = P + (has_content ? R : 0);
       std::vector<CodedBlock> blocks;
       int32_t column = 0, bit = 0;
       for (const int64_t width : {R, P / 2, P / 2})
@@ -35,7 +36,8 @@ int main() {
       for (uint8_t& x : mask) x = random() % 4 > 0;
       std::vector<int8_t> tables(9 * 256);
       for (int8_t& x : tables) x = int(random() % 255) - 127;
-      std::vector<float> gains(16), scale(columns), offset = draw(columns), turn(2 * TURN * half), angles(2 * T * FREQUENCIES);
+      std::vector<float> gains(16), scale(columns), offset = draw(columns), turn(2 * TURN * half),
+                                                    angles(2 * T * FREQUENCIES);
       for (int i = 0; i < 16; i++) gains[i] = 0.5f + i / 16.0f;
       for (float& x : scale) x = 0.01f + random() % 100 / 5e3f;
       std::vector<int64_t> frequency(P / 2), first(B);
@@ -59,7 +61,7 @@ int main() {
       std::vector<char> out(B * H * S * (R + 1) * (type ? 2 : 4));
 
       CodedArguments c = {};
-      Arguments& a = c.call;
+      Arguments& a = c;
       a.query = type ? (void*)narrow.data() : (void*)query.data();
       a.key = codes.data(), a.value = wide.data(), a.out = out.data(), a.mask = mask.data();
       a.B = B, a.K = 1, a.G = H, a.S = S, a.T = T, a.D = D, a.V = R;
@@ -69,7 +71,8 @@ int main() {
       a.mask_stride[0] = T, a.mask_stride[3] = 1;
       a.causal = 1, a.threads = 4, a.scale = 0.1;
       c.first = first.data(), c.blocks = blocks.data(), c.tables = tables.data(), c.gains = gains.data();
-      c.scale = scale.data(), c.offset = offset.data(), c.turn_cos = turn.data(), c.turn_sin = turn.data() + TURN * half;
+      c.level_scale = scale.data(), c.level_offset = offset.data(), c.turn_cos = turn.data(),
+      c.turn_sin = turn.data() + TURN * half;
       c.cos = angles.data(), c.sin = angles.data() + T * FREQUENCIES, c.frequency = frequency.data();
       c.count = blocks.size(), c.P = P, c.bytes = bytes, c.frequencies = FREQUENCIES, c.has_sums = 1;
       headwise_coded(&c, type);
@@ -89,15 +92,18 @@ int main() {
               int window = 0;
               for (int k = begin; k < begin + 8; k++) window = window << 1 | (of_token[k / 8] >> (7 - k % 8) & 1);
               const double gain = gains[channel < R ? *of_token & 15 : *of_token >> 4];
-              value[channel] = offset[block.column + i] + double(scale[block.column + i]) * gain * tables[256 * block.bits + window];
-              if (t >= first[b] && t < first[b] + SINKS) value[channel] = number(wide[(b * SINKS + t - first[b]) * (R + P) + channel]);
+              value[channel] =
+                  offset[block.column + i] + double(scale[block.column + i]) * gain * tables[256 * block.bits + window];
+              if (t >= first[b] && t < first[b] + SINKS)
+                value[channel] = number(wide[(b * SINKS + t - first[b]) * (R + P) + channel]);
             }
           double score = 0;
           const float* q = query.data() + row * D;
           for (int64_t d = 0; has_content && d < R; d++) score += double(*q++) * value[d];
           for (int64_t d = 0; d < P / 2; d++) {
             const double x = value[R + d], y = value[R + P / 2 + d], turned = angle(t, frequency[d]);
-            score += q[d] * (x * std::cos(turned) - y * std::sin(turned)) + q[P / 2 + d] * (y * std::cos(turned) + x * std::sin(turned));
+            score += q[d] * (x * std::cos(turned) - y * std::sin(turned)) +
+                     q[P / 2 + d] * (y * std::cos(turned) + x * std::sin(turned));
           }
           const double weight = std::exp(0.1 * score);
           total += weight;
@@ -105,7 +111,8 @@ int main() {
         }
         made[R] = total;
         for (int64_t d = 0; d <= R; d++) {
-          const double got = type ? number(((bfloat16*)out.data())[row * (R + 1) + d]) : ((float*)out.data())[row * (R + 1) + d];
+          const double got =
+              type ? number(((bfloat16*)out.data())[row * (R + 1) + d]) : ((float*)out.data())[row * (R + 1) + d];
           worst = std::max(worst, std::abs(got - (total ? made[d] / total : 0)) / (type ? 3e-2 : 3e-5));
         }
       }

@@ -1,10 +1,10 @@
-// Attends to coded keys and values of heads, of several shapes, on four threads, with a sanitizer watching, and compares with
-// plain loops.
-#include "codes/heads.cpp"
-
+// Attends to coded keys and values of heads, of several shapes, on four threads, with a sanitizer watching, and
+// compares with plain loops.
 #include <cstdio>
 #include <random>
 #include <vector>
+
+#include "codes/heads.cpp"
 
 int main() {
   std::mt19937 random(1);
@@ -12,11 +12,13 @@ int main() {
   double worst = 0;
   constexpr int FREQUENCIES = 8;
   // sequences, key-value heads, query heads of each, new tokens, tokens, D, V, P
-  const int64_t problems[][8] = {{1, 3, 3, 1, 700, 64, 64, 64}, {2, 1, 2, 2, 130, 16, 33, 0}, {1, 2, 5, 1, 70, 36, 20, 34},
-                                 {1, 1, 1, 1, 1, 2, 1, 2},      {2, 2, 4, 8, 65, 48, 16, 32}, {1, 1, 4, 1, 5, 128, 64, 128}};
+  const int64_t problems[][8] = {{1, 3, 3, 1, 700, 64, 64, 64}, {2, 1, 2, 2, 130, 16, 33, 0},
+                                 {1, 2, 5, 1, 70, 36, 20, 34},  {1, 1, 1, 1, 1, 2, 1, 2},
+                                 {2, 2, 4, 8, 65, 48, 16, 32},  {1, 1, 4, 1, 5, 128, 64, 128}};
   for (const auto& [B, K, G, S, T, D, V, P] : problems)
     for (const int type : {0, 1}) {
-      const int64_t H = K * G, half = up(P / 2, CHANNELS), columns = K * (up(D, CHANNELS) + up(V, CHANNELS)), W = K * (D + V);
+      const int64_t H = K * G, half = up(P / 2, CHANNELS), columns = K * (up(D, CHANNELS) + up(V, CHANNELS)),
+                    W = K * (D + V);
       std::vector<CodedBlock> blocks;
       std::vector<int64_t> column_of;
       int32_t column = 0, bit = 0;
@@ -38,7 +40,8 @@ int main() {
       for (uint8_t& x : mask) x = random() % 4 > 0;
       std::vector<int8_t> tables(9 * 256);
       for (int8_t& x : tables) x = int(random() % 255) - 127;
-      std::vector<float> gains(16), scale(columns), offset = draw(columns), turn(2 * TURN * half), angles(2 * T * FREQUENCIES);
+      std::vector<float> gains(16), scale(columns), offset = draw(columns), turn(2 * TURN * half),
+                                                    angles(2 * T * FREQUENCIES);
       for (int i = 0; i < 16; i++) gains[i] = 0.5f + i / 16.0f;
       for (float& x : scale) x = 0.01f + random() % 100 / 5e3f;
       std::vector<int64_t> frequency(P / 2), first(B);
@@ -62,7 +65,7 @@ int main() {
       std::vector<char> out(B * H * S * V * (type ? 2 : 4));
 
       HeadsArguments c = {};
-      Arguments& a = c.call;
+      Arguments& a = c;
       a.query = type ? (void*)narrow.data() : (void*)query.data();
       a.key = codes.data(), a.value = wide.data(), a.out = out.data(), a.mask = mask.data();
       a.B = B, a.K = 1, a.G = H, a.S = S, a.T = T, a.D = D, a.V = V;
@@ -72,7 +75,8 @@ int main() {
       a.mask_stride[0] = T, a.mask_stride[3] = 1;
       a.causal = 1, a.threads = 4, a.scale = 0.1;
       c.first = first.data(), c.blocks = blocks.data(), c.tables = tables.data(), c.gains = gains.data();
-      c.scale = scale.data(), c.offset = offset.data(), c.turn_cos = turn.data(), c.turn_sin = turn.data() + TURN * half;
+      c.level_scale = scale.data(), c.level_offset = offset.data(), c.turn_cos = turn.data(),
+      c.turn_sin = turn.data() + TURN * half;
       c.cos = angles.data(), c.sin = angles.data() + T * FREQUENCIES, c.frequency = frequency.data();
       c.count = blocks.size(), c.P = P, c.bytes = bytes, c.frequencies = FREQUENCIES, c.heads = K;
       headwise_heads(&c, type);
@@ -94,14 +98,16 @@ int main() {
               const double gain = gains[channel < K * D ? *of_token & 15 : *of_token >> 4];
               const int64_t at = column_of[channel];
               value[channel] = offset[at] + double(scale[at]) * gain * tables[256 * block.bits + window];
-              if (t >= first[b] && t < first[b] + SINKS) value[channel] = number(wide[(b * SINKS + t - first[b]) * W + channel]);
+              if (t >= first[b] && t < first[b] + SINKS)
+                value[channel] = number(wide[(b * SINKS + t - first[b]) * W + channel]);
             }
           double score = 0;
           const float* q = query.data() + row * D;
           const double* key = value.data() + head * D;
           for (int64_t d = 0; d < P / 2; d++) {
             const double x = key[d], y = key[P / 2 + d], turned = angle(t, frequency[d]);
-            score += q[d] * (x * std::cos(turned) - y * std::sin(turned)) + q[P / 2 + d] * (y * std::cos(turned) + x * std::sin(turned));
+            score += q[d] * (x * std::cos(turned) - y * std::sin(turned)) +
+                     q[P / 2 + d] * (y * std::cos(turned) + x * std::sin(turned));
           }
           for (int64_t d = P; d < D; d++) score += double(q[d]) * key[d];
           const double weight = std::exp(0.1 * score);

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from headwise.errors import CheckpointError
-from headwise.runtime.kernels.native.build import CHANNELS
+from headwise.runtime.kernels.native.abi import CHANNELS
 from headwise.runtime.quantization import TransformCode, transform_code
 from headwise.runtime.quantization.transform_code import (
     FILE,

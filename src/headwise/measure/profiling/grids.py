@@ -8,7 +8,7 @@ import torch
 
 from headwise.costs.prediction import MANY
 from headwise.measure.profiling.decoder import Decoder
-from headwise.runtime.kernels.native.linear import MOST_ROWS
+from headwise.runtime.kernels.native.abi import MOST_ROWS
 
 BITS = {0.0: None, 8.5: "int8", 5.0: "int4:32"}
 """The bits of a cached value, its share of a scale included, and the format that has them; 0 stands for the dtype."""

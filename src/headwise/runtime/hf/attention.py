@@ -25,7 +25,7 @@ from headwise.runtime.caches.frequencies import follow, frequencies
 from headwise.runtime.caches.layers import GrowingLayer
 from headwise.runtime.hf.interface import as_bool
 from headwise.runtime.kernels.mask import causal_mask
-from headwise.runtime.kernels.native.build import TURN
+from headwise.runtime.kernels.native.abi import TURN
 from headwise.runtime.quantization import TransformCode
 from headwise.runtime.quantization.codec import Stored
 from headwise.runtime.quantization.transform_code import KeyRotation, TrellisFormat

@@ -33,7 +33,8 @@ from headwise.errors import CheckpointError
 from headwise.models.specs import GroupedSpec, LatentSpec
 from headwise.runtime.kernels.gpu import LatentLayout, attend_latents, why_not_latents
 from headwise.runtime.kernels.mask import as_bool_mask
-from headwise.runtime.kernels.native.build import CHANNELS, SINKS, TURN, are_plain, why_not
+from headwise.runtime.kernels.native.abi import CHANNELS, SINKS, TURN
+from headwise.runtime.kernels.native.build import are_plain, why_not
 from headwise.runtime.kernels.native.codes.calls import (
     CodedLayout,
     HeadsLayout,

@@ -5,16 +5,12 @@ Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens,
 
 from __future__ import annotations
 
-import struct
-
 import torch
 from torch import Tensor
 
 from headwise.runtime.kernels.mask import mask_strides
-from headwise.runtime.kernels.native.build import TYPES, built
-
-# `Arguments` of mask.h: seven pointers, seven sizes, strides, the causal rule, threads, the scale.
-_ARGUMENTS = struct.Struct("@7P7q 6q6q6q 4q 3q d")
+from headwise.runtime.kernels.native.abi import FusedArguments
+from headwise.runtime.kernels.native.build import call
 
 
 def attend_fused(
@@ -50,34 +46,35 @@ def attend_fused(
     Raises:
         MemoryError: the kernel could not allocate its working memory.
     """
-    library = built().library
-    assert library is not None
     B, H, S, D = query.shape
     K, T, V = key.shape[1], key.shape[2], value.shape[3]
     query, key, value = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in (query, key, value))
     out = query.new_empty(B, S, H, V).transpose(1, 2)
     if out.numel() == 0:
         return out
-    mask_pointer = 0 if mask is None else mask.data_ptr()
-    scale_strides: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
-    scale_pointers = (0, 0)
-    if key_scale is not None and value_scale is not None:
-        scale_strides = (*key_scale.stride(), *value_scale.stride())
-        scale_pointers = (key_scale.data_ptr(), value_scale.data_ptr())
-    arguments = _ARGUMENTS.pack(
-        *(query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), mask_pointer, *scale_pointers),
-        *(B, K, H // K, S, T, D, V),
-        *query.stride()[:3],
-        *out.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        *scale_strides,
-        *mask_strides(mask),
-        *(is_causal, window or 0, torch.get_num_threads()),
-        scale,
+    arguments = FusedArguments(
+        query=query.data_ptr(),
+        key=key.data_ptr(),
+        value=value.data_ptr(),
+        out=out.data_ptr(),
+        mask=None if mask is None else mask.data_ptr(),
+        B=B,
+        K=K,
+        G=H // K,
+        S=S,
+        T=T,
+        D=D,
+        V=V,
+        causal=is_causal,
+        window=window or 0,
+        threads=torch.get_num_threads(),
+        scale=scale,
     )
-    status = library.headwise_attention(arguments, TYPES[query.dtype], key_scale is not None)
-    if status == 1:
-        raise MemoryError("no memory to attend in")
-    assert status == 0
+    arguments.query_stride[:], arguments.out_stride[:] = query.stride()[:3], out.stride()[:3]
+    arguments.key_stride[:], arguments.value_stride[:] = key.stride()[:3], value.stride()[:3]
+    arguments.mask_stride[:] = mask_strides(mask)
+    if key_scale is not None and value_scale is not None:
+        arguments.key_scale, arguments.value_scale = key_scale.data_ptr(), value_scale.data_ptr()
+        arguments.key_scale_stride[:], arguments.value_scale_stride[:] = key_scale.stride(), value_scale.stride()
+    call("headwise_attention", arguments, query.dtype)
     return out

@@ -4,7 +4,7 @@ A wheel could only contain code for the oldest processor it supports. These kern
 bfloat16 products of the processor that they run on. Codes are unpacked with AVX-512's tables of bytes, with AVX2, or
 one by one, whichever the processor has.
 
-Sizes that Python and the kernels of trellis codes share are compiled into the library from here.
+What Python and the kernels share is declared in `headwise.runtime.kernels.native.abi`, and compiled into the library.
 """
 
 from __future__ import annotations
@@ -31,32 +31,19 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-CHANNELS = 16
-"""Channels that share a number of bits, so that a kernel decodes them together; a section's last block may have
-fewer."""
-
-SINKS = 4
-"""The first tokens of a sequence, which are stored without codes: attention rests on them, and their values are
-unlike any others."""
-
-TURN = 64
-"""Slots after which the rotations of a layout's table are repeated, from a slot whose whole rotation is read."""
-
-
-def definitions() -> tuple[str, ...]:
-    """The sizes as a compiler's options, such as ``-DHEADWISE_SINKS=4``; the sources have no others."""
-    return f"-DHEADWISE_CHANNELS={CHANNELS}", f"-DHEADWISE_SINKS={SINKS}", f"-DHEADWISE_TURN={TURN}"
-
+from headwise.runtime.kernels.native.abi import KERNELS, NO_MEMORY, TYPES, header
 
 _SOURCES = (
-    *("attention.cpp", "linear.cpp"),
-    *("codes/coded.cpp", "codes/heads.cpp", "codes/affine.cpp"),
-    *("codes/gains.cpp", "codes/trellis.cpp"),
+    "attention.cpp",
+    "linear.cpp",
+    "codes/coded.cpp",
+    "codes/heads.cpp",
+    "codes/affine.cpp",
+    "codes/encode.cpp",
 )
 _HEADERS = (
-    *("lanes.h", "parts.h", "mask.h", "threads.h", "tiles.h", "vectors.h"),
-    *("codes/calls.h", "codes/levels.h", "codes/matrix_tiles.h", "codes/stored_tokens.h", "codes/unpack.h"),
-    *("codes/int16_scores.h", "codes/unfused.h"),
+    *("attend.h", "matrix_tiles.h", "processor.h", "products.h"),
+    *("codes/int16_scores.h", "codes/integers.h", "codes/trellis.h"),
 )
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = (
@@ -64,9 +51,6 @@ _FLAGS = (
     # A product and a sum may be rounded once; floating-point semantics are otherwise kept.
     *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
 )
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Types of keys and values that the kernels read, and their numbers in the sources."""
-
 _COMPILE_TIMEOUT = 300
 """Seconds that compiling may take; usually it takes some ten to forty, by the number of cores."""
 
@@ -108,7 +92,7 @@ def _built() -> Build:
     compiler = _compiler(cxx)
     if compiler is None:
         return Build(None, None, f"no C++ compiler: neither $CXX nor {', '.join(_COMPILERS)}")
-    command = [*compiler, *_flags()]
+    command = [*compiler, *_FLAGS, _native()]
     try:
         path = _folder() / f"kernels-{_fingerprint(command)}.so"
         if not _is_whole(path):
@@ -124,8 +108,23 @@ def _built() -> Build:
     return Build(library, path, f"compiled by {compiler[0]}{note}", has_pairs, has_half)
 
 
-def _flags() -> tuple[str, ...]:
-    return *_FLAGS, *definitions(), _native()
+def call(kernel: str, arguments: ctypes.Structure, dtype: torch.dtype = torch.float32) -> None:
+    """Call a kernel.
+
+    Args:
+        kernel: one of `headwise.runtime.kernels.native.abi.KERNELS`.
+        arguments: of it; the tensors whose addresses they hold have to live until it returns.
+        dtype: of the result.
+
+    Raises:
+        MemoryError: the kernel could not allocate its working memory.
+    """
+    library = built().library
+    assert library is not None
+    status = getattr(library, kernel)(ctypes.byref(arguments), TYPES[dtype])
+    if status == NO_MEMORY:
+        raise MemoryError("no memory to compute in")
+    assert status == 0
 
 
 def why_not(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = False) -> str | None:
@@ -218,6 +217,7 @@ def _fingerprint(command: list[str]) -> str:
     digest = hashlib.sha256()
     for name in (*_SOURCES, *_HEADERS):
         digest.update((Path(__file__).parent / name).read_bytes())
+    digest.update(header().encode())
     compiler = Path(command[0]).resolve()
     digest.update(f"{command} {compiler} {compiler.stat().st_mtime_ns} {_processor()} {torch.__version__}".encode())
     return digest.hexdigest()[:20]
@@ -238,7 +238,9 @@ def _compile(command: list[str], path: Path) -> None:
     """Compile in a temporary folder and rename, so that concurrent processes find a whole library or none."""
     with tempfile.TemporaryDirectory(dir=path.parent) as name:
         folder, here = Path(name), Path(__file__).parent
+        (folder / "abi.h").write_text(header())
         objects = {here / source: folder / f"{source.replace('/', '-')}.o" for source in _SOURCES}
+        command = [*command, f"-I{folder}"]
         _run([[*command, "-c", str(source), "-o", str(compiled)] for source, compiled in objects.items()])
         library = folder / path.name
         library.touch()
@@ -301,14 +303,8 @@ _DIGEST = hashlib.sha256().digest_size
 
 def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    library.headwise_attention.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
-    library.headwise_linear.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    library.headwise_affine.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    library.headwise_coded.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    library.headwise_heads.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    library.headwise_gains.argtypes = [ctypes.c_char_p]
-    library.headwise_gains.restype = None
-    library.headwise_trellis.argtypes = [ctypes.c_char_p]
+    for name, arguments in KERNELS.items():
+        getattr(library, name).argtypes = [ctypes.POINTER(arguments), ctypes.c_int]
     return library
 
 

@@ -1,24 +1,13 @@
 // y = x Wᵀ + b for a few rows x: each weight is read once, in the order it lies in memory.
 //
-// Matrix libraries cut a product into tiles for the caches. With few rows no weight is used twice, and the product takes
-// as long as reading the weights: memory must never wait.
+// Matrix libraries cut a product into tiles for the caches. With few rows no weight is used twice, and the product
+// takes as long as reading the weights: memory must never wait.
 #include <new>
 #include <vector>
 
-#include "threads.h"
-#include "tiles.h"
+#include "products.h"
 
 namespace {
-
-struct LinearArguments {
-  const void *x, *weight, *bias;  // [rows, in], [out, in] and [out] or null
-  void* y;                        // [rows, out]
-  int64_t rows, in, out;
-  int64_t x_stride, weight_stride;  // of rows, in numbers
-  int64_t threads;
-};
-
-constexpr int MOST_ROWS = 8;
 
 // Outputs that are computed together: several weight rows share each load of x.
 constexpr int together(int rows) { return rows <= 4 ? (W == 16 ? 4 : 2) : 2; }
@@ -30,22 +19,13 @@ class Product {
   const int64_t whole_;  // inputs that fill whole vectors
 
  public:
-  Product(const LinearArguments& a, const typename A::Query* x) : a_(a), x_(x), whole_(a.in / A::DIMS * A::DIMS) {}
+  Product(const LinearArguments& a, const typename A::Query* x) : a_(a), x_(x), whole_(a.inputs / A::DIMS * A::DIMS) {}
 
   void run() const {
-    const int threads = useful_threads(double(a_.in) * a_.out * sizeof(T) / 40e3, a_.threads);
+    const int threads = useful_threads(double(a_.inputs) * a_.outputs * sizeof(T) / 40e3, a_.threads);
     in_threads(threads, [&](int thread) {
-      const int64_t from = a_.out * thread / threads, to = a_.out * (thread + 1) / threads;
-      switch (a_.rows) {
-        case 1: return outputs<1>(from, to);
-        case 2: return outputs<2>(from, to);
-        case 3: return outputs<3>(from, to);
-        case 4: return outputs<4>(from, to);
-        case 5: return outputs<5>(from, to);
-        case 6: return outputs<6>(from, to);
-        case 7: return outputs<7>(from, to);
-        case 8: return outputs<8>(from, to);
-      }
+      const int64_t from = a_.outputs * thread / threads, to = a_.outputs * (thread + 1) / threads;
+      with_constant<MOST_ROWS>(int(a_.rows), [&](auto ROWS) { outputs<ROWS()>(from, to); });
     });
   }
 
@@ -65,9 +45,9 @@ class Product {
     // Independent sums, so that no addition waits for the one before.
     constexpr int CHAINS = ROWS * MANY >= 8 ? 1 : ROWS * MANY >= 4 ? 2 : 4;
     Vector acc[CHAINS][ROWS][MANY];
-    UNROLL for (int c = 0; c < CHAINS; c++)
-      UNROLL for (int r = 0; r < ROWS; r++)
-        UNROLL for (int m = 0; m < MANY; m++) acc[c][r][m] = Vector{};
+    UNROLL for (int c = 0; c < CHAINS; c++) UNROLL
+      for (int r = 0; r < ROWS; r++) UNROLL
+        for (int m = 0; m < MANY; m++) acc[c][r][m] = Vector{};
     const auto step = [&](int64_t i, int c) __attribute__((always_inline)) {
       typename A::Operand w[MANY];
       UNROLL for (int m = 0; m < MANY; m++) {
@@ -77,22 +57,24 @@ class Product {
       UNROLL for (int r = 0; r < ROWS; r++) {
         typename A::Operand x = A::load(x_ + r * a_.x_stride + i);
         if constexpr (MANY > 1) IN_REGISTER(x);
-        UNROLL for (int m = 0; m < MANY; m++) A::add(acc[c][r][m], x, w[m]);
+        UNROLL for (int m = 0; m < MANY; m++)
+          A::add(acc[c][r][m], x, w[m]);
       }
     };
     int64_t i = 0;
-    for (; i + CHAINS * A::DIMS <= whole_; i += CHAINS * A::DIMS)
-      UNROLL for (int c = 0; c < CHAINS; c++) step(i + c * A::DIMS, c);
+    for (; i + CHAINS * A::DIMS <= whole_; i += CHAINS * A::DIMS) UNROLL
+      for (int c = 0; c < CHAINS; c++) step(i + c * A::DIMS, c);
     for (; i < whole_; i += A::DIMS) step(i, 0);
     for (int r = 0; r < ROWS; r++)
       for (int m = 0; m < MANY; m++) {
         Vector all_of = acc[0][r][m];
-        UNROLL for (int c = 1; c < CHAINS; c++) all_of += acc[c][r][m];
+        UNROLL for (int c = 1; c < CHAINS; c++)
+          all_of += acc[c][r][m];
         float y = sum(all_of);
-        for (int64_t rest = whole_; rest < a_.in; rest++)
+        for (int64_t rest = whole_; rest < a_.inputs; rest++)
           y += number(x_[r * a_.x_stride + rest]) * number(weight[m * stride + rest]);
         if (a_.bias) y += number(((const T*)a_.bias)[o + m]);
-        put((T*)a_.y + r * a_.out + o + m, y);
+        put((T*)a_.y + r * a_.outputs + o + m, y);
       }
   }
 };
@@ -105,19 +87,17 @@ void multiply(const LinearArguments& a) {
   if constexpr (std::is_same_v<T, float>) {
     Product<Single, T>(a, (const T*)a.x).run();
   } else {
-    std::vector<float> x(a.rows * a.in);
+    std::vector<float> x(a.rows * a.inputs);
     for (int64_t r = 0; r < a.rows; r++)
-      for (int64_t i = 0; i < a.in; i++) x[r * a.in + i] = number(((const T*)a.x)[r * a.x_stride + i]);
+      for (int64_t i = 0; i < a.inputs; i++) x[r * a.inputs + i] = number(((const T*)a.x)[r * a.x_stride + i]);
     LinearArguments widened = a;
-    widened.x_stride = a.in;
+    widened.x_stride = a.inputs;
     Product<Single, T>(widened, x.data()).run();
   }
 }
 
 }  // namespace
 
-// The entry point: `type` and result as headwise_attention's, and 3 for too many rows.
-extern "C" int headwise_linear(const LinearArguments* arguments, int type) {
-  if (arguments->rows > MOST_ROWS) return 3;
+int headwise_linear(const LinearArguments* arguments, int type) {
   return with_type(type, [&](auto q) { multiply<decltype(q)>(*arguments); });
 }

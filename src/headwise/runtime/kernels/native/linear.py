@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import struct
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.runtime.kernels.native.build import TYPES, are_plain, built, is_watched, why_not
-
-MOST_ROWS = 8
-"""The most rows that linear.cpp supports; up to about this number, reading the weights takes most of the time."""
-
-# `LinearArguments` of linear.cpp: four pointers, three sizes, two strides, threads.
-_ARGUMENTS = struct.Struct("@4P3q2qq")
+from headwise.runtime.kernels.native.abi import MOST_ROWS, LinearArguments
+from headwise.runtime.kernels.native.build import are_plain, call, is_watched, why_not
 
 _WIDE_ROWS = 1024
 """Rows that are multiplied in float32 at a time, so that a long text's logits are not held twice."""
@@ -39,19 +33,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.numel() // inputs if inputs else 0
     if not 0 < rows <= MOST_ROWS or not _fits(x, weight, bias):
         return linear_of_many(x, weight, bias)
-    library = built().library
-    assert library is not None
     x = x if x.is_contiguous() else x.contiguous()
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    arguments = _ARGUMENTS.pack(
-        *(x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()),
-        *(rows, inputs, weight.shape[0], inputs, weight.stride(0)),
-        torch.get_num_threads(),
+    arguments = LinearArguments(
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        y=out.data_ptr(),
+        rows=rows,
+        inputs=inputs,
+        outputs=weight.shape[0],
+        x_stride=inputs,
+        weight_stride=weight.stride(0),
+        threads=torch.get_num_threads(),
     )
-    status = library.headwise_linear(arguments, TYPES[x.dtype])
-    if status == 1:
-        raise MemoryError("no memory to multiply in")
-    assert status == 0
+    call("headwise_linear", arguments, x.dtype)
     return out
 
 

@@ -1,34 +1,12 @@
-// softmax(scale · Q Kᵀ) V on the CPU over keys and values that are read as they are stored: whole numbers of 1 to 8 bits
-// with a scale and a zero point.
+// softmax(scale · Q Kᵀ) V on the CPU over keys and values that are read as they are stored: whole numbers of 1 to 8
+// bits with a scale and a zero point.
 //
-// Those belong to a group of a token's channels, or, for keys, to a channel in a block of tokens. Scores and mixtures are of
-// the whole numbers: scales are multiplied into scores and weights, or into the queries of a block, and zero points meet
-// the sum of a query's channels and of the weights. The latest tokens may be stored as they are.
-#include <cmath>
-#include <new>
-#include <optional>
-
-#include "calls.h"
-#include "unpack.h"
+// Those belong to a group of a token's channels, or, for keys, to a channel in a block of tokens. Scores and mixtures
+// are of the whole numbers: scales are multiplied into scores and weights, or into the queries of a block, and zero
+// points meet the sum of a query's channels and of the weights. The latest tokens may be stored as they are.
+#include "integers.h"
 
 namespace {
-
-// How the keys, or the values, of tokens are stored.
-struct AffineRows {
-  int64_t bits, group, groups;  // the channels of a group; groups is 0 where scales belong to blocks
-  int64_t codes;                // bytes of a row before its groups' scales, which are followed by their zero points
-};
-
-struct AffineArguments {
-  // Keys and values are rows of bytes of the first `coded` tokens; strides are in bytes.
-  Arguments call;
-  AffineRows key, value;
-  int64_t coded, block;          // the tokens of a block of keys whose channels have scales
-  const uint16_t* key_scale;     // of blocks, float16: scales, then zero points [B, K, blocks, 2 D]; or null
-  int64_t key_scale_stride[3];
-  const void *late_key, *late_value;  // the other tokens, [B, K, T - coded, D] of the queries' type
-  int64_t late_key_stride[3], late_value_stride[3];
-};
 
 // A number of float16.
 INLINE float number_of_half(uint16_t x) {
@@ -56,99 +34,94 @@ INLINE Vector of_halves(const uint16_t* at, int count) {
 #endif
 }
 
-template <class Q>
-class AffineAttention {
+template <class Query>
+class AffineAttention : public AttentionKernel<AffineAttention<Query>, AffineArguments, Query> {
+  using Base = AttentionKernel<AffineAttention, AffineArguments, Query>;
+  using Base::a_, Base::mask_, Base::rows_;
   using A = Single;
+  using Q = Query;
   static constexpr int PIECES = std::is_same_v<Q, float> ? 3 : 2;  // of a whole weight, and of a whole query
-  const AffineArguments& c_;
-  const Arguments& a_;
-  const Mask mask_;
-  const int rows_;
-  const bool tiles_;             // whether matrix tiles are used
-  const int64_t key_groups_;     // groups of keys that are scored: one where scales belong to blocks
-  const int64_t key_width_;      // channels of a group of keys, and padded to whole vectors
+  static constexpr int TILE_ROWS = 16 / PIECES;                    // rows whose pieces fit into a tile
+  const RowFormat &keys_, &values_;
+  const bool tiles_;          // whether matrix tiles are used
+  const int64_t key_groups_;  // groups of keys that are scored: one where scales belong to blocks
+  const int64_t key_width_;   // channels of a group of keys, and padded to whole vectors
   const int64_t key_padded_;
   const int64_t value_width_, value_padded_;
   const int64_t key_row_, value_row_;  // numbers of an unpacked row
-  const bool fours_of_keys_, fours_of_values_;  // whether numbers of 4 bits are unpacked after their rows are transposed
+  // Whether numbers of 4 bits are unpacked after their rows are transposed.
+  const bool fours_of_keys_, fours_of_values_;
 
  public:
-  explicit AffineAttention(const AffineArguments& c)
-      : c_(c),
-        a_(c.call),
-        mask_(a_),
-        rows_(int(a_.G * a_.S)),
-#if HAS_MATRIX_TILES
+  explicit AffineAttention(const AffineArguments& a)
+      : Base(a),
+        keys_(a.key_rows),
+        values_(a.value_rows),
         tiles_(may_use_tiles()),
-#else
-        tiles_(false),
-#endif
-        key_groups_(std::max<int64_t>(1, c.key.groups)),
-        key_width_(a_.D / key_groups_),
+        key_groups_(std::max<int64_t>(1, keys_.groups)),
+        key_width_(a.D / key_groups_),
         key_padded_(up(key_width_, W)),
-        value_width_(a_.V / c.value.groups),
+        value_width_(a.V / values_.groups),
         value_padded_(up(value_width_, 16)),
-        key_row_(up(a_.D, CHUNK)),
-        value_row_(up(a_.V, CHUNK)),
-        fours_of_keys_(tiles_ && c.key.bits == 4 && a_.D % CHUNK == 0),
-        fours_of_values_(tiles_ && c.value.bits == 4 && a_.V % CHUNK == 0 && value_width_ % 32 == 0) {}
+        key_row_(up(a.D, CHUNK)),
+        value_row_(up(a.V, CHUNK)),
+        fours_of_keys_(tiles_ && keys_.bits == 4 && a.D % CHUNK == 0),
+        fours_of_values_(tiles_ && values_.bits == 4 && a.V % CHUNK == 0 && value_width_ % 32 == 0) {}
 
-  void run() const {
-    int64_t tokens = 0;
-    for (int64_t b = 0; b < a_.B; b++) tokens += mask_.range(b).length() * a_.K;
-    const double work = double(tokens) * (a_.D + a_.V) * (2 + rows_);
-    in_parts(*this, a_.B, a_.K, tokens, useful_threads(work / 100e3, a_.threads));
-  }
-
-  Range range(int64_t b) const { return mask_.range(b); }
-  int rows() const { return rows_; }
-  // Of each group a mixture of whole numbers, and one of zero points.
-  int64_t width() const { return c_.value.groups * (value_padded_ + 1); }
-  int64_t scratch_bytes() const {
-    return up(rows_ * up(a_.D, W) * 4, 64) + up(key_groups_ * rows_ * key_padded_ * 4, 64) + 3 * up(key_groups_ * rows_ * 4, 64) +
-           up(2 * up(a_.D, W) * 4, 64) + 3 * up(rows_ * BLOCK * 4, 64) + up(rows_ * 4, 64) +
-           2 * (c_.key.groups + c_.value.groups) * BLOCK * 4 + BLOCK * (key_row_ + value_row_ + up(value_width_, 16) * 4) + pieces_bytes() + tiles_bytes() +
-           (tiles_ ? up(rows_ * key_row_ * 4, 64) : 0);
-  }
-
-  void attend(int64_t b, int64_t k, Range tokens, const Partial& partial, char* scratch) const {
-    const auto take = [&](int64_t bytes) { return (scratch += up(bytes, 64)) - up(bytes, 64); };
+  struct Place : Base::Unit {
+    float* query;                      // [row, D], padded to vectors
+    float* grouped;                    // [group, row, channels of the group], padded: what meets the whole numbers
+    float *sums, *added;               // [group, row]: sums of channels; what is added to a row's scores of a block
+    float* one;                        // [group, row], what 1 in whole queries stands for
+    float* of_block;                   // scales of a block of keys, then zero points
+    float *weights, *scaled;           // [row, BLOCK]
+    float *key_scales, *value_scales;  // [group, BLOCK] scales, then zero points
+    int8_t *keys, *values;             // unpacked: rows of [BLOCK, channels], or for matrix tiles
+    float* late;                       // [BLOCK, channels of a group], values that are stored as they are
+    int8_t* pieces;                    // whole queries for matrix tiles
+    float* spread;                     // [row, channels], a group's query between zeros
+#if HAS_MATRIX_TILES
+    std::optional<TileMixer<PIECES>> mixer;
+    int32_t* products;
+#endif
+  };
+  Place place(Arena& arena) const {
+    const int64_t rows = key_groups_ * rows_;
     Place at;
-    at.b = b, at.k = k;
-    at.query = (float*)take(rows_ * up(a_.D, W) * 4);
-    at.grouped = (float*)take(key_groups_ * rows_ * key_padded_ * 4);
-    at.sums = (float*)take(key_groups_ * rows_ * 4);
-    at.added = (float*)take(key_groups_ * rows_ * 4);
-    at.one = (float*)take(key_groups_ * rows_ * 4);
-    at.of_block = (float*)take(2 * up(a_.D, W) * 4);
-    at.scores = (float*)take(rows_ * BLOCK * 4);
-    at.weights = (float*)take(rows_ * BLOCK * 4);
-    at.scaled = (float*)take(rows_ * BLOCK * 4);
-    at.keep = (float*)take(rows_ * 4);
-    at.key_scales = (float*)take(2 * c_.key.groups * BLOCK * 4);
-    at.value_scales = (float*)take(2 * c_.value.groups * BLOCK * 4);
-    at.keys = (int8_t*)take(BLOCK * key_row_);
-    at.values = (int8_t*)take(BLOCK * value_row_);
-    at.pieces = (int8_t*)take(pieces_bytes());
-    at.tiles = take(tiles_bytes());
-    at.late = (float*)take(BLOCK * value_width_ * 4);
-    if (tiles_) at.spread = (float*)take(rows_ * key_row_ * 4);
-    std::fill_n(partial.high, rows_, NOTHING);
-    std::fill_n(partial.sum, rows_ * W, 0.0f);
-    std::fill_n(partial.mixture, rows_ * width(), 0.0f);
-    if (!tokens.length()) return;
+    at.take(arena, rows_);
+    at.query = arena.take<float>(rows_ * up(a_.D, W));
+    at.grouped = arena.take<float>(rows * key_padded_);
+    at.sums = arena.take<float>(rows), at.added = arena.take<float>(rows), at.one = arena.take<float>(rows);
+    at.of_block = arena.take<float>(2 * up(a_.D, W));
+    at.weights = arena.take<float>(rows_ * BLOCK), at.scaled = arena.take<float>(rows_ * BLOCK);
+    at.key_scales = arena.take<float>(2 * keys_.groups * BLOCK);
+    at.value_scales = arena.take<float>(2 * values_.groups * BLOCK);
+    at.keys = arena.take<int8_t>(BLOCK * key_row_), at.values = arena.take<int8_t>(BLOCK * value_row_);
+    at.late = arena.take<float>(BLOCK * value_width_);
+    at.pieces = arena.take<int8_t>(pieces_bytes());
+    at.spread = arena.take<float>(tiles_ ? rows_ * key_row_ : 0);
+#if HAS_MATRIX_TILES
+    if (tiles_) at.mixer.emplace(arena, rows_), at.products = arena.take<int32_t>(4 * 256);
+#endif
+    return at;
+  }
+
+  // Of each group a mixture of whole numbers, and one of zero points.
+  int64_t width() const { return values_.groups * (value_padded_ + 1); }
+  double microseconds(int64_t tokens) const { return double(tokens) * (a_.D + a_.V) * (2 + rows_) / 100e3; }
+
+  void attend(Range tokens, Place& at, const Partial& partial) const {
     std::fill_n(at.pieces, pieces_bytes(), int8_t(0));
     read_query(at);
-    attend_codes(tokens.cut({0, c_.coded}), at, partial);
-    attend_late(tokens.cut({c_.coded, a_.T}), at, partial);
+    attend_codes(tokens.cut({0, a_.coded}), at, partial);
+    attend_late(tokens.cut({a_.coded, a_.T}), at, partial);
   }
 
-  // Writes one row of the output from the partial results of one or several threads; a row that saw nothing gives zeros.
   void finish(int64_t b, int64_t k, int row, const Partial* partials, int count) const {
     const Shares share(partials, count, row);
     const float sum = share.sum;
-    Q* out = (Q*)a_.out + b * a_.out_stride[0] + (k * a_.G + row / a_.S) * a_.out_stride[1] + row % a_.S * a_.out_stride[2];
-    for (int64_t g = 0; g < c_.value.groups; g++) {
+    Q* out = this->out_row(b, k, row);
+    for (int64_t g = 0; g < values_.groups; g++) {
       float zero = 0;
       for (int i = 0; i < count; i++) zero += share(i) * *zero_of(partials[i], g, row);
       for (int64_t d = 0; d < value_width_; d++) {
@@ -161,28 +134,11 @@ class AffineAttention {
   }
 
  private:
-  // What a thread works on.
-  struct Place {
-    int64_t b, k;
-    float* query;             // [row, D], padded to vectors
-    float* grouped;           // [group, row, channels of the group], padded: what meets the whole numbers
-    float *sums, *added;      // [group, row]: sums of channels; what is added to a row's scores of a block
-    float* one;               // [group, row], what 1 in whole queries stands for
-    float* of_block;          // scales of a block of keys, then zero points
-    float *scores, *weights, *scaled;  // [row, BLOCK]
-    float* keep;              // [row], what partial results so far are multiplied by
-    float *key_scales, *value_scales;  // [group, BLOCK] scales, then zero points
-    int8_t *keys, *values;    // unpacked: rows of [BLOCK, channels], or for matrix tiles
-    int8_t* pieces;           // whole queries for matrix tiles
-    char* tiles;              // memory for them to work in
-    Ahead* ahead = nullptr;   // what is prefetched
-    float* late;              // [BLOCK, channels of a group], values that are stored as they are
-    float* spread;            // [row, channels], a group's query between zeros
-  };
-
-  float* mixture_of(const Partial& partial, int64_t group) const { return partial.mixture + group * rows_ * value_padded_; }
+  float* mixture_of(const Partial& partial, int64_t group) const {
+    return partial.mixture + group * rows_ * value_padded_;
+  }
   float* zero_of(const Partial& partial, int64_t group, int row) const {
-    return partial.mixture + c_.value.groups * rows_ * value_padded_ + group * rows_ + row;
+    return partial.mixture + values_.groups * rows_ * value_padded_ + group * rows_ + row;
   }
 
   // Where a channel of a group of values is in the mixture.
@@ -197,12 +153,11 @@ class AffineAttention {
 
   void read_query(Place& at) const {
     const int64_t stride = up(a_.D, W);
-    const float factor = float(a_.scale * LOG2E);
+    const float factor = this->factor();
     std::fill_n(at.query, rows_ * stride, 0.0f);
     std::fill_n(at.grouped, key_groups_ * rows_ * key_padded_, 0.0f);
     for (int row = 0; row < rows_; row++) {
-      const Q* from = (const Q*)a_.query + at.b * a_.query_stride[0] + (at.k * a_.G + row / a_.S) * a_.query_stride[1] +
-                      row % a_.S * a_.query_stride[2];
+      const Q* from = this->query_row(at.b, at.k, row);
       float* query = at.query + row * stride;
       for (int64_t d = 0; d < a_.D; d++) query[d] = number(from[d]) * factor;
       for (int64_t g = 0; g < key_groups_; g++) {
@@ -213,13 +168,13 @@ class AffineAttention {
         at.sums[g * rows_ + row] = sum;
       }
     }
-    if (c_.key.groups) split_query(at);
+    if (keys_.groups) split_query(at);
   }
 
   // Multiplies the queries by the scales of a block of keys.
   void scale_query(Place& at, int64_t block) const {
-    const uint16_t* from = c_.key_scale + at.b * c_.key_scale_stride[0] + at.k * c_.key_scale_stride[1] +
-                           block * c_.key_scale_stride[2];
+    const uint16_t* from = a_.block_scale + at.b * a_.block_scale_stride[0] + at.k * a_.block_scale_stride[1] +
+                           block * a_.block_scale_stride[2];
     float *scales = at.of_block, *zeros = scales + key_padded_;
     for (int64_t d = 0; d < a_.D; d += W) {
       const int count = int(std::min<int64_t>(W, a_.D - d));
@@ -241,7 +196,8 @@ class AffineAttention {
     split_query(at);
   }
 
-  // Whole queries in pieces, for matrix tiles: of each group, and tile of rows, and chunk of channels that it is in, a tile.
+  // Whole queries in pieces, for matrix tiles: of each group, and tile of rows, and chunk of channels that it is in, a
+  // tile.
   void split_query(Place& at) const {
 #if HAS_MATRIX_TILES
     if (!tiles_) return;
@@ -268,19 +224,12 @@ class AffineAttention {
 #endif
   }
 
-  static constexpr int TILE_ROWS = 16 / PIECES;  // rows whose pieces fit into a tile
   int64_t tiles_of_rows() const { return (rows_ + TILE_ROWS - 1) / TILE_ROWS; }
   int64_t chunks_of(int64_t group) const {
     return ((group + 1) * key_width_ + CHUNK - 1) / CHUNK - group * key_width_ / CHUNK;
   }
   int64_t most_chunks() const { return (key_width_ + CHUNK - 1) / CHUNK + (key_width_ % CHUNK && key_groups_ > 1); }
   int64_t pieces_bytes() const { return tiles_ ? key_groups_ * tiles_of_rows() * most_chunks() * 1024 : 0; }
-  int64_t tiles_bytes() const {
-#if HAS_MATRIX_TILES
-    if (tiles_) return up(std::max<int64_t>(mix_tiles_bytes<PIECES>(rows_, value_padded_), 4 * 1024), 64);
-#endif
-    return 0;
-  }
   int8_t* tile_of(const Place& at, int64_t group, int64_t tile, int64_t chunk) const {
     return at.pieces + ((group * tiles_of_rows() + tile) * most_chunks() + chunk) * 1024;
   }
@@ -288,13 +237,11 @@ class AffineAttention {
   // --- tokens ----------------------------------------------------------------------------------------------------
 
   void attend_codes(Range tokens, Place& at, const Partial& partial) const {
-    if (!tokens.length()) return;
 #if HAS_MATRIX_TILES
-    const Unpacker keys(int(c_.key.bits), a_.D, false), values(int(c_.value.bits), a_.V, true);
-    std::optional<TileSetting> setting;
-    if (tiles_) setting.emplace(std::min(TILE, rows_ * PIECES));
+    const Unpacker keys(int(keys_.bits), a_.D, false), values(int(values_.bits), a_.V, true);
 #endif
-    const RowUnpacker key_unpacker(int(c_.key.bits)), value_unpacker(int(c_.value.bits));
+    const TileSetting setting(tiles_ ? std::min(TILE, rows_ * PIECES) : 0);
+    const RowUnpacker key_unpacker(int(keys_.bits)), value_unpacker(int(values_.bits));
     const uint8_t* key = (const uint8_t*)a_.key + at.b * a_.key_stride[0] + at.k * a_.key_stride[1];
     const uint8_t* value = (const uint8_t*)a_.value + at.b * a_.value_stride[0] + at.k * a_.value_stride[1];
     int64_t block_of_query = -1;
@@ -302,10 +249,10 @@ class AffineAttention {
     const auto score = [&](int64_t from, int count, auto scored) {
       for (int t = 0, n; t < count; t += n) {
         n = count - t;
-        if (c_.key_scale) {
-          const int64_t block = (from + t) / c_.block;
+        if (a_.block_scale) {
+          const int64_t block = (from + t) / a_.block;
           if (block != block_of_query) scale_query(at, block_of_query = block);
-          n = int(std::min<int64_t>(n, (block + 1) * c_.block - from - t));
+          n = int(std::min<int64_t>(n, (block + 1) * a_.block - from - t));
         }
         scored(t, n);
       }
@@ -313,54 +260,49 @@ class AffineAttention {
     for (int64_t from = tokens.from, to; from < tokens.to; from = to) {
       to = std::min(tokens.to, (from / BLOCK + 1) * BLOCK);
       // Several whole blocks of keys, or the rest of one.
-      if (c_.key_scale && c_.block < BLOCK && from % c_.block) to = std::min(to, (from / c_.block + 1) * c_.block);
+      if (a_.block_scale && a_.block < BLOCK && from % a_.block) to = std::min(to, (from / a_.block + 1) * a_.block);
       const int count = int(to - from);
       // The next block's values are prefetched while this one's keys are read, and its keys while values are: into the
       // second cache, as fewer reads can be under way into the first.
       const int64_t next = std::min<int64_t>(BLOCK, tokens.to - to);
-      Ahead values_ahead(value + to * a_.value_stride[2], a_.value_stride[2], next, value_bytes(), steps_of_keys(count), 0);
+      Ahead values_ahead(value + to * a_.value_stride[2], a_.value_stride[2], next, value_bytes(), steps_of_keys(count),
+                         0);
       Ahead keys_ahead(key + to * a_.key_stride[2], a_.key_stride[2], next, key_bytes(), steps_of_values(count), 0);
-      at.ahead = &values_ahead;
+      at.ahead = values_ahead;
       const uint8_t *key_rows = key + from * a_.key_stride[2], *value_rows = value + from * a_.value_stride[2];
-      read_scales(c_.key, key_rows, a_.key_stride[2], count, at.key_scales);
-      read_scales(c_.value, value_rows, a_.value_stride[2], count, at.value_scales);
+      read_scales(keys_, key_rows, a_.key_stride[2], count, at.key_scales);
+      read_scales(values_, value_rows, a_.value_stride[2], count, at.value_scales);
 #if HAS_MATRIX_TILES
       if (tiles_) {
         unpack_columns(keys, key_rows, count, at);
         score(from, count, [&](int t, int n) { score_columns(at, t, n); });
-        weigh_codes(at, from, count, partial);
-        at.ahead = &keys_ahead;
+        this->template weigh<false>(at, from, count, partial, nullptr);
+        at.ahead = keys_ahead;
         unpack_quads(values, value_rows, count, at);
         mix_codes(at, count, partial);
         continue;
       }
 #endif
-      const int64_t behind = c_.coded - 1 - from;  // rows that follow the first one
-      key_unpacker.unpack(key_rows, a_.key_stride[2], count, a_.D, behind * a_.key_stride[2] + key_bytes(), at.keys, key_row_);
-      value_unpacker.unpack(value_rows, a_.value_stride[2], count, a_.V, behind * a_.value_stride[2] + value_bytes(), at.values,
-                            value_row_);
+      const int64_t behind = a_.coded - 1 - from;  // rows that follow the first one
+      key_unpacker.unpack(key_rows, a_.key_stride[2], count, a_.D, behind * a_.key_stride[2] + key_bytes(), at.keys,
+                          key_row_);
+      value_unpacker.unpack(value_rows, a_.value_stride[2], count, a_.V, behind * a_.value_stride[2] + value_bytes(),
+                            at.values, value_row_);
       score(from, count, [&](int t, int n) { score_rows(at, t, n); });
-      weigh_codes(at, from, count, partial);
+      this->template weigh<false>(at, from, count, partial, nullptr);
       mix_codes(at, count, partial);
     }
   }
   // Bytes of a row.
-  int64_t key_bytes() const { return c_.key.codes + 4 * c_.key.groups; }
-  int64_t value_bytes() const { return c_.value.codes + 4 * c_.value.groups; }
+  int64_t key_bytes() const { return keys_.codes + 4 * keys_.groups; }
+  int64_t value_bytes() const { return values_.codes + 4 * values_.groups; }
   int64_t steps_of_keys(int count) const {
-    const int64_t scored = c_.key_scale ? (count + c_.block - 1) / c_.block : key_groups_;
+    const int64_t scored = a_.block_scale ? (count + a_.block - 1) / a_.block : key_groups_;
     return (count + 15) / 16 * (key_row_ / CHUNK) + rows_ * (1 + scored);
   }
   int64_t steps_of_values(int count) const { return (count + 3) / 4 * (value_row_ / CHUNK); }
-  void weigh_codes(Place& at, int64_t from, int count, const Partial& partial) const {
-    int32_t token[BLOCK];
-    for (int t = 0; t < count; t++) token[t] = int32_t(from + t);
-    for (int row = 0; row < rows_; row++) mask_.hide_shared(at.b, from, count, at.scores + row * BLOCK);
-    weigh(at, token, count, partial);
-  }
-
   // Scales and zero points of a block's tokens, [group, BLOCK] each; zero points are those of numbers that lost 128.
-  static void read_scales(const AffineRows& rows, const uint8_t* row, int64_t stride, int count, float* scales) {
+  static void read_scales(const RowFormat& rows, const uint8_t* row, int64_t stride, int count, float* scales) {
     const float lost = rows.bits == 8 ? 128.0f : 0.0f;
     float* zeros = scales + rows.groups * BLOCK;
 #if HAS_BYTE_TABLES && defined(__AVX512F__)
@@ -373,7 +315,8 @@ class AffineAttention {
       for (int64_t half = 0; half < 2 * rows.groups; half += 2) {
         const __m512i both = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), are, places, at + 2 * half, 1);
         store(scales + half * BLOCK + t, (Vector)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(both)));
-        store(scales + (half + 1) * BLOCK + t, (Vector)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16))));
+        store(scales + (half + 1) * BLOCK + t,
+              (Vector)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16))));
       }
     }
 #elif defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512F__)
@@ -414,14 +357,14 @@ class AffineAttention {
 
   // Scores of all rows with unpacked keys t … t + n − 1.
   void score_rows(Place& at, int t, int n) const {
-    Ahead none(at.keys, 0, 0, 0, 0);
+    Ahead none;
     const int8_t* key[BLOCK];
     for (int64_t g = 0; g < key_groups_; g++) {
       for (int i = 0; i < n; i++) key[i] = at.keys + (t + i) * key_row_ + g * key_width_;
       score<A>(at.grouped + g * rows_ * key_padded_, rows_, key, n, key_width_, at.scaled, none);
       // Local copies, which the compiler knows that no store changes.
-      const float *scale = at.key_scales + g * BLOCK + t, *zero = scale + c_.key.groups * BLOCK;
-      const bool has_groups = c_.key.groups, is_first = g == 0;
+      const float *scale = at.key_scales + g * BLOCK + t, *zero = scale + keys_.groups * BLOCK;
+      const bool has_groups = keys_.groups, is_first = g == 0;
       for (int row = 0; row < rows_; row++) {
         const float *product = at.scaled + row * BLOCK, sum = has_groups ? at.sums[g * rows_ + row] : at.added[row];
         float* score = at.scores + row * BLOCK + t;
@@ -444,10 +387,11 @@ class AffineAttention {
     int8_t* to = at.keys;
     for (int t = 0; t < count; t += 16) {
       for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        at.ahead->step();
+        at.ahead.step();
         if (fours_of_keys_) {
           const uint8_t* rows[16];
-          UNROLL for (int i = 0; i < 16; i++) rows[i] = row + std::min(t + i, count - 1) * a_.key_stride[2] + chunk * CHUNK / 2;
+          UNROLL for (int i = 0; i < 16; i++)
+            rows[i] = row + std::min(t + i, count - 1) * a_.key_stride[2] + chunk * CHUNK / 2;
           transpose_fours(rows, to + (t * chunks + chunk * 16) * 64);
           continue;
         }
@@ -455,7 +399,8 @@ class AffineAttention {
         UNROLL for (int i = 0; i < 16; i++)
           rows[i] = unpacker.read(row + std::min(t + i, count - 1) * a_.key_stride[2], chunk);
         transpose(rows, columns);
-        UNROLL for (int i = 0; i < 16; i++) _mm512_store_si512(to + (t * chunks + chunk * 16 + i) * 64, columns[i]);
+        UNROLL for (int i = 0; i < 16; i++)
+          _mm512_store_si512(to + (t * chunks + chunk * 16 + i) * 64, columns[i]);
       }
     }
   }
@@ -463,7 +408,7 @@ class AffineAttention {
   // Scores of all rows with keys t … t + n − 1 in tiles; t is a multiple of sixteen.
   void score_columns(Place& at, int t, int n) const {
     const int64_t chunks = key_row_ / CHUNK;
-    int32_t* products = (int32_t*)at.tiles;
+    int32_t* products = at.products;
     for (int tile = 0; tile < tiles_of_rows(); tile++)
       for (int64_t g = 0; g < key_groups_; g++) {
         const int8_t* keys = at.keys + (t / 16 * chunks + g * key_width_ / CHUNK) * 1024;
@@ -473,8 +418,8 @@ class AffineAttention {
       }
   }
 
-  // products[sixteen tokens, piece of a row, token] of a tile of pieces and the keys of up to 64 tokens, `stride` bytes apart
-  // for sixteen.
+  // products[sixteen tokens, piece of a row, token] of a tile of pieces and the keys of up to 64 tokens, `stride` bytes
+  // apart for sixteen.
   static void multiply_columns(const int8_t* pieces, const int8_t* keys, int64_t chunks, int64_t stride, int count,
                                int32_t* products) {
     asm volatile("" : : : "memory");
@@ -507,10 +452,10 @@ class AffineAttention {
   }
 
   void add_products(Place& at, int64_t g, int row, int first, int count, const int32_t* products) const {
-    at.ahead->step();
+    at.ahead.step();
     const Vector one = all(at.one[g * rows_ + row]);
     const float* scale = at.key_scales + g * BLOCK + first;
-    const float* zero = at.key_scales + (c_.key.groups + g) * BLOCK + first;
+    const float* zero = at.key_scales + (keys_.groups + g) * BLOCK + first;
     float* scores = at.scores + row * BLOCK + first;
     for (int t = 0; t < count; t += 16) {
       const int32_t* piece = products + t * 16 + row % TILE_ROWS * PIECES * 16;
@@ -518,7 +463,7 @@ class AffineAttention {
       UNROLL for (int p = 1; p < PIECES; p++)
         product = product * 256.0f + (Vector)_mm512_cvtepi32_ps(_mm512_load_si512(piece + p * 16));
       product *= one;
-      if (!c_.key.groups)
+      if (!keys_.groups)
         store(scores + t, product + at.added[row]);
       else {
         product = product * load(scale + t) + load(zero + t) * at.sums[g * rows_ + row];
@@ -530,16 +475,18 @@ class AffineAttention {
   // Values in quads: [channels / 16, BLOCK / 4, 16, 4].
   void unpack_quads(const Unpacker& unpacker, const uint8_t* row, int count, Place& at) const {
     int8_t* to = at.values;
-    Ahead ahead = *at.ahead;  // a local copy can be in registers
+    Ahead ahead = at.ahead;  // a local copy can be in registers
     for (int t = 0; t < count; t += 4)
       for (int64_t chunk = 0; chunk < value_row_ / CHUNK; chunk++) {
         ahead.step();
         if (fours_of_values_) {
           const uint8_t* rows[4];
-          UNROLL for (int i = 0; i < 4; i++) rows[i] = row + std::min(t + i, count - 1) * a_.value_stride[2] + chunk * CHUNK / 2;
+          UNROLL for (int i = 0; i < 4; i++)
+            rows[i] = row + std::min(t + i, count - 1) * a_.value_stride[2] + chunk * CHUNK / 2;
           int8_t* quads = to + chunk * 4 * QUADS + t * TILE;
           weave_fours(rows, quads, quads + QUADS);
-          UNROLL for (int i = 0; i < 4; i++) rows[i] += 16;
+          UNROLL for (int i = 0; i < 4; i++)
+            rows[i] += 16;
           weave_fours(rows, quads + 2 * QUADS, quads + 3 * QUADS);
           continue;
         }
@@ -547,29 +494,18 @@ class AffineAttention {
         UNROLL for (int i = 0; i < 4; i++)
           rows[i] = unpacker.read(row + std::min(t + i, count - 1) * a_.value_stride[2], chunk);
         weave(rows, quads);
-        UNROLL for (int j = 0; j < 4; j++) _mm512_store_si512(to + (chunk * 4 + j) * QUADS + t * TILE, quads[j]);
+        UNROLL for (int j = 0; j < 4; j++)
+          _mm512_store_si512(to + (chunk * 4 + j) * QUADS + t * TILE, quads[j]);
       }
   }
 #endif
 
-  // --- weights ---------------------------------------------------------------------------------------------------
-
-  // The scores of all rows with tokens that some row sees become weights; see Attention.
-  void weigh(Place& at, const int32_t* token, int count, const Partial& partial) const {
-    for (int row = 0; row < rows_; row++) weigh_row(at, row, token, count, partial);
-  }
-  void weigh_row(Place& at, int row, const int32_t* token, int count, const Partial& partial) const {
-    float *scores = at.scores + row * BLOCK, *weights = at.weights + row * BLOCK;
-    if (at.ahead) at.ahead->step();
-    mask_.hide_in_row(at.b, at.k, row, token, count, scores);
-    std::fill(scores + count, scores + BLOCK, NOTHING);
-    weigh_block(scores, weights, at.keep[row], row, partial, nullptr);
-  }
+  // --- mixtures ----------------------------------------------------------------------------------------------------
 
   // Adds a block's values, in codes, to the mixtures.
   void mix_codes(Place& at, int count, const Partial& partial) const {
-    for (int64_t g = 0; g < c_.value.groups; g++) {
-      const float *scales = at.value_scales + g * BLOCK, *zeros = scales + c_.value.groups * BLOCK;
+    for (int64_t g = 0; g < values_.groups; g++) {
+      const float *scales = at.value_scales + g * BLOCK, *zeros = scales + values_.groups * BLOCK;
       for (int row = 0; row < rows_; row++) {
         Vector of_zeros{};
         for (int t = 0; t < BLOCK; t += W) {
@@ -585,7 +521,7 @@ class AffineAttention {
       float* mixture = mixture_of(partial, g);
 #if HAS_MATRIX_TILES
       if (tiles_) {
-        mix_tiles<PIECES>(mixture, rows_, at.scaled, at.keep, at.values + g * value_width_ * BLOCK, value_padded_, at.tiles);
+        at.mixer->mix(mixture, at.scaled, at.keep, at.values + g * value_width_ * BLOCK, value_padded_);
         continue;
       }
 #endif
@@ -597,35 +533,33 @@ class AffineAttention {
 
   template <class T>
   void mix_rows(Place& at, float* mixture, const float* weights, const T* const* value, int count) const {
-    Ahead none(at.keys, 0, 0, 0, 0);
+    Ahead none;
     // Rows of a mixture are padded to sixteen columns, which may be more than vectors need.
     if (value_padded_ == up(value_width_, W))
       return mix<A>(mixture, rows_, Weights<float>{weights, BLOCK, 1}, at.keep, value, count, value_width_, none);
     for (int row = 0; row < rows_; row++)
-      mix<A>(mixture + row * value_padded_, 1, Weights<float>{weights + row * BLOCK, BLOCK, 1}, at.keep + row, value, count,
-             value_width_, none);
+      mix<A>(mixture + row * value_padded_, 1, Weights<float>{weights + row * BLOCK, BLOCK, 1}, at.keep + row, value,
+             count, value_width_, none);
   }
 
   // Tokens that are stored as they are.
   void attend_late(Range tokens, Place& at, const Partial& partial) const {
-    const Q* keys = (const Q*)c_.late_key + at.b * c_.late_key_stride[0] + at.k * c_.late_key_stride[1];
-    const Q* values = (const Q*)c_.late_value + at.b * c_.late_value_stride[0] + at.k * c_.late_value_stride[1];
-    Ahead none(at.keys, 0, 0, 0, 0);
-    at.ahead = nullptr;
+    const Q* keys = (const Q*)a_.late_key + at.b * a_.late_key_stride[0] + at.k * a_.late_key_stride[1];
+    const Q* values = (const Q*)a_.late_value + at.b * a_.late_value_stride[0] + at.k * a_.late_value_stride[1];
+    Ahead none;
+    at.ahead = none;
     for (int64_t next = tokens.from; next < tokens.to;) {
-      int count = 0;
       int32_t token[BLOCK];
-      const Q *key[BLOCK], *value[BLOCK];
-      for (; count < BLOCK && next < tokens.to; next++) {
-        if (a_.mask && !mask_.is_seen(at.b, at.k, next)) continue;  // it may hold no numbers
-        key[count] = keys + (next - c_.coded) * c_.late_key_stride[2];
-        value[count] = values + (next - c_.coded) * c_.late_value_stride[2];
-        token[count++] = int32_t(next);
-      }
+      const int count = this->gather(at.b, at.k, tokens.to, BLOCK, next, token);  // others may hold no numbers
       if (!count) break;
+      const Q *key[BLOCK], *value[BLOCK];
+      for (int t = 0; t < count; t++) {
+        key[t] = keys + (token[t] - a_.coded) * a_.late_key_stride[2];
+        value[t] = values + (token[t] - a_.coded) * a_.late_value_stride[2];
+      }
       score<A>(at.query, rows_, key, count, a_.D, at.scores, none);
-      weigh(at, token, count, partial);
-      for (int64_t g = 0; g < c_.value.groups; g++) {
+      this->weigh(at, token, count, true, partial, nullptr);
+      for (int64_t g = 0; g < values_.groups; g++) {
         for (int row = 0; row < rows_; row++) *zero_of(partial, g, row) *= at.keep[row];
         const float* of_group[BLOCK];
         for (int t = 0; t < count; t++) {
@@ -641,13 +575,6 @@ class AffineAttention {
 
 }  // namespace
 
-// The entry point; see headwise_attention.
-extern "C" int headwise_affine(const AffineArguments* arguments, int type) {
-  return with_type(type, [&](auto q) {
-    using Q = decltype(q);
-    in_calls<Q>(*arguments, [](AffineArguments& part) {
-      part.coded = std::min(part.coded, part.call.T);
-      AffineAttention<Q>(part).run();
-    });
-  });
+int headwise_affine(const AffineArguments* arguments, int type) {
+  return run_kernel<AffineAttention>(*arguments, type);
 }

@@ -10,7 +10,6 @@ dim, R latent rank, P rotary dims, F frequencies of the model.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,12 +17,16 @@ import torch
 from torch import Tensor
 
 from headwise.runtime.kernels.mask import mask_strides
-from headwise.runtime.kernels.native.build import SINKS, TURN, TYPES, built
-
-# `TrellisArguments` of trellis.cpp: eight pointers, three sizes, threads.
-_TRELLIS_ARGUMENTS = struct.Struct("@8P3qq")
-# `GainsArguments` of gains.cpp: ten pointers, five numbers, threads, a step.
-_GAINS_ARGUMENTS = struct.Struct("@10P5qqd")
+from headwise.runtime.kernels.native.abi import (
+    KERNELS,
+    SINKS,
+    TURN,
+    AffineArguments,
+    EncoderArguments,
+    GainsArguments,
+    RowFormat,
+)
+from headwise.runtime.kernels.native.build import built, call
 
 
 def can_encode() -> bool:
@@ -58,20 +61,24 @@ def trellis_encode(
     Raises:
         MemoryError: the kernel could not allocate its working memory.
     """
-    library = built().library
-    assert library is not None
     values, weights, tables = values.contiguous(), weights.contiguous(), tables.contiguous()
     gains = None if gains is None else gains.contiguous()
     levels = torch.empty_like(values)
-    rows, width = values.shape
-    arguments = _TRELLIS_ARGUMENTS.pack(
-        *(values.data_ptr(), 0 if gains is None else gains.data_ptr(), weights.data_ptr(), bits.data_ptr()),
-        *(tables.data_ptr(), starts.data_ptr(), 0 if codes is None else codes.data_ptr(), levels.data_ptr()),
-        *(rows, width, 0 if codes is None else codes.stride(0)),
-        torch.get_num_threads(),
+    arguments = EncoderArguments(
+        values=values.data_ptr(),
+        gains=None if gains is None else gains.data_ptr(),
+        weights=weights.data_ptr(),
+        bits=bits.data_ptr(),
+        tables=tables.data_ptr(),
+        starts=starts.data_ptr(),
+        codes=None if codes is None else codes.data_ptr(),
+        levels=levels.data_ptr(),
+        rows=values.shape[0],
+        width=values.shape[1],
+        stride=0 if codes is None else codes.stride(0),
+        threads=torch.get_num_threads(),
     )
-    if library.headwise_trellis(arguments):
-        raise MemoryError("no memory to encode in")
+    call("headwise_trellis", arguments)
     return levels
 
 
@@ -99,31 +106,36 @@ def choose_gains(
     Returns:
         Values over scales and gains, and the gains, each ``[n, W]``; a byte a token: the numbers of its gains.
     """
-    library = built().library
-    assert library is not None
-    inputs = tuple(tensor.contiguous() for tensor in (values, *channels, gains))
-    assert all(tensor.dtype == torch.float32 for tensor in inputs)
-    normal, of_channel = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
+    values, offset, scale, noise, reach, gains = (x.contiguous() for x in (values, *channels, gains))
+    assert all(x.dtype == torch.float32 for x in (values, offset, scale, noise, reach, gains))
+    normal, of_channel = torch.empty_like(values), torch.empty_like(values)
     starts = values.new_empty(len(values), dtype=torch.uint8)
-    widths = _widths(parts)
-    arguments = _GAINS_ARGUMENTS.pack(
-        *(tensor.data_ptr() for tensor in (*inputs, widths, starts, normal, of_channel)),
-        *(*values.shape, len(parts), tried, zero),
-        torch.get_num_threads(),
-        step,
+    arguments = GainsArguments(
+        values=values.data_ptr(),
+        offset=offset.data_ptr(),
+        scale=scale.data_ptr(),
+        noise=noise.data_ptr(),
+        reach=reach.data_ptr(),
+        gains=gains.data_ptr(),
+        parts=_widths(parts).data_ptr(),
+        starts=starts.data_ptr(),
+        normal=normal.data_ptr(),
+        of_channel=of_channel.data_ptr(),
+        rows=values.shape[0],
+        width=values.shape[1],
+        count=len(parts),
+        tried=tried,
+        zero=zero,
+        threads=torch.get_num_threads(),
+        step=step,
     )
-    library.headwise_gains(arguments)
+    call("headwise_gains", arguments)
     return normal, of_channel, starts
 
 
 @lru_cache
 def _widths(parts: tuple[int, ...]) -> Tensor:
     return torch.tensor(parts, dtype=torch.int64, device="cpu")
-
-
-# `CodedArguments` of coded.cpp and `HeadsArguments` of heads.cpp: `Arguments` of mask.h, then
-# eleven pointers, five numbers.
-_LATENT_ARGUMENTS = struct.Struct("@7P7q 6q6q6q 4q 3q d 11P 5q")
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +169,7 @@ class CodedLayout(TrellisLayout):
     """How the kernel reads latents.
 
     Levels lie in rows of columns: the latent's channels, then the two halves of the rotary key, each padded to a
-    multiple of `headwise.runtime.kernels.native.build.CHANNELS`.
+    multiple of `headwise.runtime.kernels.native.abi.CHANNELS`.
 
     Attributes:
         rank: R.
@@ -201,13 +213,14 @@ def attend_coded(
     Raises:
         MemoryError: the kernel could not allocate its working memory.
     """
-    sizes = layout.rank, layout.rank + has_sums, int(has_sums)
-    stored = codes, wide, first
-    return call_on_codes("headwise_coded", query, stored, layout, rotation, frequency, mask, is_causal, scale, sizes)
+    given = query, (codes, wide, first), layout, rotation, frequency, mask, is_causal, scale
+    return _attend_stored("headwise_coded", layout.rank, layout.rank + has_sums, *given, own={"has_sums": has_sums})
 
 
-def call_on_codes(
+def _attend_stored(
     kernel: str,
+    value_dim: int,
+    columns: int,
     query: Tensor,
     stored: tuple[Tensor, Tensor, Tensor],
     layout: TrellisLayout,
@@ -216,65 +229,76 @@ def call_on_codes(
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
-    sizes: tuple[int, int, int],
+    *,
+    own: dict[str, int],
 ) -> Tensor:
-    """Call a kernel of trellis codes; `CodedArguments` and `HeadsArguments` differ in their last number alone.
+    """Call a kernel of trellis codes; see `attend_coded` and `attend_heads`.
 
     Args:
-        kernel: its name in the library.
+        kernel: its name.
+        value_dim: V.
+        columns: numbers of a row of the result.
         query: ``[B, H, S, D]``.
-        stored: codes ``[B, 1, T, bytes]``, wide values and first slots; see `attend_coded`.
+        stored: codes ``[B, 1, T, bytes]``, wide values and first slots.
         layout: of the codes.
         rotation: cos and sin ``[slots, F]``.
         frequency: int64 ``[P/2]``, of each rotary pair.
         mask: bool ``[B, H, S, T]``, or None.
         is_causal: apply the bottom-right causal mask.
         scale: multiplies the scores.
-        sizes: V; the width of a row of the result; and the number that the kernels read differently, whether sums of
-            weights are returned, or how many key–value heads there are.
+        own: arguments that this kernel alone has.
 
     Returns:
-        ``[B, H, S, width]``.
-
-    Raises:
-        MemoryError: the kernel could not allocate its working memory.
+        ``[B, H, S, columns]``.
     """
-    library = built().library
-    assert library is not None
     codes, wide, first = stored
-    value_dim, columns, last = sizes
     B, H, S, D = query.shape
-    T = codes.shape[2]
     query = query if query.stride(3) == 1 else query.contiguous()
     codes = codes if codes.stride(3) == 1 else codes.contiguous()
     wide, first = wide.contiguous(), first.contiguous()
     assert wide.shape[1] == SINKS
     assert layout.turn.shape[1] == TURN
     cos, sin = (table.contiguous() for table in rotation)
+    turn_cos, turn_sin = layout.turn
     out = query.new_empty(B, S, H, columns).transpose(1, 2)
     if out.numel() == 0:
         return out
-    layout_tensors = (layout.blocks, layout.tables, layout.gains, layout.scale, layout.offset, *layout.turn)
-    arguments = _LATENT_ARGUMENTS.pack(
-        *(query.data_ptr(), codes.data_ptr(), wide.data_ptr(), out.data_ptr()),
-        *(0 if mask is None else mask.data_ptr(), 0, 0),
-        *(B, 1, H, S, T, D, value_dim),
-        *query.stride()[:3],
-        *out.stride()[:3],
-        *codes.stride()[:3],
-        *(0,) * 9,
-        *mask_strides(mask),
-        *(is_causal, 0, torch.get_num_threads()),
-        scale,
-        first.data_ptr(),
-        *(tensor.data_ptr() for tensor in layout_tensors),
-        *(cos.data_ptr(), sin.data_ptr(), frequency.data_ptr()),
-        *(len(layout.blocks), layout.rotary, layout.token_bytes, cos.shape[-1], last),
+    arguments = KERNELS[kernel](
+        query=query.data_ptr(),
+        key=codes.data_ptr(),
+        value=wide.data_ptr(),
+        out=out.data_ptr(),
+        mask=None if mask is None else mask.data_ptr(),
+        B=B,
+        K=1,
+        G=H,
+        S=S,
+        T=codes.shape[2],
+        D=D,
+        V=value_dim,
+        causal=is_causal,
+        threads=torch.get_num_threads(),
+        scale=scale,
+        first=first.data_ptr(),
+        blocks=layout.blocks.data_ptr(),
+        tables=layout.tables.data_ptr(),
+        gains=layout.gains.data_ptr(),
+        level_scale=layout.scale.data_ptr(),
+        level_offset=layout.offset.data_ptr(),
+        turn_cos=turn_cos.data_ptr(),
+        turn_sin=turn_sin.data_ptr(),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        frequency=frequency.data_ptr(),
+        count=len(layout.blocks),
+        P=layout.rotary,
+        bytes=layout.token_bytes,
+        frequencies=cos.shape[-1],
+        **own,
     )
-    status = getattr(library, kernel)(arguments, TYPES[query.dtype])
-    if status == 1:
-        raise MemoryError("no memory to attend in")
-    assert status == 0
+    arguments.query_stride[:], arguments.out_stride[:] = query.stride()[:3], out.stride()[:3]
+    arguments.key_stride[:], arguments.mask_stride[:] = codes.stride()[:3], mask_strides(mask)
+    call(kernel, arguments, query.dtype)
     return out
 
 
@@ -283,7 +307,7 @@ class HeadsLayout(TrellisLayout):
     """How the kernel reads the codes of a layer's keys and values.
 
     Levels lie in rows of columns: all heads' keys, then all values, each padded to a multiple of
-    `headwise.runtime.kernels.native.build.CHANNELS`. The two dims of a rotary pair are P/2 apart.
+    `headwise.runtime.kernels.native.abi.CHANNELS`. The two dims of a rotary pair are P/2 apart.
 
     Attributes:
         heads: K.
@@ -329,14 +353,8 @@ def attend_heads(
     Raises:
         MemoryError: the kernel could not allocate its working memory.
     """
-    sizes = layout.value_dim, layout.value_dim, layout.heads
-    stored = codes, wide, first
-    return call_on_codes("headwise_heads", query, stored, layout, rotation, frequency, mask, is_causal, scale, sizes)
-
-
-# `AffineArguments` of affine.cpp: `Arguments` of mask.h, two times four sizes, two sizes, the scales of blocks, two
-# pointers, two times three strides.
-_INTEGER_ARGUMENTS = struct.Struct("@7P7q 6q6q6q 4q 3q d 4q4q 2q P3q 2P6q")
+    given = query, (codes, wide, first), layout, rotation, frequency, mask, is_causal, scale
+    return _attend_stored("headwise_heads", layout.value_dim, layout.value_dim, *given, own={"heads": layout.heads})
 
 
 @dataclass(frozen=True, eq=False)
@@ -361,6 +379,11 @@ class AffineRows:
     def code_bytes(self) -> int:
         """Bytes of a row's codes."""
         return -(-self.width * self.bits // 8)
+
+    @property
+    def format(self) -> RowFormat:
+        """What the kernel is told of them."""
+        return RowFormat(self.bits, self.width // max(self.groups, 1), self.groups, self.code_bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -405,50 +428,48 @@ def attend_affine(
     Raises:
         MemoryError: the kernel could not allocate its working memory.
     """
-    library = built().library
-    assert library is not None
     B, H, S, D = query.shape
     K, N = key.rows.shape[1:3]
-    T = N if late is None else N + late[0].shape[2]
     # The kernel is given addresses alone, so that copies have to keep a name until it returns.
     query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key.rows, value.rows))
     out = query.new_empty(B, S, H, value.width).transpose(1, 2)
     if out.numel() == 0:
         return out
-    scales = None if blocks is None else blocks.scales.contiguous()
+    arguments = AffineArguments(
+        query=query.data_ptr(),
+        key=keys.data_ptr(),
+        value=values.data_ptr(),
+        out=out.data_ptr(),
+        mask=None if mask is None else mask.data_ptr(),
+        B=B,
+        K=K,
+        G=H // K,
+        S=S,
+        T=N,
+        D=D,
+        V=value.width,
+        causal=is_causal,
+        threads=torch.get_num_threads(),
+        scale=scale,
+        key_rows=key.format,
+        value_rows=value.format,
+        coded=N,
+    )
+    arguments.query_stride[:], arguments.out_stride[:] = query.stride()[:3], out.stride()[:3]
+    arguments.key_stride[:], arguments.value_stride[:] = keys.stride()[:3], values.stride()[:3]
+    arguments.mask_stride[:] = mask_strides(mask)
     # Blocks of KIVI have scales of their own, and behind them come tokens that wait for a block to fill.
-    late_pointers: tuple[int, int] = (0, 0)
-    late_strides: tuple[int, ...] = (0,) * 6
+    if blocks is not None:
+        scales = blocks.scales.contiguous()
+        arguments.block, arguments.block_scale = blocks.tokens, scales.data_ptr()
+        arguments.block_scale_stride[:] = scales.stride()[:3]
     if late is not None:
         late_keys, late_values = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in late)
-        late_pointers = late_keys.data_ptr(), late_values.data_ptr()
-        late_strides = (*late_keys.stride()[:3], *late_values.stride()[:3])
-    arguments = _INTEGER_ARGUMENTS.pack(
-        *(query.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()),
-        *(0 if mask is None else mask.data_ptr(), 0, 0),
-        *(B, K, H // K, S, T, D, value.width),
-        *query.stride()[:3],
-        *out.stride()[:3],
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        *(0,) * 6,
-        *mask_strides(mask),
-        *(is_causal, 0, torch.get_num_threads()),
-        scale,
-        *_about(key),
-        *_about(value),
-        *(N, 0 if blocks is None else blocks.tokens),
-        *((0,) * 4 if scales is None else (scales.data_ptr(), *scales.stride()[:3])),
-        *late_pointers,
-        *late_strides,
-    )
-    status = library.headwise_affine(arguments, TYPES[query.dtype])
-    if status == 1:
-        raise MemoryError("no memory to attend in")
-    assert status == 0
+        arguments.T = N + late_keys.shape[2]
+        arguments.late_key, arguments.late_value = late_keys.data_ptr(), late_values.data_ptr()
+        arguments.late_key_stride[:], arguments.late_value_stride[:] = (
+            late_keys.stride()[:3],
+            late_values.stride()[:3],
+        )
+    call("headwise_affine", arguments, query.dtype)
     return out
-
-
-def _about(rows: AffineRows) -> tuple[int, int, int, int]:
-    """`AffineRows` of affine.cpp."""
-    return rows.bits, rows.width // max(rows.groups, 1), rows.groups, rows.code_bytes

@@ -1,41 +1,46 @@
 // Scores of keys in trellis codes by matrix tiles (AMX), for queries that are rounded to 16 bits themselves.
 //
-// A key is its token's gain times levels · scales + offsets / gain. The sum becomes words, whole numbers of 16 bits of one unit a
-// head, which are rotated by the slot; the gain and the units are multiplied into the score at the end. Queries are words too.
-// Words are two pieces of 8 bits, whose products tiles add up exactly. A chunk of a key is 32 words: sixteen of the first half
-// of what rotates and their sixteen partners, then, behind what rotates, 32 neighbours.
+// A key is its token's gain times levels · scales + offsets / gain. The sum becomes words, whole numbers of 16 bits of
+// one unit a head, which are rotated by the slot; the gain and the units are multiplied into the score at the end.
+// Queries are words too. Words are two pieces of 8 bits, whose products tiles add up exactly. A chunk of a key is 32
+// words: sixteen of the first half of what rotates and their sixteen partners, then, behind what rotates, 32
+// neighbours.
 #pragma once
 
-#include "matrix_tiles.h"
+#include "../matrix_tiles.h"
 
 #if HAS_MATRIX_TILES
 namespace {
 
 class WordScores {
   static constexpr int WORDS = 32, EIGHT = 8;
-  static constexpr int MOST_CHUNKS = 15;      // sums of 15 · 32 · 128 · 32767 fit into 32 bits
-  static constexpr int STEP = 2 * TILE;       // tokens that are scored at a time
-  static constexpr int SLOTS = BLOCK + STEP;  // of the rotations; those behind BLOCK are read for tokens whose scores are dropped
+  static constexpr int MOST_CHUNKS = 15;  // sums of 15 · 32 · 128 · 32767 fit into 32 bits
+  static constexpr int STEP = 2 * TILE;   // tokens that are scored at a time
+  // Of the rotations; those behind BLOCK are read for tokens whose scores are dropped.
+  static constexpr int SLOTS = BLOCK + STEP;
   static constexpr float MOST = 23000, ONE = 32767;  // rotated, √2 · MOST is still less than 2¹⁵ − 128
-  static constexpr float FAR = 16;  // offsets that many times as large as levels would leave too few of a word's bits to levels
+  // Offsets that many times as large as levels would leave too few of a word's bits to levels.
+  static constexpr float FAR = 16;
 
-  const int64_t half_, columns_, heads_;  // columns of a head's levels: two rotating halves and others, in blocks of CHANNELS
-  const int group_, sets_, rows_;         // rows of a head, sets of eight of them, rows of a tile of queries
+  // Columns of a head's levels are two rotating halves and others, in blocks of CHANNELS.
+  const int64_t half_, columns_, heads_;
+  const int group_, sets_, rows_;  // rows of a head, sets of eight of them, rows of a tile of queries
   const int64_t chunks_;
-  int16_t *scale_, *offset_;  // [head, columns_], of words
-  int16_t *cos_, *sin_;       // [half_ / 8, SLOTS, 8]
-  int16_t* query_;            // [row, chunk, 32], before they are rotated back
-  float *unit_, *query_unit_; // [head], [row], what 1 in a word stands for
-  int16_t* turn_;             // [half_ / 16, 2, 32], cosines and sines of the slot that queries are rotated back by
-  char* tiles_;               // [head, set, chunk, 2, rows_, 64 bytes]: queries' pieces in the higher byte, and in the lower
-  int16_t* inverse_;          // [BLOCK, 8], of the tokens' gains
-  char* keys_;                // [2, chunk, 2, 16, 64 bytes]: two words of sixteen tokens side by side
-  int32_t* products_;         // [2, set, 2, 2, 16, 16]
+  int16_t *scale_, *offset_;   // [head, columns_], of words
+  int16_t *cos_, *sin_;        // [half_ / 8, SLOTS, 8]
+  int16_t* query_;             // [row, chunk, 32], before they are rotated back
+  float *unit_, *query_unit_;  // [head], [row], what 1 in a word stands for
+  int16_t* turn_;              // [half_ / 16, 2, 32], cosines and sines of the slot that queries are rotated back by
+  char* tiles_;        // [head, set, chunk, 2, rows_, 64 bytes]: queries' pieces in the higher byte, and in the lower
+  int16_t* inverse_;   // [BLOCK, 8], of the tokens' gains
+  char* keys_;         // [2, chunk, 2, 16, 64 bytes]: two words of sixteen tokens side by side
+  int32_t* products_;  // [2, set, 2, 2, 16, 16]
   float least_gain_;
 
  public:
   // Whether such keys can be scored in words; see `begin`.
-  static bool may(int64_t half, int64_t columns, int64_t heads, const float* scale, const float* offset, const float* gains) {
+  static bool may(int64_t half, int64_t columns, int64_t heads, const float* scale, const float* offset,
+                  const float* gains) {
     if (half % CHANNELS || half / CHANNELS + (columns - 2 * half + WORDS - 1) / WORDS > MOST_CHUNKS) return false;
     const float least_gain = *std::min_element(gains, gains + 16);
     for (int64_t head = 0; head < heads; head++, scale += columns, offset += columns) {
@@ -44,40 +49,34 @@ class WordScores {
         const Vector s = size(load(scale + d)) * 127.0f, o = size(load(offset + d));
         levels = larger(levels, s), offsets = larger(offsets, o), any += (s + o) * 0.0f;
       }
-      if (!(largest(offsets) / least_gain + sum(any) <= FAR * largest(levels))) return false;  // also where any number is NaN
+      if (!(largest(offsets) / least_gain + sum(any) <= FAR * largest(levels)))
+        return false;  // also where any number is NaN
     }
     return true;
   }
 
-  WordScores(int64_t half, int64_t columns, int64_t heads, int group)
+  WordScores(Arena& arena, int64_t half, int64_t columns, int64_t heads, int group)
       : half_(half),
         columns_(columns),
         heads_(heads),
         group_(group),
         sets_((group + EIGHT - 1) / EIGHT),
         rows_(std::min(TILE, 2 * group)),
-        chunks_(half / CHANNELS + (columns - 2 * half + WORDS - 1) / WORDS) {}
-
-  int64_t bytes() const {
-    const auto words = [](int64_t n) { return up(2 * n, 64); };
-    return 2 * words(heads_ * columns_) + 2 * words(half_ * SLOTS) + words(heads_ * group_ * chunks_ * WORDS) + up(heads_ * 4, 64) +
-           up(heads_ * group_ * 4, 64) + words(half_ * 4) + heads_ * sets_ * chunks_ * 2 * rows_ * 64 + words(BLOCK * EIGHT) +
-           2 * chunks_ * 2048 + 2 * sets_ * 4096;
+        chunks_(half / CHANNELS + (columns - 2 * half + WORDS - 1) / WORDS) {
+    scale_ = arena.take<int16_t>(heads * columns), offset_ = arena.take<int16_t>(heads * columns);
+    cos_ = arena.take<int16_t>(half * SLOTS), sin_ = arena.take<int16_t>(half * SLOTS);
+    query_ = arena.take<int16_t>(heads * group * chunks_ * WORDS);
+    unit_ = arena.take<float>(heads), query_unit_ = arena.take<float>(heads * group);
+    turn_ = arena.take<int16_t>(half * 4);
+    tiles_ = arena.take<char>(tiles_bytes());
+    inverse_ = arena.take<int16_t>(BLOCK * EIGHT);
+    keys_ = arena.take<char>(2 * chunks_ * 2048);
+    products_ = arena.take<int32_t>(2 * sets_ * 1024);
   }
 
-  // Memory to work in, and what all keys have in common: scales, offsets [head, columns], gains by number, and the rotations of
-  // BLOCK slots, [BLOCK, half].
-  void begin(char* scratch, const float* scale, const float* offset, const float* gains, const float* cos, const float* sin) {
-    const auto take = [&](int64_t bytes) { return (scratch += up(bytes, 64)) - up(bytes, 64); };
-    scale_ = (int16_t*)take(heads_ * columns_ * 2), offset_ = (int16_t*)take(heads_ * columns_ * 2);
-    cos_ = (int16_t*)take(half_ * SLOTS * 2), sin_ = (int16_t*)take(half_ * SLOTS * 2);
-    query_ = (int16_t*)take(heads_ * group_ * chunks_ * WORDS * 2);
-    unit_ = (float*)take(heads_ * 4), query_unit_ = (float*)take(heads_ * group_ * 4);
-    turn_ = (int16_t*)take(half_ * 4 * 2);
-    tiles_ = take(heads_ * sets_ * chunks_ * 2 * rows_ * 64);
-    inverse_ = (int16_t*)take(BLOCK * EIGHT * 2);
-    keys_ = take(2 * chunks_ * 2048);
-    products_ = (int32_t*)take(2 * sets_ * 4096);
+  // What all keys have in common: scales, offsets [head, columns], gains by number, and the rotations of BLOCK slots,
+  // [BLOCK, half].
+  void begin(const float* scale, const float* offset, const float* gains, const float* cos, const float* sin) {
     least_gain_ = *std::min_element(gains, gains + 16);
     for (int64_t head = 0; head < heads_; head++) {
       const float *of_scale = scale + head * columns_, *of_offset = offset + head * columns_;
@@ -117,18 +116,20 @@ class WordScores {
       for (int64_t d = 2 * half_; d < columns_; d += CHANNELS, to += CHANNELS) store_words(to, read(d) * words);
       if ((columns_ - 2 * half_) % WORDS) store_words(to, Vector{});
     }
-    memset(tiles_, 0, heads_ * sets_ * chunks_ * 2 * rows_ * 64);
+    memset(tiles_, 0, tiles_bytes());
   }
 
-  // Rotates the queries back by a slot, of whose rotation cosines and sines [half] are given. Tiles 0 to 4 have as many rows as
-  // queries of a head have pieces, or sixteen.
+  // Rotates the queries back by a slot, of whose rotation cosines and sines [half] are given. Tiles 0 to 4 have as many
+  // rows as queries of a head have pieces, or sixteen.
   void turn_back(const float* cos, const float* sin) {
     for (int64_t d = 0; d < half_; d += CHANNELS) {
       int16_t* to = turn_ + d / CHANNELS * 2 * WORDS;
       const Vector c = load(cos + d) * ONE, s = load(sin + d) * ONE;
-      store_words(to, c), store_words(to + CHANNELS, c), store_words(to + WORDS, s), store_words(to + WORDS + CHANNELS, -s);
+      store_words(to, c), store_words(to + CHANNELS, c), store_words(to + WORDS, s),
+          store_words(to + WORDS + CHANNELS, -s);
     }
-    const __m512i higher = _mm512_set1_epi16(int16_t(0xff00)), lower = _mm512_set1_epi16(0xff), round = _mm512_set1_epi16(128);
+    const __m512i higher = _mm512_set1_epi16(int16_t(0xff00)), lower = _mm512_set1_epi16(0xff),
+                  round = _mm512_set1_epi16(128);
     for (int64_t row = 0; row < heads_ * group_; row++) {
       const int r = int(row % group_);
       char* to = tiles_ + (row / group_ * sets_ + r / EIGHT) * chunks_ * 2 * rows_ * 64 + r % EIGHT * 2 * 64;
@@ -154,8 +155,8 @@ class WordScores {
     for (int t = 0; t < BLOCK; t++) _mm_store_si128((__m128i*)(inverse_ + t * EIGHT), _mm_set1_epi16(words[t]));
   }
 
-  // Scores [group, BLOCK] of a head's rows with `count` tokens, the first of which lies `slot` slots behind that of turn_back;
-  // levels are [columns / CHANNELS, BLOCK, CHANNELS]. The last scores are there after the next `flush`.
+  // Scores [group, BLOCK] of a head's rows with `count` tokens, the first of which lies `slot` slots behind that of
+  // turn_back; levels are [columns / CHANNELS, BLOCK, CHANNELS]. The last scores are there after the next `flush`.
   void score(int64_t head, int slot, int count, const int8_t* levels, const float* gain, float* scores) {
     const int16_t *scale = scale_ + head * columns_, *offset = offset_ + head * columns_;
     for (int t = 0; t < count; t += STEP) {
@@ -202,8 +203,10 @@ class WordScores {
   }
 
  private:
-  // STEP tokens. Their keys are written, multiplied while those of the next ones are written, and finished one step later, so
-  // that nothing waits for the tiles.
+  int64_t tiles_bytes() const { return heads_ * sets_ * chunks_ * 2 * rows_ * 64; }
+
+  // STEP tokens. Their keys are written, multiplied while those of the next ones are written, and finished one step
+  // later, so that nothing waits for the tiles.
   struct Group {
     int64_t head;
     const float* gain;
@@ -287,8 +290,8 @@ class WordScores {
   }
 
   template <int PART>
-  INLINE void rotated(const int16_t* scale, const int16_t* offset, const int16_t* cos, const int16_t* sin, const int8_t* levels,
-                      const int16_t* inverse, char* to) const {
+  INLINE void rotated(const int16_t* scale, const int16_t* offset, const int16_t* cos, const int16_t* sin,
+                      const int8_t* levels, const int16_t* inverse, char* to) const {
     const Channels<PART> first(scale, offset), second(scale + half_, offset + half_);
     __m512i real[4], imaginary[4];
     UNROLL for (int i = 0; i < 4; i++) {
@@ -304,7 +307,8 @@ class WordScores {
   }
 
   template <int PART>
-  INLINE void unrotated(const int16_t* scale, const int16_t* offset, const int8_t* levels, const int16_t* inverse, char* to) const {
+  INLINE void unrotated(const int16_t* scale, const int16_t* offset, const int8_t* levels, const int16_t* inverse,
+                        char* to) const {
     const Channels<PART> channels(scale, offset);
     __m512i words[4];
     UNROLL for (int i = 0; i < 4; i++)

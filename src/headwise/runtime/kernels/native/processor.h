@@ -1,12 +1,22 @@
-// Vectors of floats as wide as the processor has them, in GCC's and clang's own vector types.
+// The processor: vectors of floats as wide as it has them, in GCC's and clang's own vector types, and its threads.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <new>
 #include <utility>
+
+#include "abi.h"
+
+#if defined(FRESH_THREADS)
+#include <thread>
+#include <vector>
+#else
+#include <omp.h>
+#endif
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -16,6 +26,12 @@
 #define BYTES 32
 #else
 #define BYTES 16
+#endif
+
+#if defined(__AVX512VBMI__) && defined(__AVX512BW__)
+#define HAS_BYTE_TABLES 1  // tables of 256 bytes in registers
+#else
+#define HAS_BYTE_TABLES 0
 #endif
 
 #define INLINE inline __attribute__((always_inline))
@@ -58,7 +74,8 @@ INLINE Vector from_bytes(Bytes numbers) {
 #elif defined(__AVX2__)
   return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)numbers)));
 #else
-  return __builtin_convertvector(__builtin_convertvector(numbers, Whole), Vector);  // at once, GCC takes them one by one
+  return __builtin_convertvector(__builtin_convertvector(numbers, Whole),
+                                 Vector);  // at once, GCC takes them one by one
 #endif
 }
 INLINE Vector load(const int8_t* at) {
@@ -105,7 +122,9 @@ INLINE void put(float16* at, float x) { *at = (float16)x; }
 
 // Loads `count` numbers and fills the vector with zeros; memory behind them is not read.
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
-INLINE Vector load(const float* at, int count) { return (Vector)_mm512_maskz_loadu_ps((__mmask16)((1 << count) - 1), at); }
+INLINE Vector load(const float* at, int count) {
+  return (Vector)_mm512_maskz_loadu_ps((__mmask16)((1 << count) - 1), at);
+}
 INLINE Vector load(const int8_t* at, int count) {
   const Bytes numbers = (Bytes)_mm_maskz_loadu_epi8((__mmask16)((1 << count) - 1), at);
   return from_bytes(numbers);
@@ -204,14 +223,14 @@ INLINE bool exceeds(Vector lanes, float x) {
 #endif
 }
 
-// 2^x for x ≤ 0, and 0 below -126: exact to rounding, or when ROUGH within 8e-5, for results that are rounded to bfloat16.
-// The polynomials are minimax in relative error on [-1/2, 1/2].
+// 2^x for x ≤ 0, and 0 below -126: exact to rounding, or when ROUGH within 8e-5, for results that are rounded to
+// bfloat16. The polynomials are minimax in relative error on [-1/2, 1/2].
 template <bool ROUGH>
 INLINE Vector power_of_two(Vector x) {
 #if !defined(__AVX512F__)
   const Whole tiny = x < -126.0f;
 #endif
-  x = larger(all(-200.0f), x);  // in this order NaN stays NaN
+  x = larger(all(-200.0f), x);            // in this order NaN stays NaN
   const Vector shift = all(12582912.0f);  // 1.5 · 2²³: adding it rounds to a whole number
   const Vector shifted = x + shift;
   const Vector rest = x - (shifted - shift);
@@ -236,20 +255,64 @@ INLINE Vector power_of_two(Vector x) {
 #endif
 }
 
-// Calls `work` with a number of the type that an entry point is asked for: 0 float32, 1 bfloat16, 2 float16. Returns the
-// entry point's status: 0, or 1 without memory, or 2 for a type that this compiler lacks.
+// --- constants ---------------------------------------------------------------------------------------------------
+
+// Calls f(n) with a number from 1 to MOST as a compile-time constant.
+template <int MOST, int N = 1, class F>
+INLINE void with_constant(int n, F f) {
+  if (n == N)
+    f(std::integral_constant<int, N>());
+  else if constexpr (N < MOST)
+    with_constant<MOST, N + 1>(n, f);
+}
+
+// --- types -------------------------------------------------------------------------------------------------------
+
+// Calls `work` with a number of the type that a kernel is asked for. Returns what kernels return: 0, or NO_MEMORY, or 2
+// for a type that this compiler lacks.
 template <class Work>
 int with_type(int type, Work work) try {
   switch (type) {
-    case 0: work(float()); return 0;
-    case 1: work(bfloat16()); return 0;
+    case FLOAT32: work(float()); return 0;
+    case BFLOAT16: work(bfloat16()); return 0;
 #if defined(__FLT16_MAX__)
-    case 2: work(float16()); return 0;
+    case FLOAT16: work(float16()); return 0;
 #endif
     default: return 2;
   }
 } catch (const std::bad_alloc&) {
-  return 1;
+  return NO_MEMORY;
+}
+
+// --- threads ---------------------------------------------------------------------------------------------------
+
+// Calls f(thread) on a number of threads: torch's own, by OpenMP, or new ones, so that a sanitizer can watch for races.
+template <class F>
+void in_threads(int count, F f) {
+  if (count == 1) return f(0);
+#if defined(FRESH_THREADS)
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < count; thread++) threads.emplace_back([&f, thread] { f(thread); });
+  for (std::thread& thread : threads) thread.join();
+#else
+#pragma omp parallel for num_threads(count) schedule(static, 1)
+  for (int thread = 0; thread < count; thread++) f(thread);
+#endif
+}
+
+// Microseconds of work that another thread is worth. One that waits by spinning begins at once; one that sleeps
+// (OMP_WAIT_POLICY=PASSIVE) has to be woken by the operating system, which can take as long as reading two megabytes.
+inline double worth_a_thread() {
+  static const double microseconds = [] {
+    const char* policy = std::getenv("OMP_WAIT_POLICY");
+    return policy && (policy[0] == 'P' || policy[0] == 'p') && !std::getenv("GOMP_SPINCOUNT") ? 60 : 3;
+  }();
+  return microseconds;
+}
+
+// How many threads the work is enough for: more would wait for each other.
+inline int useful_threads(double microseconds, int64_t most) {
+  return int(std::max<int64_t>(1, std::min<int64_t>(most, int64_t(microseconds / worth_a_thread()) + 1)));
 }
 
 }  // namespace

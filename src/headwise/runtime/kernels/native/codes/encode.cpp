@@ -1,30 +1,72 @@
-// Trellis codes: the path of least error through windows of eight bits, by Viterbi's algorithm.
+// What codes the values of new tokens: the gains of each, and its trellis codes.
 //
-// A code of b bits is appended to the stream of a row's codes, and the last eight bits of the stream, its window, say
-// which level of a table of 256 it stands for. So a value's level depends on the codes before it too, and the codes of a
-// row are chosen together.
-#include "unfused.h"
+// Products and sums are not rounded as one, so that codes do not depend on where GCC fuses them. (Clang's
+// -ffp-contract=fast may overrule its pragma.)
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=off")
+#endif
 
-#include <cstring>
-#include <new>
+#include <cmath>
 #include <vector>
 
-#include "../threads.h"
-#include "../vectors.h"
+#include "../processor.h"
 
 namespace {
 
-struct TrellisArguments {
-  const float *values, *gains;  // [rows, width]; [rows, width] factors of a value's error, or null
-  const float* weights;         // [width], of squared errors
-  const uint8_t* bits;          // [width], 1 to 8
-  const float* tables;          // [9, 256], the levels of codes of 0 to 8 bits
-  const uint8_t* starts;        // [rows], the byte of the stream before a row's codes
-  uint8_t* codes;               // [rows, stride], or null; zero at first
-  float* levels;                // [rows, width], or null
-  int64_t rows, width, stride;
-  int64_t threads;
-};
+// --- gains ---------------------------------------------------------------------------------------------------------
+
+constexpr int NUMBERS = 16;
+
+// The number of the gain of one part: of a few neighbouring ones, that of the least expected error. `normal` has its
+// values over their scales, and all pointers those of its channels.
+int best_number(const GainsArguments& a, const float* normal, const float* scale, const float* noise,
+                const float* reach, int64_t width) {
+  float squares = 0;
+  for (int64_t i = 0; i < width; i++) squares += normal[i] * normal[i];
+  const float square = std::min(std::max(1e-12f, squares / width), 1e12f);  // in this order NaN becomes the least
+  const int middle = int(std::nearbyint(std::log(square) / (2 * std::log(a.step)))) + int(a.zero);
+  float gain[NUMBERS] = {}, cost[NUMBERS] = {};
+  int number[NUMBERS];
+  for (int k = 0; k < a.tried; k++)
+    number[k] = std::max(0, std::min(NUMBERS - 1, middle + k)), gain[k] = a.gains[number[k]];
+  for (int k = 0; k < a.tried; k += W) {
+    const Vector some = load(gain + k);
+    Vector error = load(cost + k);
+    for (int64_t i = 0; i < width; i++) {
+      const Vector excess = larger(std::fabs(normal[i]) - reach[i] * some, Vector{});
+      error += (noise[i] * (some * some) + excess * excess) * (scale[i] * scale[i]);
+    }
+    store(cost + k, error);
+  }
+  int best = 0;
+  for (int k = 1; k < a.tried; k++)
+    if (cost[k] < cost[best]) best = k;
+  return number[best];
+}
+
+void choose(const GainsArguments& a, int64_t row) {
+  float* normal = a.normal + row * a.width;
+  for (int64_t i = 0; i < a.width; i++) normal[i] = (a.values[row * a.width + i] - a.offset[i]) / a.scale[i];
+  int start = 0;
+  int64_t from = 0;
+  for (int64_t part = 0; part < a.count; from += a.parts[part++]) {
+    const int number = best_number(a, normal + from, a.scale + from, a.noise + from, a.reach + from, a.parts[part]);
+    start |= number << 4 * part;
+    for (int64_t i = from; i < from + a.parts[part]; i++) {
+      a.of_channel[row * a.width + i] = a.gains[number];
+      normal[i] /= a.gains[number];
+    }
+  }
+  a.starts[row] = uint8_t(start);
+}
+
+// --- trellis codes ---------------------------------------------------------------------------------------------------
+
+// The path of least error through windows of eight bits, by Viterbi's algorithm. A code of b bits is appended to the
+// stream of a row's codes, and the last eight bits of the stream, its window, say which level of a table of 256 it
+// stands for. So a value's level depends on the codes before it too, and the codes of a row are chosen together.
 
 constexpr int WINDOWS = 256;
 
@@ -115,34 +157,23 @@ void step(float* cost, uint8_t* dropped, const float* table, float value, float 
   extend<K>(least, cost, table, value, weight);
 }
 
-void step_of(int bits, float* cost, uint8_t* dropped, const float* table, float value, float weight) {
-  switch (bits) {
-    case 1: return step<1>(cost, dropped, table, value, weight);
-    case 2: return step<2>(cost, dropped, table, value, weight);
-    case 3: return step<3>(cost, dropped, table, value, weight);
-    case 4: return step<4>(cost, dropped, table, value, weight);
-    case 5: return step<5>(cost, dropped, table, value, weight);
-    case 6: return step<6>(cost, dropped, table, value, weight);
-    case 7: return step<7>(cost, dropped, table, value, weight);
-    case 8: return step<8>(cost, dropped, table, value, weight);
-  }
-}
-
-void encode_row(const TrellisArguments& a, int64_t row, std::vector<uint8_t>& dropped, const int64_t* ends) {
+void encode_row(const EncoderArguments& a, int64_t row, uint8_t* dropped, const int64_t* ends) {
   alignas(64) float cost[WINDOWS];
   for (int w = 0; w < WINDOWS; w++) cost[w] = w == a.starts[row] ? 0.f : 1e30f;
   const float* values = a.values + row * a.width;
   for (int64_t i = 0; i < a.width; i++) {
     const float gain = a.gains ? a.gains[row * a.width + i] : 1.f;
-    step_of(a.bits[i], cost, &dropped[i * (WINDOWS / 2)], a.tables + a.bits[i] * WINDOWS, values[i],
-            a.weights[i] * (gain * gain));
+    with_constant<8>(a.bits[i], [&](auto BITS) {
+      step<BITS()>(cost, dropped + i * (WINDOWS / 2), a.tables + BITS() * WINDOWS, values[i],
+                   a.weights[i] * (gain * gain));
+    });
   }
   int window = 0;
   for (int w = 1; w < WINDOWS; w++)
     if (cost[w] < cost[window]) window = w;
   for (int64_t i = a.width - 1; i >= 0; i--) {
     const int bits = a.bits[i], state = window >> bits;
-    if (a.levels) a.levels[row * a.width + i] = a.tables[bits * WINDOWS + window];
+    a.levels[row * a.width + i] = a.tables[bits * WINDOWS + window];
     if (a.codes) {
       const int code = window & ((1 << bits) - 1);
       const int64_t end = ends[i];  // the highest bit of a byte comes first
@@ -155,24 +186,29 @@ void encode_row(const TrellisArguments& a, int64_t row, std::vector<uint8_t>& dr
   }
 }
 
-void encode(const TrellisArguments& a) {
+}  // namespace
+
+int headwise_gains(const GainsArguments* arguments, int) {
+  const GainsArguments& a = *arguments;
+  const int threads = useful_threads(double(a.rows) * a.width * 0.005, a.threads);
+  in_threads(threads, [&](int thread) {
+    for (int64_t row = a.rows * thread / threads; row < a.rows * (thread + 1) / threads; row++) choose(a, row);
+  });
+  return 0;
+}
+
+int headwise_trellis(const EncoderArguments* arguments, int) try {
+  const EncoderArguments& a = *arguments;
+  const int threads = useful_threads(double(a.rows) * a.width * 0.05, a.threads);
+  std::vector<uint8_t> dropped(threads * a.width * (WINDOWS / 2));
   std::vector<int64_t> ends(a.width);
   int64_t end = 0;
   for (int64_t i = 0; i < a.width; i++) ends[i] = end += a.bits[i];
-  const int threads = useful_threads(double(a.rows) * a.width * 0.05, a.threads);
   in_threads(threads, [&](int thread) {
-    std::vector<uint8_t> dropped(a.width * (WINDOWS / 2));
     for (int64_t row = a.rows * thread / threads; row < a.rows * (thread + 1) / threads; row++)
-      encode_row(a, row, dropped, ends.data());
+      encode_row(a, row, &dropped[thread * a.width * (WINDOWS / 2)], ends.data());
   });
-}
-
-}  // namespace
-
-// The entry point: 0, or 1 where there is no memory.
-extern "C" int headwise_trellis(const TrellisArguments* arguments) try {
-  encode(*arguments);
   return 0;
 } catch (const std::bad_alloc&) {
-  return 1;
+  return NO_MEMORY;
 }

@@ -1,11 +1,12 @@
-// Products of a few query rows with a block of keys, and of their weights with a block of values.
+// Products of query rows with a block of keys, and of their weights with a block of values.
 //
-// Scores and weights are [rows, BLOCK]; keys and values are given by pointers, so that a block can be any tokens.
+// Scores and weights are [rows, BLOCK]; keys and values are given by pointers, so that a block can be any tokens. Many
+// rows lie side by side in vectors, where the processor has wide ones.
 #pragma once
 
 #include <type_traits>
 
-#include "vectors.h"
+#include "processor.h"
 
 namespace {
 
@@ -25,8 +26,11 @@ constexpr int MIX_SUMS = W == 16 ? 24 : 9;
 // Prefetches memory that is soon read, a few cache lines at a time between products.
 class Ahead {
  public:
-  // Prefetches `count` rows of `bytes` bytes, `stride` bytes apart, in `steps` steps; into the first cache where they are
-  // no more than `few` bytes, else into the second.
+  // Nothing.
+  Ahead() = default;
+
+  // Prefetches `count` rows of `bytes` bytes, `stride` bytes apart, in `steps` steps; into the first cache where they
+  // are no more than `few` bytes, else into the second.
   Ahead(const void* first, int64_t stride, int64_t count, int64_t bytes, int64_t steps, int64_t few = 16384)
       : at_((const char*)first) {
     near_ = count * bytes <= few;
@@ -50,9 +54,9 @@ class Ahead {
       if (at_ == end_) at_ += skip_, end_ += stride_;
     }
   }
-  const char *at_, *end_;
-  int64_t stride_, skip_, left_, each_;
-  bool near_;
+  const char *at_ = nullptr, *end_ = nullptr;
+  int64_t stride_ = 0, skip_ = 0, left_ = 0, each_ = 0;
+  bool near_ = true;
 };
 
 // Calls f(first row, size) for blocks of rows of nearly one size, at most MOST; the size is a compile-time constant.
@@ -61,16 +65,7 @@ INLINE void in_blocks(int rows, F f) {
   const int blocks = (rows + MOST - 1) / MOST;
   for (int i = 0, row = 0; i < blocks; i++) {
     const int size = (rows - row) / (blocks - i);
-    switch (size) {
-      case 1: f(row, std::integral_constant<int, 1>()); break;
-      case 2: if constexpr (MOST >= 2) f(row, std::integral_constant<int, 2>()); break;
-      case 3: if constexpr (MOST >= 3) f(row, std::integral_constant<int, 3>()); break;
-      case 4: if constexpr (MOST >= 4) f(row, std::integral_constant<int, 4>()); break;
-      case 5: if constexpr (MOST >= 5) f(row, std::integral_constant<int, 5>()); break;
-      case 6: if constexpr (MOST >= 6) f(row, std::integral_constant<int, 6>()); break;
-      case 7: if constexpr (MOST >= 7) f(row, std::integral_constant<int, 7>()); break;
-      case 8: if constexpr (MOST >= 8) f(row, std::integral_constant<int, 8>()); break;
-    }
+    with_constant<MOST>(size, [&](auto SIZE) __attribute__((always_inline)) { f(row, SIZE); });
     row += size;
   }
 }
@@ -86,14 +81,19 @@ struct Single {
   static constexpr int TOKENS = 1;  // tokens of values in an operand
   static constexpr int MIX_ROWS = W == 16 ? 6 : 4;
   template <class T>
-  static INLINE Operand load(const T* at) { return ::load(at); }
+  static INLINE Operand load(const T* at) {
+    return ::load(at);
+  }
   template <class T>
-  static INLINE Operand load(const T* at, int count) { return ::load(at, count); }
+  static INLINE Operand load(const T* at, int count) {
+    return ::load(at, count);
+  }
   static INLINE void add(Vector& to, Operand a, Operand b) { to += a * b; }
   static INLINE Operand weight(const float* at) { return all(*at); }
   template <int COLUMNS, class T>
   static INLINE void columns(const T* const* value, int64_t d, Operand* out) {
-    UNROLL for (int c = 0; c < COLUMNS; c++) out[c] = ::load(*value + d + c * W);
+    UNROLL for (int c = 0; c < COLUMNS; c++)
+      out[c] = ::load(*value + d + c * W);
   }
   template <class T>
   static INLINE void last_columns(const T* const* value, int64_t d, int count, Operand* out) {
@@ -102,6 +102,8 @@ struct Single {
 };
 
 #if HAS_PAIRS
+INLINE void store(bfloat16* at, Vector x) { _mm256_storeu_si256((__m256i*)at, (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
+
 // Arithmetic on two bfloat16 at a time: neighbouring dims of keys, neighbouring tokens of values.
 struct Paired {
   using Query = bfloat16;
@@ -123,7 +125,8 @@ struct Paired {
   template <int COLUMNS>
   static INLINE void columns(const bfloat16* const* value, int64_t d, Operand* out) {
     static_assert(COLUMNS % 2 == 0);
-    UNROLL for (int c = 0; c < COLUMNS; c += 2) weave(load(value[0] + d + c * W), load(value[1] + d + c * W), out + c);
+    UNROLL for (int c = 0; c < COLUMNS; c += 2)
+      weave(load(value[0] + d + c * W), load(value[1] + d + c * W), out + c);
   }
   static INLINE void last_columns(const bfloat16* const* value, int64_t d, int count, Operand* out) {
     weave(load(value[0] + d, count), load(value[1] + d, count), out);
@@ -149,28 +152,35 @@ INLINE void dot(const typename A::Query* query, const T* const* key, int64_t D, 
   static_assert(ROWS * TOKENS <= SUMS);
   const int64_t whole = D / A::DIMS * A::DIMS, padded = whole == D ? D : whole + A::DIMS;
   Vector acc[SUMS];
-  UNROLL for (int i = 0; i < SUMS; i++) acc[i] = Vector{};
+  UNROLL for (int i = 0; i < SUMS; i++)
+    acc[i] = Vector{};
   const T* at[TOKENS];
-  UNROLL for (int t = 0; t < TOKENS; t++) at[t] = key[t];
+  UNROLL for (int t = 0; t < TOKENS; t++)
+    at[t] = key[t];
   const auto add = [&](int64_t d, const typename A::Operand* x) __attribute__((always_inline)) {
     UNROLL for (int r = 0; r < ROWS; r++) {
       typename A::Operand y = A::load(query + r * padded + d);
       if constexpr (ROWS > 1) IN_REGISTER(y);
-      UNROLL for (int t = 0; t < TOKENS; t++) A::add(acc[r * TOKENS + t], y, x[t]);
+      UNROLL for (int t = 0; t < TOKENS; t++)
+        A::add(acc[r * TOKENS + t], y, x[t]);
     }
   };
   typename A::Operand x[TOKENS];
   for (int64_t d = 0; d < whole; d += A::DIMS) {
-    UNROLL for (int t = 0; t < TOKENS; t++) x[t] = A::load(at[t] + d);
+    UNROLL for (int t = 0; t < TOKENS; t++)
+      x[t] = A::load(at[t] + d);
     add(d, x);
   }
   if (whole < D) {
-    UNROLL for (int t = 0; t < TOKENS; t++) x[t] = A::load(at[t] + whole, int(D - whole));
+    UNROLL for (int t = 0; t < TOKENS; t++)
+      x[t] = A::load(at[t] + whole, int(D - whole));
     add(whole, x);
   }
   float flat[SUMS];
-  UNROLL for (int i = 0; i < SUMS; i += W) store(flat + i, sums(acc + i));
-  UNROLL for (int r = 0; r < ROWS; r++) memcpy(scores + r * BLOCK, flat + r * TOKENS, TOKENS * sizeof(float));
+  UNROLL for (int i = 0; i < SUMS; i += W)
+    store(flat + i, sums(acc + i));
+  UNROLL for (int r = 0; r < ROWS; r++)
+    memcpy(scores + r * BLOCK, flat + r * TOKENS, TOKENS * sizeof(float));
 }
 
 template <class A, int ROWS, class T>
@@ -194,8 +204,8 @@ INLINE int64_t steps_of_scores(int rows, int count) {
   return blocks * (count / tokens);
 }
 
-// scores[r, t] of all rows with the block's keys. Keys are taken a few at a time: these stay in the first cache while the
-// queries come from the second.
+// scores[r, t] of all rows with the block's keys. Keys are taken a few at a time: these stay in the first cache while
+// the queries come from the second.
 template <class A, class T>
 void score(const typename A::Query* query, int rows, const T* const* key, int count, int64_t D, float* scores,
            Ahead& ahead) {
@@ -217,15 +227,15 @@ struct Weights {
   int64_t row, token;
 };
 
-// out[r, d …] = keep[r] · out[r, d …] + Σ weights[r, t] · value[t, d …] for COLUMNS vectors of columns; when IS_LAST, only
-// `left` columns are there. Rows of out are `stride` apart.
+// out[r, d …] = keep[r] · out[r, d …] + Σ weights[r, t] · value[t, d …] for COLUMNS vectors of columns; when IS_LAST,
+// only `left` columns are there. Rows of out are `stride` apart.
 template <class A, int ROWS, int COLUMNS, bool IS_LAST, class T>
 INLINE void mix_columns(float* out, int64_t stride, Weights<typename A::Weight> weights, const float* keep,
                         const T* const* value, int count, int64_t d, int left, Ahead& shared) {
   Ahead ahead = shared;  // a local copy can be in registers
   Vector acc[ROWS][COLUMNS];
-  UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int c = 0; c < COLUMNS; c++) acc[r][c] = load(out + r * stride + d + c * W) * keep[r];
+  UNROLL for (int r = 0; r < ROWS; r++) UNROLL
+    for (int c = 0; c < COLUMNS; c++) acc[r][c] = load(out + r * stride + d + c * W) * keep[r];
   const typename A::Weight* weight = weights.at;
   for (int t = 0; t < count; t += A::TOKENS, weight += A::TOKENS * weights.token) {
     ahead.step();
@@ -236,11 +246,12 @@ INLINE void mix_columns(float* out, int64_t stride, Weights<typename A::Weight> 
       A::template columns<COLUMNS>(value + t, d, x);
     UNROLL for (int r = 0; r < ROWS; r++) {
       const typename A::Operand y = A::weight(weight + r * weights.row);
-      UNROLL for (int c = 0; c < COLUMNS; c++) A::add(acc[r][c], y, x[c]);
+      UNROLL for (int c = 0; c < COLUMNS; c++)
+        A::add(acc[r][c], y, x[c]);
     }
   }
-  UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int c = 0; c < COLUMNS; c++) store(out + r * stride + d + c * W, acc[r][c]);
+  UNROLL for (int r = 0; r < ROWS; r++) UNROLL
+    for (int c = 0; c < COLUMNS; c++) store(out + r * stride + d + c * W, acc[r][c]);
   shared = ahead;
 }
 
@@ -276,5 +287,137 @@ void mix(float* out, int rows, Weights<typename A::Weight> weights, const float*
     if (V % OPERAND) columns(V / OPERAND * OPERAND, std::integral_constant<int, A::TOKENS>(), std::true_type());
   });
 }
+
+// --- rows side by side -------------------------------------------------------------------------------------------
+
+// Lanes 2 r and 2 r + 1 of a vector belong to row r of eight. Eight bytes of a key, broadcast, are multiplied by the
+// same numbers of all eight queries at once, so that no key is transposed; the softmax works in all lanes too, and adds
+// them up only at the end. The scores of such a group are [BLOCK / 2, 8, 2]: two neighbouring tokens in a row's two
+// lanes.
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#define HAS_LANES 1
+#else
+#define HAS_LANES 0
+#endif
+
+#if HAS_LANES
+constexpr int SIDE = 8;    // rows in a vector
+constexpr int SCORED = 8;  // tokens whose scores are acc together
+
+// Numbers of a key that are broadcast at once.
+template <class A>
+constexpr int AT_ONCE = 8 / sizeof(typename A::Query);
+
+// Swaps the two lanes of each row.
+INLINE Vector swapped(Vector x) { return (Vector)_mm512_shuffle_ps((__m512)x, (__m512)x, 0xb1); }
+// Lanes of b where the bit is set, else of a.
+INLINE Vector chosen(__mmask16 is_b, Vector a, Vector b) {
+  return (Vector)_mm512_mask_blend_ps(is_b, (__m512)a, (__m512)b);
+}
+
+// Scores of GROUPS groups of eight rows with the block's keys, whose number is a multiple of SCORED. Queries are
+// [GROUPS, D / AT_ONCE, 8, AT_ONCE].
+template <class A, int GROUPS>
+INLINE void score_groups(const typename A::Query* query, const typename A::Query* const* key, int count, int64_t D,
+                         float* scores, Ahead& shared) {
+  Ahead ahead = shared;                        // a local copy can be in registers
+  constexpr int CHAINS = GROUPS == 1 ? 2 : 1;  // independent sums, so that no addition waits for the one before
+  constexpr int DIMS = CHAINS * AT_ONCE<A>;
+  for (int t = 0; t < count; t += SCORED) {
+    const typename A::Query* at[SCORED];
+    UNROLL for (int s = 0; s < SCORED; s++)
+      at[s] = key[t + s];
+    Vector acc[CHAINS][GROUPS][SCORED];
+    UNROLL for (int c = 0; c < CHAINS; c++) UNROLL
+      for (int g = 0; g < GROUPS; g++) UNROLL
+        for (int s = 0; s < SCORED; s++) acc[c][g][s] = Vector{};
+    const auto add = [&](int64_t d, int c) __attribute__((always_inline)) {
+      typename A::Operand y[GROUPS];
+      UNROLL for (int g = 0; g < GROUPS; g++)
+        y[g] = A::load(query + (g * D + d) * SIDE);
+      UNROLL for (int s = 0; s < SCORED; s++) {
+        int64_t bytes;
+        memcpy(&bytes, at[s] + d, 8);
+        typename A::Operand x = (typename A::Operand)_mm512_set1_epi64(bytes);
+        IN_REGISTER(x);
+        UNROLL for (int g = 0; g < GROUPS; g++)
+          A::add(acc[c][g][s], y[g], x);
+      }
+    };
+    int64_t d = 0;
+    for (; d + DIMS <= D; d += DIMS) {
+      if (d % A::DIMS == 0) ahead.step();
+      UNROLL for (int c = 0; c < CHAINS; c++)
+        add(d + c * AT_ONCE<A>, c);
+    }
+    if (d < D) add(d, 0);
+    UNROLL for (int g = 0; g < GROUPS; g++) UNROLL
+      for (int s = 0; s < SCORED; s += 2) {
+        Vector even = acc[0][g][s], odd = acc[0][g][s + 1];
+        if constexpr (CHAINS == 2) even += acc[1][g][s], odd += acc[1][g][s + 1];
+        store(scores + (g * BLOCK + t + s) * SIDE, chosen(0xaaaa, even, odd) + swapped(chosen(0x5555, even, odd)));
+      }
+  }
+  shared = ahead;
+}
+
+template <class A>
+INLINE int64_t steps_of_groups(int groups, int count, int64_t D) {
+  return (groups + 1) / 2 * ((count + SCORED - 1) / SCORED) * ((D + A::DIMS - 1) / A::DIMS);
+}
+
+// Scores of all groups; the keys are padded to a multiple of SCORED with the last one.
+template <class A>
+void score_side_by_side(const typename A::Query* query, int groups, const typename A::Query** key, int count, int64_t D,
+                        float* scores, Ahead& ahead) {
+  for (int t = count; t % SCORED; t++) key[t] = key[count - 1];
+  in_blocks<2>(groups, [&](int group, auto GROUPS) {
+    score_groups<A, GROUPS()>(query + group * SIDE * D, key, count, D, scores + group * SIDE * BLOCK, ahead);
+  });
+}
+
+// Stores the weights of two tokens for eight rows, in [BLOCK, rows] or, where products take pairs of tokens,
+// [BLOCK / 2, rows, 2].
+INLINE void store_weights(float* at, int64_t rows, Vector weights) {
+  const __m512i apart = _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
+  const __m512 both = _mm512_permutexvar_ps(apart, (__m512)weights);
+  _mm256_storeu_ps(at, _mm512_castps512_ps256(both));
+  _mm256_storeu_ps(at + rows, _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(both), 1)));
+}
+#if HAS_PAIRS
+INLINE void store_weights(bfloat16* at, int64_t, Vector weights) { store(at, weights); }
+#endif
+
+// A group's scores become weights, stored among those of all rows. `high` and `sum` are the softmax's highest score and
+// sum of weights so far, in both lanes of each row; `keep` is what the partial results so far are multiplied by.
+template <class Weight>
+INLINE void weigh_group(const float* scores, int count, float scale, float* high, float* sum, Weight* weights,
+                        int64_t rows, float* keep) {
+  const int pairs = (count + 1) / 2;
+  Vector top = load(scores);
+  for (int p = 1; p < pairs; p++) top = larger(top, load(scores + p * W));
+  top = larger(top, swapped(top)) * scale;
+  Vector highest = load(high), sum_of = load(sum), kept = all(1.0f);
+  if (const __mmask16 is_higher = _mm512_cmp_ps_mask((__m512)top, (__m512)highest, _CMP_GT_OQ)) {
+    const Vector raised = chosen(is_higher, highest, top);
+    kept = chosen(is_higher, kept, power_of_two<false>(highest - raised));
+    highest = raised;
+    sum_of *= kept;
+    store(high, highest);
+  }
+  const __m512i even = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 14, 12, 10, 8, 6, 4, 2, 0);
+  _mm256_storeu_ps(keep, _mm512_castps512_ps256(_mm512_permutexvar_ps(even, (__m512)kept)));
+  // Nothing seen yet: all weights are 0.
+  const __mmask16 is_nothing = _mm512_cmp_ps_mask((__m512)highest, (__m512)all(NOTHING), _CMP_EQ_OQ);
+  const Vector base = chosen(is_nothing, highest, Vector{});
+  for (int p = 0; p < pairs; p++) {
+    const Vector pair = power_of_two<!std::is_same_v<Weight, float>>(load(scores + p * W) * scale - base);
+    sum_of += pair;
+    store_weights(weights + 2 * p * rows, rows, pair);
+  }
+  store(sum, sum_of);
+}
+
+#endif
 
 }  // namespace

@@ -3,11 +3,9 @@
 // Numbers of 8 bits lose 128, so that all fit into signed bytes.
 #pragma once
 
-#include "matrix_tiles.h"
+#include "../matrix_tiles.h"
 
 namespace {
-
-constexpr int CHUNK = 64;  // numbers of a token, to a multiple of which unpacked rows are padded
 
 // Unpacks rows of numbers.
 class RowUnpacker {
@@ -25,17 +23,18 @@ class RowUnpacker {
     unused_ = _mm_cvtsi32_si128(16 - bits);
   }
 
-  // Writes `width` numbers of each of `count` rows, and what pads them to a multiple of CHUNK; rows are `stride` bytes apart, and
-  // what is written `apart`. From the first row on, `readable` bytes may be read.
-  __attribute__((noinline)) void unpack(const uint8_t* row, int64_t stride, int count, int64_t width, int64_t readable, int8_t* to,
-                                        int64_t apart) const {
+  // Writes `width` numbers of each of `count` rows, and what pads them to a multiple of CHUNK; rows are `stride` bytes
+  // apart, and what is written `apart`. From the first row on, `readable` bytes may be read.
+  __attribute__((noinline)) void unpack(const uint8_t* row, int64_t stride, int count, int64_t width, int64_t readable,
+                                        int8_t* to, int64_t apart) const {
     const RowUnpacker own = *this;  // a local copy, which the compiler knows that no store changes
     const int64_t step = AT_ONCE / 8 * bits_;
     for (int t = 0; t < count; t++, row += stride, readable -= stride, to += apart) {
       __builtin_prefetch(row + count * stride);
       const int64_t last = readable - 3 * own.bits_ - 16;
       for (int64_t i = 0, byte = 0; i < width; i += AT_ONCE, byte += step) {
-        const __m256i numbers = byte <= last ? own.read(row + byte) : read_last(own, row + byte, (width - i) * own.bits_);
+        const __m256i numbers =
+            byte <= last ? own.read(row + byte) : read_last(own, row + byte, (width - i) * own.bits_);
         _mm256_storeu_si256((__m256i*)(to + i), numbers);
       }
     }
@@ -43,8 +42,8 @@ class RowUnpacker {
 
  private:
   static constexpr int AT_ONCE = 32;
-  // Of each number the two bytes that it is in, the second as the higher one; what moves it to the highest bits; and how many of
-  // sixteen are not its own.
+  // Of each number the two bytes that it is in, the second as the higher one; what moves it to the highest bits; and
+  // how many of sixteen are not its own.
   __m256i order_, factor_;
   __m128i unused_;
   int bits_;
@@ -55,11 +54,13 @@ class RowUnpacker {
       const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)at));
       return _mm256_and_si256(_mm256_or_si256(bytes, _mm256_slli_epi16(bytes, 4)), _mm256_set1_epi8(15));
     }
-    const auto eights = [=](int first) __attribute__((always_inline)) {  // eight numbers, and eight that follow sixteen later
-      const __m128i *low = (const __m128i*)(at + first * bits_), *high = (const __m128i*)(at + (first + 2) * bits_);
-      const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high), 1);
-      return _mm256_srl_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(bytes, order_), factor_), unused_);
-    };
+    const auto eights =
+        [=](int first) __attribute__((always_inline)) {  // eight numbers, and eight that follow sixteen later
+          const __m128i *low = (const __m128i*)(at + first * bits_), *high = (const __m128i*)(at + (first + 2) * bits_);
+          const __m256i bytes =
+              _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high), 1);
+          return _mm256_srl_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(bytes, order_), factor_), unused_);
+        };
     return _mm256_packus_epi16(eights(0), eights(1));
   }
 
@@ -93,8 +94,8 @@ class RowUnpacker {
 // Unpacks CHUNK numbers of a row at once.
 class Unpacker {
  public:
-  // When WOVEN, the numbers lie such that `weave` makes quads of them: those of channels 16 j + 4 l … 16 j + 4 l + 3 at byte
-  // 16 l + 4 j; otherwise in their order.
+  // When WOVEN, the numbers lie such that `weave` makes quads of them: those of channels 16 j + 4 l … 16 j + 4 l + 3 at
+  // byte 16 l + 4 j; otherwise in their order.
   Unpacker(int bits, int64_t width, bool is_woven) : bits_(bits), bytes_((width * bits + 7) / 8) {
     alignas(64) uint8_t order[64], shift[64];
     for (int four = 0; four < 16; four++) {
@@ -129,24 +130,6 @@ INLINE void weave(const __m512i* token, __m512i* out) {
   out[2] = _mm512_unpacklo_epi16(high01, high23), out[3] = _mm512_unpackhi_epi16(high01, high23);
 }
 
-// Transposes sixteen rows of sixteen words of 32 bits.
-INLINE void transpose(const __m512i* row, __m512i* column) {
-  __m512i a[16], b[16];
-  UNROLL for (int i = 0; i < 16; i += 2) {
-    a[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]), a[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
-  }
-  UNROLL for (int i = 0; i < 16; i += 4) {
-    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]), b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
-    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]), b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
-  }
-  UNROLL for (int i = 0; i < 4; i++) {
-    const __m512i even01 = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88), odd01 = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
-    const __m512i even23 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88), odd23 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
-    column[i] = _mm512_shuffle_i32x4(even01, even23, 0x88), column[8 + i] = _mm512_shuffle_i32x4(even01, even23, 0xdd);
-    column[4 + i] = _mm512_shuffle_i32x4(odd01, odd23, 0x88), column[12 + i] = _mm512_shuffle_i32x4(odd01, odd23, 0xdd);
-  }
-}
-
 // Rows of 64 numbers of 4 bits of sixteen tokens as tiles of columns: [16, token, 4], of eight channels those with even
 // numbers and then the others.
 INLINE void transpose_fours(const uint8_t* const* row, int8_t* to) {
@@ -174,43 +157,19 @@ INLINE void transpose_fours(const uint8_t* const* row, int8_t* to) {
 
 // Numbers of 64 channels in the order of such a tile's.
 INLINE __m512i in_order_of_fours(__m512i x) {
-  return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(_mm_set_epi8(15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1, 6, 4, 2, 0)));
+  return _mm512_shuffle_epi8(
+      x, _mm512_broadcast_i32x4(_mm_set_epi8(15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1, 6, 4, 2, 0)));
 }
 
 // 32 numbers of 4 bits of four tokens in two quads: channels with even numbers, and the others.
 INLINE void weave_fours(const uint8_t* const* row, int8_t* even, int8_t* odd) {
-  alignas(64) static constexpr uint8_t BESIDE[64] = {
-      0, 16, 32, 48, 1, 17, 33, 49, 2,  18, 34, 50, 3,  19, 35, 51, 4,  20, 36, 52, 5,  21, 37, 53, 6,  22, 38, 54, 7,  23, 39, 55,
-      8, 24, 40, 56, 9, 25, 41, 57, 10, 26, 42, 58, 11, 27, 43, 59, 12, 28, 44, 60, 13, 29, 45, 61, 14, 30, 46, 62, 15, 31, 47, 63};
-  const __m512i x = _mm512_permutexvar_epi8(_mm512_load_si512(BESIDE), BlockReader::bytes(row, 0)), mask = _mm512_set1_epi8(15);
+  const __m512i x = as_quad(bytes_of_four(row, 0)), mask = _mm512_set1_epi8(15);
   _mm512_store_si512(even, _mm512_and_si512(x, mask));
   _mm512_store_si512(odd, _mm512_and_si512(_mm512_srli_epi16(x, 4), mask));
 }
 
 // Where among the columns of such quads a channel is.
 constexpr int64_t column_of_four(int64_t channel) { return channel / 32 * 32 + channel % 2 * 16 + channel % 32 / 2; }
-
-// Numbers of a row in pieces of 8 bits with their signs, the highest first, `stride` bytes apart: rows of `count` numbers,
-// a multiple of sixteen. Returns the number that 1 stands for.
-template <int PIECES>
-INLINE float signed_pieces(const float* row, int64_t count, int8_t* pieces, int64_t stride) {
-  constexpr float MOST = PIECES == 3 ? 8355000 : 32600;  // what pieces up to 127 stand for, and room for rounding
-  Vector top{};
-  for (int64_t d = 0; d < count; d += W) {
-    const Vector x = load(row + d);
-    top = larger(top, larger(x, -x));
-  }
-  const float most = largest(top), factor = most > 0 && most < 1e38f ? MOST / most : 0.0f;
-  for (int64_t d = 0; d < count; d += W) {
-    __m512i rest = _mm512_cvtps_epi32((__m512)(load(row + d) * factor));
-    UNROLL for (int p = PIECES - 1; p >= 0; p--) {
-      const __m128i low = _mm512_cvtepi32_epi8(rest);
-      _mm_storeu_si128((__m128i*)(pieces + p * stride + d), low);
-      if (p) rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, _mm512_cvtepi8_epi32(low)), 8);
-    }
-  }
-  return most / MOST;
-}
 
 #endif
 

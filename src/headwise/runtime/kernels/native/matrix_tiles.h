@@ -1,0 +1,378 @@
+// Products of whole numbers by the processor's matrix tiles (AMX), and mixtures of levels.
+//
+// Weights become whole numbers of 8 bits a piece, three pieces where the result is float, so that every product and sum
+// of a block of tokens is exact. Levels lie in quads: [columns / 16, BLOCK / 4, 16, 4], four neighbouring tokens side
+// by side.
+#pragma once
+
+#include "attend.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__linux__) && HAS_BYTE_TABLES
+#define HAS_MATRIX_TILES 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define HAS_MATRIX_TILES 0
+#endif
+
+#if HAS_MATRIX_TILES && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define HAS_BFLOAT16_TILES 1
+#else
+#define HAS_BFLOAT16_TILES 0
+#endif
+
+namespace {
+
+constexpr int TILE = 16;             // rows of a tile, and its columns of 32 bits
+constexpr int QUADS = BLOCK * TILE;  // bytes of a block's levels of sixteen columns
+constexpr int CHUNK = 64;            // bytes of a row of a tile
+
+#if HAS_BYTE_TABLES
+// Sixteen bytes of each of four tokens, which lie at `byte` of their rows.
+INLINE __m512i bytes_of_four(const uint8_t* const* at, int64_t byte) {
+  // A broadcast from memory leaves the shuffle unit alone, which limits decoding.
+  const auto sixteen = [byte](const uint8_t* token) { return _mm_loadu_si128((const __m128i*)(token + byte)); };
+  __m512i x = _mm512_castsi128_si512(sixteen(at[0]));
+  x = _mm512_mask_broadcast_i32x4(x, 0x00f0, sixteen(at[1]));
+  x = _mm512_mask_broadcast_i32x4(x, 0x0f00, sixteen(at[2]));
+  return _mm512_mask_broadcast_i32x4(x, 0xf000, sixteen(at[3]));
+}
+
+#endif
+
+#if HAS_MATRIX_TILES
+// Whether this process may use tiles: the kernel is asked once.
+inline bool may_use_tiles() {
+  static const bool may = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+  return may;
+}
+
+// Tiles of sixteen rows of 64 bytes, as long as this lives; the first five may have fewer rows. None where these have
+// 0.
+class TileSetting {
+  const int rows_;
+
+ public:
+  explicit TileSetting(int rows) : rows_(rows) {
+    if (!rows) return;
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE};
+    } setting;
+    std::fill_n(setting.rows, 5, uint8_t(rows));
+    asm volatile("" : : "r"(&setting) : "memory");
+    _tile_loadconfig(&setting);
+  }
+  ~TileSetting() {
+    if (rows_) _tile_release();
+  }
+};
+
+// Sixteen bytes of each of four tokens as a quad: the four tokens' side by side.
+INLINE __m512i as_quad(__m512i four) {
+  alignas(64) static constexpr uint8_t BESIDE[64] = {0,  16, 32, 48, 1,  17, 33, 49, 2,  18, 34, 50, 3,  19, 35, 51,
+                                                     4,  20, 36, 52, 5,  21, 37, 53, 6,  22, 38, 54, 7,  23, 39, 55,
+                                                     8,  24, 40, 56, 9,  25, 41, 57, 10, 26, 42, 58, 11, 27, 43, 59,
+                                                     12, 28, 44, 60, 13, 29, 45, 61, 14, 30, 46, 62, 15, 31, 47, 63};
+  return _mm512_permutexvar_epi8(_mm512_load_si512(BESIDE), four);
+}
+
+// Transposes sixteen rows of sixteen words of 32 bits.
+INLINE void transpose(const __m512i* row, __m512i* column) {
+  __m512i a[16], b[16];
+  UNROLL for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]), a[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
+  }
+  UNROLL for (int i = 0; i < 16; i += 4) {
+    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]), b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]), b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+  UNROLL for (int i = 0; i < 4; i++) {
+    const __m512i even01 = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88),
+                  odd01 = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
+    const __m512i even23 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88),
+                  odd23 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
+    column[i] = _mm512_shuffle_i32x4(even01, even23, 0x88), column[8 + i] = _mm512_shuffle_i32x4(even01, even23, 0xdd);
+    column[4 + i] = _mm512_shuffle_i32x4(odd01, odd23, 0x88), column[12 + i] = _mm512_shuffle_i32x4(odd01, odd23, 0xdd);
+  }
+}
+
+// Numbers of a row in pieces of 8 bits with their signs, the highest first, `stride` bytes apart: rows of `count`
+// numbers, a multiple of sixteen. Returns the number that 1 stands for.
+template <int PIECES>
+INLINE float signed_pieces(const float* row, int64_t count, int8_t* pieces, int64_t stride) {
+  constexpr float MOST = PIECES == 3 ? 8355000 : 32600;  // what pieces up to 127 stand for, and room for rounding
+  Vector top{};
+  for (int64_t d = 0; d < count; d += W) {
+    const Vector x = load(row + d);
+    top = larger(top, larger(x, -x));
+  }
+  const float most = largest(top), factor = most > 0 && most < 1e38f ? MOST / most : 0.0f;
+  for (int64_t d = 0; d < count; d += W) {
+    __m512i rest = _mm512_cvtps_epi32((__m512)(load(row + d) * factor));
+    UNROLL for (int p = PIECES - 1; p >= 0; p--) {
+      const __m128i low = _mm512_cvtepi32_epi8(rest);
+      _mm_storeu_si128((__m128i*)(pieces + p * stride + d), low);
+      if (p) rest = _mm512_srai_epi32(_mm512_sub_epi32(rest, _mm512_cvtepi8_epi32(low)), 8);
+    }
+  }
+  return most / MOST;
+}
+
+// Whole weights of a block's tokens in PIECES pieces of 8 bits, the highest first, [piece, BLOCK]; returns the weight
+// of 1.
+template <int PIECES>
+INLINE float whole_weights(const float* weights, uint8_t* pieces) {
+  Vector top = load(weights);
+  for (int t = W; t < BLOCK; t += W) top = larger(top, load(weights + t));
+  const float most = largest(top), whole = float((1 << (8 * PIECES)) - 1);
+  const Vector factor = all(most > 0 ? whole / most : 0.0f);
+  for (int t = 0; t < BLOCK; t += W) {
+    const Vector scaled = load(weights + t) * factor;
+    const __m512i number =
+        _mm512_min_epi32(_mm512_cvtps_epi32((__m512)scaled), _mm512_set1_epi32((1 << (8 * PIECES)) - 1));
+    UNROLL for (int p = 0; p < PIECES; p++)
+      _mm_storeu_si128((__m128i*)(pieces + p * BLOCK + t),
+                       _mm512_cvtepi32_epi8(_mm512_srli_epi32(number, 8 * (PIECES - 1 - p))));
+  }
+  return most / whole;
+}
+
+// products[column block, row, column] = Σ pieces[row, t] · level for TILES tiles of rows, two column blocks at a time;
+// calls done(i) for each block a while after its products are stored.
+template <int TILES, class F>
+INLINE void multiply_tiles(const uint8_t* pieces, const int8_t* quads, int blocks, int32_t* products, F done) {
+  constexpr int STRIDE = TILES * TILE * TILE;
+  asm volatile("" : : : "memory");  // what the compiler has not stored yet
+  _tile_loadd(4, pieces, BLOCK);
+  if constexpr (TILES == 2) _tile_loadd(5, pieces + TILE * BLOCK, BLOCK);
+  const auto two = [&](int i) __attribute__((always_inline)) {
+    const bool has_other = i + 1 < blocks;
+    _tile_loadd(6, quads + i * QUADS, 64);
+    _tile_zero(0);
+    _tile_dpbusd(0, 4, 6);
+    if constexpr (TILES == 2) {
+      _tile_zero(1);
+      _tile_dpbusd(1, 5, 6);
+    }
+    if (has_other) {
+      _tile_loadd(7, quads + (i + 1) * QUADS, 64);
+      _tile_zero(2);
+      _tile_dpbusd(2, 4, 7);
+      if constexpr (TILES == 2) {
+        _tile_zero(3);
+        _tile_dpbusd(3, 5, 7);
+      }
+    }
+    int32_t* to = products + i % 4 * STRIDE;
+    _tile_stored(0, to, 64);
+    if constexpr (TILES == 2) _tile_stored(1, to + TILE * TILE, 64);
+    if (has_other) {
+      _tile_stored(2, to + STRIDE, 64);
+      if constexpr (TILES == 2) _tile_stored(3, to + STRIDE + TILE * TILE, 64);
+    }
+    asm volatile("" : : : "memory");
+  };
+  for (int i = 0; i < blocks; i += 2) {
+    two(i);
+    if (i) done(i - 2), done(i - 1);
+  }
+  for (int i = (blocks - 1) / 2 * 2; i < blocks; i++) done(i);
+}
+
+// out = keep · out + one · (a row's sums of pieces, [piece, 16]), for sixteen columns.
+template <int PIECES>
+INLINE void add_sums(float* out, float keep, const int32_t* sums, float one) {
+  // The two highest pieces' sums fit into 32 bits together.
+  const __m512i high = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sums), 8), _mm512_load_si512(sums + TILE));
+  Vector total = (Vector)_mm512_cvtepi32_ps(high);
+  if constexpr (PIECES == 3) total = total * 256.0f + (Vector)_mm512_cvtepi32_ps(_mm512_load_si512(sums + 2 * TILE));
+  store(out, load(out) * keep + total * one);
+}
+
+// Mixtures of rows of weights.
+template <int PIECES>
+class TileMixer {
+  const int rows_;
+  uint8_t* pieces_;    // [row, piece, BLOCK]; a group of rows may read behind the last one
+  int32_t* products_;  // of four column blocks
+  float* one_;         // [row], the weight of 1
+
+ public:
+  TileMixer(Arena& arena, int rows)
+      : rows_(rows),
+        pieces_(arena.take<uint8_t>((rows * PIECES + 2 * TILE - 1) / TILE * TILE * BLOCK)),
+        products_(arena.take<int32_t>(4 * 2 * TILE * TILE)),
+        one_(arena.take<float>(rows)) {}
+
+  // out[r] = keep[r] · out[r] + Σ weights[r, t] · level[t]; weights are [row, BLOCK], rows of out `columns` apart.
+  void mix(float* out, const float* weights, const float* keep, const int8_t* quads, int64_t columns) const {
+    const int rows = rows_, blocks = int(columns / TILE);
+    int32_t* products = products_;
+    for (int r = 0; r < rows; r++) one_[r] = whole_weights<PIECES>(weights + r * BLOCK, pieces_ + r * PIECES * BLOCK);
+    // Rows whose pieces fit into two tiles.
+    constexpr int MOST = 2 * TILE / PIECES;
+    for (int first = 0; first < rows; first += MOST) {
+      const int some = std::min(MOST, rows - first);
+      const uint8_t* of_rows = pieces_ + first * PIECES * BLOCK;
+      const float* one = one_;
+      const auto add = [&](int tiles, int i) __attribute__((always_inline)) {
+        const int32_t* sum = products + i % 4 * tiles * TILE * TILE;
+        for (int r = 0; r < some; r++, sum += PIECES * TILE)
+          add_sums<PIECES>(out + (first + r) * columns + i * TILE, keep[first + r], sum, one[first + r]);
+      };
+      if (some * PIECES > TILE)
+        multiply_tiles<2>(of_rows, quads, blocks, products, [&](int i) { add(2, i); });
+      else
+        multiply_tiles<1>(of_rows, quads, blocks, products, [&](int i) { add(1, i); });
+    }
+  }
+};
+
+// Mixtures of heads of few rows. Tiles multiply a column block's levels while the next one's are decoded, and their
+// sums are stored two blocks later and added at the end of a head, so that nothing waits for them.
+template <int PIECES>
+class HeadMixtures {
+  const int heads_, group_, blocks_, ring_;  // heads, rows of a head, its column blocks, heads whose sums are kept
+  uint8_t* pieces_;                          // [row, piece, BLOCK]
+  float* one_;                               // [row], the weight of 1
+  int32_t* sums_;                            // [ring, block, row of a head, piece, 16]
+  const int8_t* quads_ = nullptr;            // of the block before
+  int64_t step_ = 0;
+  int finished_ = 0;  // heads
+
+  static int ring(int64_t blocks) { return int(1 + (2 + blocks) / blocks); }
+  int64_t sums_of_block() const { return group_ * PIECES * TILE; }
+
+ public:
+  static bool may(int64_t group) { return group * PIECES <= TILE; }
+
+  // Tiles 0 to 4 have group · PIECES rows.
+  HeadMixtures(Arena& arena, int64_t heads, int64_t group, int64_t columns)
+      : heads_(int(heads)),
+        group_(int(group)),
+        blocks_(int(columns / TILE)),
+        ring_(ring(blocks_)),
+        pieces_(arena.take<uint8_t>(heads * group * PIECES * BLOCK)),
+        one_(arena.take<float>(heads * group)),
+        sums_(arena.take<int32_t>(ring_ * blocks_ * sums_of_block())) {}
+
+  // Begins a block of tokens, whose weights are [row, BLOCK], of all heads' rows.
+  void begin(const float* weights) {
+    for (int r = 0; r < heads_ * group_; r++)
+      one_[r] = whole_weights<PIECES>(weights + r * BLOCK, pieces_ + r * PIECES * BLOCK);
+  }
+
+  // The next block's levels, in their order; they are read by the next call, or by `finish` after the last head.
+  INLINE void add(const int8_t* quads) {
+    asm volatile("" : : : "memory");
+    if (step_ > 0) multiply();
+    if (step_ > 2) store();
+    asm volatile("" : : : "memory");
+    quads_ = quads;
+    step_++;
+  }
+
+  // out[row] = keep[row] · out[row] + Σ weights[row, t] · level[t] for rows of heads that are ready; of all after the
+  // last. Rows of out lie `columns` apart.
+  void finish(float* out, const float* keep, int64_t columns) {
+    if (step_ == heads_ * blocks_)
+      for (int i = 0; i < 3; i++) add(quads_);
+    for (; (finished_ + 1) * blocks_ <= step_ - 3; finished_++) finish_head(finished_, out, keep, columns);
+  }
+
+ private:
+  // The numbers of tiles are parts of the instructions.
+  INLINE void multiply() {
+    const int64_t block = step_ - 1;
+    if (block % blocks_ == 0 && block < heads_ * blocks_)
+      _tile_loadd(4, pieces_ + block / blocks_ * group_ * PIECES * BLOCK, BLOCK);
+    switch (block % 4) {
+      case 0:
+        _tile_zero(0);
+        _tile_loadd(6, quads_, 64);
+        _tile_dpbusd(0, 4, 6);
+        break;
+      case 1:
+        _tile_zero(1);
+        _tile_loadd(7, quads_, 64);
+        _tile_dpbusd(1, 4, 7);
+        break;
+      case 2:
+        _tile_zero(2);
+        _tile_loadd(6, quads_, 64);
+        _tile_dpbusd(2, 4, 6);
+        break;
+      default:
+        _tile_zero(3);
+        _tile_loadd(7, quads_, 64);
+        _tile_dpbusd(3, 4, 7);
+    }
+  }
+
+  INLINE void store() {
+    const int64_t block = step_ - 3;
+    int32_t* to = sums_ + (block / blocks_ % ring_ * blocks_ + block % blocks_) * sums_of_block();
+    switch (block % 4) {
+      case 0: _tile_stored(0, to, 64); break;
+      case 1: _tile_stored(1, to, 64); break;
+      case 2: _tile_stored(2, to, 64); break;
+      default: _tile_stored(3, to, 64);
+    }
+  }
+
+  void finish_head(int head, float* out, const float* keep, int64_t columns) const {
+    const int32_t* sum = sums_ + head % ring_ * blocks_ * sums_of_block();
+    for (int i = 0; i < blocks_; i++)
+      for (int row = head * group_; row < (head + 1) * group_; row++, sum += PIECES * TILE)
+        add_sums<PIECES>(out + row * columns + i * TILE, keep[row], sum, one_[row]);
+  }
+};
+
+#else
+inline bool may_use_tiles() { return false; }
+
+struct TileSetting {
+  explicit TileSetting(int) {}
+};
+#endif
+
+#if HAS_BFLOAT16_TILES
+constexpr int DEPTH = 32;  // dims of a tile of bfloat16
+
+// Rounds groups of eight rows, [group, D / 2, 8, 2], to tiles [sixteen rows, depth / 2, 16, 2]; `depth` is D or padded.
+INLINE void round_groups(const float* groups, int sixteens, int64_t D, int64_t depth, bfloat16* tiles) {
+  for (int i = 0; i < sixteens; i++)
+    for (int64_t d = 0; d < D; d += 2) {
+      const float* first = groups + 2 * i * 8 * D + d * 8;
+      const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(first + 8 * D), _mm512_loadu_ps(first));
+      _mm512_storeu_si512(tiles + (i * depth + d) * TILE, (__m512i)both);
+    }
+}
+
+// Rounds rows of D numbers, a multiple of 16, to rows of `depth`, a multiple of DEPTH.
+INLINE void round_rows(const float* rows, int count, int64_t D, int64_t depth, bfloat16* to) {
+  for (int i = 0; i < count; i++)
+    for (int64_t d = 0; d < depth; d += DEPTH) {
+      const __m512 first = _mm512_loadu_ps(rows + i * D + d);
+      const __m512 last = d + TILE < D ? _mm512_loadu_ps(rows + i * D + d + TILE) : _mm512_setzero_ps();
+      _mm512_storeu_si512(to + i * depth + d, (__m512i)_mm512_cvtne2ps_pbh(last, first));
+    }
+}
+
+// products[key, row] of sixteen keys and sixteen rows.
+INLINE void score_tiles(const bfloat16* keys, const bfloat16* rows, int64_t depth, float* products) {
+  asm volatile("" : : : "memory");
+  _tile_zero(0);
+  for (int64_t d = 0; d < depth; d += DEPTH) {
+    _tile_loadd(1, keys + d, depth * 2);
+    _tile_loadd(2, rows + d * TILE, 64);
+    _tile_dpbf16ps(0, 1, 2);
+  }
+  _tile_stored(0, products, 64);
+  asm volatile("" : : : "memory");
+}
+#endif
+
+}  // namespace
