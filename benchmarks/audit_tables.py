@@ -46,7 +46,7 @@ def trained(document: Document) -> list[list[str]]:
                 f"{row.parameters:,}",
                 f"{row.loss:.4f}",
                 "" if is_mha else f"{difference:+.4f} ± {half:.4f}",
-                "" if is_mha else f"{report.kept(row.mechanism):.1f} %",
+                "" if is_mha else f"{report.percent_kept(row.mechanism):.1f} %",
             ]
         )
     return rows
