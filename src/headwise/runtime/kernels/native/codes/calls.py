@@ -12,20 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.runtime.kernels.mask import mask_strides
-from headwise.runtime.kernels.native.abi import (
-    KERNELS,
-    SINKS,
-    TURN,
-    AffineArguments,
-    EncoderArguments,
-    GainsArguments,
-    RowFormat,
-)
+from headwise.runtime.kernels.native.abi import SINKS, TURN, EncoderArguments, GainsArguments, RowFormat
+from headwise.runtime.kernels.native.attention import attend_stored, dense
 from headwise.runtime.kernels.native.build import built, call
 
 
@@ -214,10 +207,10 @@ def attend_coded(
         MemoryError: the kernel could not allocate its working memory.
     """
     given = query, (codes, wide, first), layout, rotation, frequency, mask, is_causal, scale
-    return _attend_stored("headwise_coded", layout.rank, layout.rank + has_sums, *given, own={"has_sums": has_sums})
+    return _attend_trellis("headwise_coded", layout.rank, layout.rank + has_sums, *given, own={"has_sums": has_sums})
 
 
-def _attend_stored(
+def _attend_trellis(
     kernel: str,
     value_dim: int,
     columns: int,
@@ -252,54 +245,33 @@ def _attend_stored(
         ``[B, H, S, columns]``.
     """
     codes, wide, first = stored
-    B, H, S, D = query.shape
-    query = query if query.stride(3) == 1 else query.contiguous()
-    codes = codes if codes.stride(3) == 1 else codes.contiguous()
     wide, first = wide.contiguous(), first.contiguous()
     assert wide.shape[1] == SINKS
     assert layout.turn.shape[1] == TURN
     cos, sin = (table.contiguous() for table in rotation)
     turn_cos, turn_sin = layout.turn
-    out = query.new_empty(B, S, H, columns).transpose(1, 2)
-    if out.numel() == 0:
-        return out
-    arguments = KERNELS[kernel](
-        query=query.data_ptr(),
-        key=codes.data_ptr(),
-        value=wide.data_ptr(),
-        out=out.data_ptr(),
-        mask=None if mask is None else mask.data_ptr(),
-        B=B,
-        K=1,
-        G=H,
-        S=S,
-        T=codes.shape[2],
-        D=D,
-        V=value_dim,
-        causal=is_causal,
-        threads=torch.get_num_threads(),
-        scale=scale,
-        first=first.data_ptr(),
-        blocks=layout.blocks.data_ptr(),
-        tables=layout.tables.data_ptr(),
-        gains=layout.gains.data_ptr(),
-        level_scale=layout.scale.data_ptr(),
-        level_offset=layout.offset.data_ptr(),
-        turn_cos=turn_cos.data_ptr(),
-        turn_sin=turn_sin.data_ptr(),
-        cos=cos.data_ptr(),
-        sin=sin.data_ptr(),
-        frequency=frequency.data_ptr(),
-        count=len(layout.blocks),
-        P=layout.rotary,
-        bytes=layout.token_bytes,
-        frequencies=cos.shape[-1],
-        **own,
-    )
-    arguments.query_stride[:], arguments.out_stride[:] = query.stride()[:3], out.stride()[:3]
-    arguments.key_stride[:], arguments.mask_stride[:] = codes.stride()[:3], mask_strides(mask)
-    call(kernel, arguments, query.dtype)
-    return out
+    tensors = {
+        "first": first,
+        "blocks": layout.blocks,
+        "tables": layout.tables,
+        "gains": layout.gains,
+        "level_scale": layout.scale,
+        "level_offset": layout.offset,
+        "turn_cos": turn_cos,
+        "turn_sin": turn_sin,
+        "cos": cos,
+        "sin": sin,
+        "frequency": frequency,
+    }
+    counts = {
+        "count": len(layout.blocks),
+        "P": layout.rotary,
+        "bytes": layout.token_bytes,
+        "frequencies": cos.shape[-1],
+    }
+    own |= counts | {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    sizes = 1, codes.shape[2], value_dim, columns
+    return attend_stored(kernel, (query, codes, wide[:, None]), sizes, mask, is_causal, scale, own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,7 +326,7 @@ def attend_heads(
         MemoryError: the kernel could not allocate its working memory.
     """
     given = query, (codes, wide, first), layout, rotation, frequency, mask, is_causal, scale
-    return _attend_stored("headwise_heads", layout.value_dim, layout.value_dim, *given, own={"heads": layout.heads})
+    return _attend_trellis("headwise_heads", layout.value_dim, layout.value_dim, *given, own={"heads": layout.heads})
 
 
 @dataclass(frozen=True, eq=False)
@@ -428,48 +400,17 @@ def attend_affine(
     Raises:
         MemoryError: the kernel could not allocate its working memory.
     """
-    B, H, S, D = query.shape
     K, N = key.rows.shape[1:3]
-    # The kernel is given addresses alone, so that copies have to keep a name until it returns.
-    query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key.rows, value.rows))
-    out = query.new_empty(B, S, H, value.width).transpose(1, 2)
-    if out.numel() == 0:
-        return out
-    arguments = AffineArguments(
-        query=query.data_ptr(),
-        key=keys.data_ptr(),
-        value=values.data_ptr(),
-        out=out.data_ptr(),
-        mask=None if mask is None else mask.data_ptr(),
-        B=B,
-        K=K,
-        G=H // K,
-        S=S,
-        T=N,
-        D=D,
-        V=value.width,
-        causal=is_causal,
-        threads=torch.get_num_threads(),
-        scale=scale,
-        key_rows=key.format,
-        value_rows=value.format,
-        coded=N,
-    )
-    arguments.query_stride[:], arguments.out_stride[:] = query.stride()[:3], out.stride()[:3]
-    arguments.key_stride[:], arguments.value_stride[:] = keys.stride()[:3], values.stride()[:3]
-    arguments.mask_stride[:] = mask_strides(mask)
+    T = N
+    own: dict[str, Any] = {"key_rows": key.format, "value_rows": value.format, "coded": N}
     # Blocks of KIVI have scales of their own, and behind them come tokens that wait for a block to fill.
     if blocks is not None:
         scales = blocks.scales.contiguous()
-        arguments.block, arguments.block_scale = blocks.tokens, scales.data_ptr()
-        arguments.block_scale_stride[:] = scales.stride()[:3]
+        own |= {"block": blocks.tokens, "block_scale": scales.data_ptr(), "block_scale_stride": scales.stride()[:3]}
     if late is not None:
-        late_keys, late_values = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in late)
-        arguments.T = N + late_keys.shape[2]
-        arguments.late_key, arguments.late_value = late_keys.data_ptr(), late_values.data_ptr()
-        arguments.late_key_stride[:], arguments.late_value_stride[:] = (
-            late_keys.stride()[:3],
-            late_values.stride()[:3],
-        )
-    call("headwise_affine", arguments, query.dtype)
-    return out
+        keys, values = map(dense, late)
+        T += keys.shape[2]
+        own |= {"late_key": keys.data_ptr(), "late_key_stride": keys.stride()[:3]}
+        own |= {"late_value": values.data_ptr(), "late_value_stride": values.stride()[:3]}
+    states = query, key.rows, value.rows
+    return attend_stored("headwise_affine", states, (K, T, value.width, value.width), mask, is_causal, scale, own)
