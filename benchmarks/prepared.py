@@ -1,7 +1,7 @@
 """What engines' own caches lose of models as they are, and prepared for them: in the engines themselves.
 
     python -m benchmarks.prepared llama.cpp --python ENV/bin/python      # of an environment with llama-cpp-python
-    python -m benchmarks.prepared mlx-lm --python ENV/bin/python
+    python -m benchmarks.prepared mlx-lm --python ENV/bin/python         # preload OpenBLAS: its own is slow
     python -m benchmarks.prepared vllm --python ENV/bin/python           # with AVX-512 in bfloat16, or AMX
 
 A model is prepared from its weights alone, on 4,096 tokens of WikiText-2 train, and on these with the biases of its
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +33,19 @@ from headwise.base.progress import silent
 from headwise.costs.prediction import RUNNABLE
 from headwise.measure.evaluation.evaluate import cut_evaluation_windows, read_texts, timing_prompt
 from headwise.measure.evaluation.model_pair import open_pair
-from headwise.models.checkpoints import load_tokenizer
+from headwise.models.checkpoints import dtype_name, load_tokenizer
 from headwise.serving.engines.in_engine import ask
 
 
-def folder(cache: Path) -> Path:
-    """Qwen2.5-Coder-0.5B as a folder in bfloat16."""
-    source, path = data.qwen(cache), cache / "qwen2.5-coder-0.5b"
+def folder(cache: Path, dtype: torch.dtype) -> Path:
+    """Qwen2.5-Coder-0.5B as a folder."""
+    source, path = data.qwen(cache), cache / f"qwen2.5-coder-0.5b-{dtype_name(dtype)}"
     if not (path / "model.safetensors").exists():
-        headwise.load(source).to(torch.bfloat16).save_pretrained(path)  # type: ignore[arg-type]
+        headwise.load(source).to(dtype).save_pretrained(path)  # type: ignore[arg-type]
         load_tokenizer(source).save_pretrained(path)
+        config = json.loads((path / "config.json").read_text())
+        base = config["rope_parameters"]["rope_theta"]  # MLX-LM reads it where transformers 4 wrote it
+        (path / "config.json").write_text(json.dumps(config | {"rope_theta": base}, indent=2))
     return path
 
 
@@ -78,8 +83,8 @@ ENGINES = {
     "llama.cpp": Setup(
         {MODEL: data.qwen, "the same with larger biases": larger_biases}, ("q4_0", "q8_0", "f16"), "llama.cpp:q4_0"
     ),
-    "mlx-lm": Setup({MODEL: folder}, ("4", "8", "bfloat16"), "mlx:4"),
-    "vllm": Setup({MODEL: folder}, ("fp8", "bfloat16"), "vllm:fp8", together=1),
+    "mlx-lm": Setup({MODEL: partial(folder, dtype=torch.float32)}, ("4", "8", "float32"), "mlx:4"),
+    "vllm": Setup({MODEL: partial(folder, dtype=torch.bfloat16)}, ("fp8", "bfloat16"), "vllm:fp8", together=1),
 }
 TEXTS = ("wikitext-test", "brown", "python-reference")
 AS_IT_IS = "as it is"
