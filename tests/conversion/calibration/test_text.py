@@ -324,14 +324,19 @@ def test_the_ridge_of_a_refit_is_the_best_on_held_out_windows(
     assert report.evaluation is None
     assert {*tried} == {*RIDGES}
     losses = torch.tensor([tried[ridge] for ridge in RIDGES])  # [ridges, layers]
-    monkeypatch.setattr("headwise.conversion.calibration.steps.RIDGES", (RIDGES[int(losses[:, 0].argmin())],))
-    tried.clear()
-    headwise.convert(source, tmp_path / "one", **options, without=("refine",))
+    worst_first = tuple(RIDGES[index] for index in losses[:, 0].argsort(descending=True).tolist())
+    for name, ridges in (("reordered", worst_first), ("one", worst_first[-1:])):
+        tried.clear()
+        monkeypatch.setattr("headwise.conversion.calibration.steps.RIDGES", ridges)
+        headwise.convert(source, tmp_path / name, **options, without=("refine",))
     (alone,) = tried.values()
     assert alone[0] == losses[:, 0].min()
-    own, other = (headwise.load(tmp_path / name).state_dict() for name in ("out", "one"))
-    name = "model.layers.0.self_attn.o_proj.weight"
-    assert torch.equal(own[name], other[name])
+    own, reordered, one = (
+        headwise.load(tmp_path / name).state_dict()["model.layers.0.self_attn.o_proj.weight"]
+        for name in ("out", "reordered", "one")
+    )
+    assert torch.equal(own, one)
+    assert torch.equal(reordered, one)
 
 
 def test_the_root_is_symmetric_and_its_square_is_the_matrix() -> None:

@@ -166,12 +166,12 @@ def select(solved: Layer, steps: Mapping[str, Step], data: LayerData | None) -> 
     with data.seconds.timed("windows"):
         # The limit to the cost of one token is the solution's for all steps, so that their errors can be compared.
         best = replace(best, data=data.limited(best))
-        errors = {"solved": best.error()}
+        least = best.error()
+        errors = {"solved": least}
         for name, step in steps.items():
             for candidate in step(best):
                 error = candidate.error()
                 errors[name] = min(error, errors.get(name, error))
-                # Of several results of one step, the first that is better than what came before the step.
-                if name in ALWAYS_TAKEN or error < errors[best.step]:
-                    best = candidate
+                if name in ALWAYS_TAKEN or error < least:
+                    best, least = candidate, error
     return best, {"errors": errors, "chosen": best.step}
