@@ -13,6 +13,7 @@ from headwise.costs.formulas.target import GROUP, GROUPS
 from headwise.costs.prediction import GGML_TYPES, SERVING_ENGINES, EngineCache
 from headwise.errors import ArgumentError
 from headwise.runtime.kernels import attend, attend_quantized, dequantize, pack, unpack
+from headwise.runtime.kernels.native import are_plain, why_not
 from headwise.runtime.quantization import kivi
 from headwise.runtime.quantization.codec import Codec, Stored, refuse_latents
 from headwise.runtime.quantization.engine_code import MLX_BITS, QUANTO_BITS, EngineCode, MlxCode, QuantoCode
@@ -179,8 +180,8 @@ class Int8Format(Codec):
         return keys, values
 
     def can_attend(self, keys: Tensor, values: Tensor) -> bool:
-        """Always: where no kernel is to be had, `attend_quantized` decodes."""
-        return True
+        """Whether the compiled kernel reads them; attention to decoded ones is the same."""
+        return are_plain(keys, values) and why_not(keys.dtype, keys.device) is None
 
     def attend(self, query: Tensor, stored: Stored, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
         """See `Codec.attend`."""
