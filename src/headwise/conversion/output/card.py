@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
+from jinja2 import StrictUndefined, Template
 
 from headwise.base.tables import Table
 from headwise.conversion.plan import ConversionPlan
@@ -110,7 +111,9 @@ def rendered_card(template: str, metadata: ModelCardData, **values: Any) -> str:
     """
     text = (files("headwise.conversion") / template).read_text(encoding="utf-8")
     escapes = {"code": as_code, "line": one_line, "last_name": last_name, "named": named}
-    return f"{ModelCard.from_template(metadata, template_str=text, **{**values, **escapes})}\n"
+    # Not by `ModelCard.from_template`, which writes nothing for a name that it is not given.
+    content = Template(text, undefined=StrictUndefined).render(card_data=metadata.to_yaml(), **values, **escapes)
+    return f"{ModelCard(content)}\n"
 
 
 class CalibrationFacts(NamedTuple):
