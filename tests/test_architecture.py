@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -236,3 +237,16 @@ def _split_module(name: str) -> tuple[str, str]:
             if ".".join(parts[:end]) in MODULES:
                 return ".".join(parts[:end]), ".".join(parts[end:])
     raise AssertionError(f"{name} is in no module")
+
+
+def test_the_places_that_contributing_names_exist() -> None:
+    root = Path(__file__).parents[1]
+    text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Changing something")[2]
+    places = [name for name in re.findall(r"`([^`]+)`", text.partition("## Rules")[0]) if "/" in name]
+    found = {
+        name: [*root.glob(f"{name}*"), *root.glob(f"src/headwise/{name}*"), *root.rglob(f"src/headwise/**/{name}")]
+        for name in places
+        if name != "src/headwise"
+    }
+    assert len(found) > 20
+    assert [name for name, paths in found.items() if not paths] == []
