@@ -26,7 +26,7 @@ from headwise.measure.timing.timing import time_call
 from headwise.runtime.hf import HeadwiseCache
 from headwise.runtime.kernels import attend
 from headwise.runtime.kernels.native.abi import TURN
-from headwise.runtime.kernels.native.codes.calls import attend_coded, attend_heads
+from headwise.runtime.kernels.native.calls import attend_coded, attend_heads
 from headwise.runtime.quantization import SINKS, TransformCode
 from headwise.runtime.quantization.codec import Stored
 from headwise.runtime.quantization.formats import parse_format

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.costs.formulas.target import GROUPS
 from headwise.runtime.kernels.native import built
-from headwise.runtime.kernels.native.codes.calls import AffineRows, KeyBlocks, attend_affine
+from headwise.runtime.kernels.native.calls import AffineRows, KeyBlocks, attend_affine
 from headwise.runtime.kernels.reference import attend_reference
 from headwise.runtime.quantization.groups import GroupCode
 from headwise.runtime.quantization.kivi import KiviCode

@@ -14,7 +14,7 @@ from torch import Tensor
 from headwise.runtime.attention.rope import rotate
 from headwise.runtime.kernels.native import abi, build, built
 from headwise.runtime.kernels.native.abi import TURN
-from headwise.runtime.kernels.native.codes.calls import attend_coded
+from headwise.runtime.kernels.native.calls import attend_coded
 from headwise.runtime.quantization import SINKS, TransformCode
 from headwise.runtime.quantization.transform_code import blocks, coded_layout
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.runtime.kernels.gpu import attend_codes, codes, why_not_codes
-from headwise.runtime.kernels.native.codes.calls import AffineRows, KeyBlocks
+from headwise.runtime.kernels.native.calls import AffineRows, KeyBlocks
 from headwise.runtime.quantization.groups import GroupCode
 from headwise.runtime.quantization.kivi import KiviCode
 from tests.runtime.kernels.test_affine import allowed, group_code, in_memory, of_bits, poison, reference, states_of

@@ -11,7 +11,7 @@ from torch import Tensor
 from headwise.runtime.attention.rope import rotate
 from headwise.runtime.kernels.native import built
 from headwise.runtime.kernels.native.abi import TURN
-from headwise.runtime.kernels.native.codes.calls import attend_heads
+from headwise.runtime.kernels.native.calls import attend_heads
 from headwise.runtime.quantization import SINKS, TransformCode
 from headwise.runtime.quantization.transform_code import blocks, heads_layout
 from tests.runtime.kernels.test_affine import allowed, reference

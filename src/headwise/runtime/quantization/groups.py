@@ -20,7 +20,7 @@ from headwise.errors import ArgumentError
 from headwise.runtime.kernels.gpu import attend_codes, why_not_codes
 from headwise.runtime.kernels.mask import as_bool_mask
 from headwise.runtime.kernels.native import are_plain, why_not
-from headwise.runtime.kernels.native.codes.calls import AffineRows, KeyBlocks, attend_affine
+from headwise.runtime.kernels.native.calls import AffineRows, KeyBlocks, attend_affine
 from headwise.runtime.kernels.sdpa import FEW_TOKENS
 
 

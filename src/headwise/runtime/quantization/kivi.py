@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headwise.costs.formulas.target import GROUP
-from headwise.runtime.kernels.native.codes.calls import AffineRows, KeyBlocks
+from headwise.runtime.kernels.native.calls import AffineRows, KeyBlocks
 from headwise.runtime.quantization.codec import Codec, Stored, refuse_latents
 from headwise.runtime.quantization.groups import (
     GroupCode,

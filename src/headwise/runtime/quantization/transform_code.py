@@ -35,7 +35,7 @@ from headwise.runtime.kernels.gpu import LatentLayout, attend_latents, why_not_l
 from headwise.runtime.kernels.mask import as_bool_mask
 from headwise.runtime.kernels.native.abi import CHANNELS, SINKS, TURN
 from headwise.runtime.kernels.native.build import are_plain, why_not
-from headwise.runtime.kernels.native.codes.calls import (
+from headwise.runtime.kernels.native.calls import (
     CodedLayout,
     HeadsLayout,
     attend_coded,

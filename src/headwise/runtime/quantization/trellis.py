@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headwise.runtime.kernels.native.build import are_plain
-from headwise.runtime.kernels.native.codes.calls import can_encode, trellis_encode
+from headwise.runtime.kernels.native.calls import can_encode, trellis_encode
 
 UNIT = 1 / 32
 """Levels are whole numbers of this unit, from −127 to 127, so that they fit in int8 and bfloat16."""

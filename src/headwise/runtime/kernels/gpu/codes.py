@@ -27,7 +27,7 @@ from headwise.runtime.kernels.gpu.split import (
 )
 from headwise.runtime.kernels.mask import mask_strides
 from headwise.runtime.kernels.native.build import is_watched
-from headwise.runtime.kernels.native.codes.calls import AffineRows, KeyBlocks
+from headwise.runtime.kernels.native.calls import AffineRows, KeyBlocks
 
 WIDEST = 512
 """The widest heads that the kernels of codes support, which hold a whole row of a head at once."""
@@ -80,7 +80,7 @@ def attend_codes(
 ) -> Tensor:
     """Compute `headwise.attend` with keys and values that are read as they are stored.
 
-    Arguments and result are those of `headwise.runtime.kernels.native.codes.calls.attend_affine`; several
+    Arguments and result are those of `headwise.runtime.kernels.native.calls.attend_affine`; several
     groups have a power of two of channels each. The tensors must be supported: `why_not_codes` returns None.
 
     Args:

@@ -1,1 +1,0 @@
-"""Kernels of caches of codes: attention over them, and the encoder of the trellis."""
