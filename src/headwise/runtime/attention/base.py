@@ -76,13 +76,13 @@ class Call(NamedTuple):
     """The options of one forward call, as a mechanism's `AttentionLayer._attend` gets them.
 
     Attributes:
-        attention_mask: 4-D and bool; with a cache of another library it is left as the caller gave it.
-        is_causal: bottom-right causal.
-        is_cross: the layer attends to another sequence.
-        return_weights: the attention weights are returned too.
-        position_ids: of the new tokens, ``[B or 1, S]``; None without RoPE.
+        attention_mask: a 4-D bool mask; with a cache of another library it is left as the caller gave it.
+        is_causal: whether to apply the bottom-right causal mask.
+        is_cross: whether the layer attends to another sequence.
+        return_weights: whether the attention weights are returned too.
+        position_ids: the positions of the new tokens, ``[B or 1, S]``; None without RoPE.
         rotation: cos and sin of the new tokens, ``[B or 1, S, P/2]`` each; None without RoPE.
-        total: tokens so far, the new ones included.
+        total: the number of tokens so far, the new ones included.
     """
 
     attention_mask: Tensor | None
@@ -98,7 +98,8 @@ class Cut(NamedTuple):
     """How the tensors of a module are cut, when ranks share a layer's heads.
 
     Attributes:
-        dim: of the weight; a bias is cut with dim 0 of its weight, and is whole otherwise.
+        dim: the dimension along which a weight is cut; its bias is cut where that is 0, and is on every rank in full
+            otherwise.
         heads: the number of heads along it.
         sections: the number of equal parts of it that have so many heads each, such as 2 for keys beside values.
     """
@@ -112,10 +113,10 @@ class HeadSplit(NamedTuple):
     """How ranks share a layer by heads (`headwise.runtime.parallel`).
 
     Attributes:
-        cuts: of the modules and parameters that are cut, by name; all ranks hold the others.
+        cuts: how each module or parameter is cut, by its name; every rank holds the others in full.
         sums: the module whose outputs ranks add up, so that all go on with the sum. Its bias is the first rank's.
         shared_sums: modules whose outputs ranks add up, and use for their own heads alone.
-        after: modules behind ``sums``, which every rank computes whole.
+        after: modules behind ``sums``, which every rank computes in full.
         norms: RMSNorms whose mean is over all ranks' heads.
     """
 
@@ -183,7 +184,7 @@ class AttentionLayer(nn.Module):
             position_ids: ``[B or 1, S]`` for RoPE; the next positions after the cache when None. In cross-attention
                 keys are at 0 … T − 1, and queries at 0 … S − 1 of each call unless given.
             position_embeddings: cos and sin ``[B or 1, S, P/2]`` of the new tokens, instead of the layer's own.
-            cache: read and extended in place.
+            cache: the cache of earlier tokens, which is extended in place.
             return_weights: also return the attention weights ``[B, H, S, T]``; with a window, T counts the tokens
                 held.
 
@@ -330,8 +331,8 @@ class AttentionLayer(nn.Module):
         Args:
             batch_size: B.
             max_length: the most tokens it can be given.
-            dtype: of the cache; the weights' when None.
-            device: of the cache; the weights' when None.
+            dtype: the dtype of the cache; the weights' when None.
+            device: the device of the cache; the weights' when None.
         """
         weight = next(self.parameters())
         return AttentionCache(
@@ -366,7 +367,7 @@ def as_rotary(rope: Rope | None) -> RotaryEmbedding | None:
     """Make a spec into a module; a module and None stay as they are.
 
     Raises:
-        ArgumentError: it is something else.
+        ArgumentError: ``rope`` is neither a spec, a module nor None.
     """
     if rope is not None and not isinstance(rope, RopeSpec | RotaryEmbedding):
         raise ArgumentError("rope", rope, "must be a RopeSpec, a RotaryEmbedding or None")
@@ -377,7 +378,7 @@ def positions(start: int, states: Tensor, position_ids: Tensor | None) -> Tensor
     """Position ids ``[B or 1, S]`` of ``[B, S, E]`` states; ``start … start + S − 1`` when None are given.
 
     Raises:
-        ArgumentError: those given have another shape.
+        ArgumentError: the given position ids have another shape.
     """
     B, S = states.shape[:2]
     if position_ids is None:
@@ -417,10 +418,10 @@ def per_head(x: Tensor, matrices: Tensor) -> Tensor:
 
 
 def default_head_dim(hidden_size: int, num_heads: int) -> int:
-    """``hidden_size / num_heads``.
+    """The width of a head that fills the hidden size: ``hidden_size / num_heads``.
 
     Raises:
-        SpecError: that is no whole number.
+        SpecError: ``hidden_size`` is no multiple of ``num_heads``.
     """
     check_positive("hidden_size", hidden_size)
     check_positive("num_heads", num_heads)
@@ -442,8 +443,8 @@ def build(spec: AttentionSpec, **kwargs: Any) -> AttentionLayer:
         kwargs: passed to the ``from_spec`` of the mechanism's module, such as ``dropout`` or ``backend``.
 
     Raises:
-        SpecError: there is no such layer here: it shares keys and values, gates its output, attends within chunks or
-            to entries, has a query latent, or is recurrent.
+        SpecError: headwise has no such layer: the spec shares keys and values, gates its output, attends within
+            chunks or to entries, has a query latent, or is recurrent.
 
     >>> build(headwise.GroupedSpec(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16), dropout=0.1)
     """

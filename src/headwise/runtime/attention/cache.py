@@ -20,15 +20,15 @@ class AttentionCache:
     heads; a layer's `new_cache` makes the one that fits it.
 
     Keys and values are two such tensors; MLA's latent and rotary key are one, so that reading both is one pass.
-    Slots beyond the tokens held are uninitialised and never read. With a sliding window there is room for the
+    Slots beyond the tokens held are uninitialised and never read. With a sliding window there is memory for the
     window's tokens only, and older ones are forgotten.
 
     Args:
         batch_size: B.
         shapes: (heads, width) of each tensor.
         max_length: the most tokens it can be given.
-        dtype: of the tensors.
-        device: of the tensors.
+        dtype: the dtype of the tensors.
+        device: the device of the tensors.
         window: how many of the latest tokens are kept; all when None.
 
     Raises:
@@ -81,7 +81,7 @@ class AttentionCache:
             ``[B, heads, tokens, width]`` for each tensor of the cache.
 
         Raises:
-            ArgumentError: there is no room, or a batch size, shape or dtype does not fit.
+            ArgumentError: the cache is full, or a batch size, shape or dtype does not fit.
         """
         S = new[0].shape[2]
         end = self.length + S
@@ -121,7 +121,7 @@ class AttentionCache:
         """Forget all but the first ``length`` tokens.
 
         Raises:
-            ArgumentError: fewer are held, or a window has forgotten some of them.
+            ArgumentError: fewer tokens are held, or a window has forgotten some of them.
         """
         if not 0 <= length <= self.length:
             raise ArgumentError("length", length, f"must be between 0 and the {self.length} tokens held")

@@ -58,7 +58,7 @@ class ExpertLatentAttention(AttentionLayer):
         latent_kv_heads: K; divides H.
         kv_dim: C.
         num_experts: X, decoders ``C × D`` of each head, for keys and for values.
-        top_k: gates kept.
+        top_k: the number of experts that a gate keeps, without renormalising.
         conditioning: ``"token"``: every query token has its own gates, which is causal and can be cached;
             ``"sequence"``: one row of gates from the mean query (of the tokens that a padding mask leaves). As that
             looks ahead, a causal call, a cache and a mask with a row for each query raise an error.

@@ -211,7 +211,7 @@ def from_spec(
     """Build the layer that a spec describes, freshly initialised.
 
     Raises:
-        SpecError: it has attention sinks or a softcap, which the layer does not support.
+        SpecError: the spec has attention sinks or a softcap, which the layer does not support.
     """
     for field in ("sinks", "softcap"):
         if getattr(spec, field):

@@ -49,7 +49,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         qk_rope_head_dim: P.
         v_head_dim: V.
         q_lora_rank: width of the query latent, or None for a plain query projection.
-        latent_norm: RMSNorm on the latents.
+        latent_norm: whether latents are normed by RMSNorm.
         impl: ``expanded`` decodes keys and values of every head from the latents; ``absorbed`` folds the
             decoders into the query and the output, and reads only latents; ``auto`` takes the one with fewer FLOPs.
         bias: True for every projection, ``"hf"`` for those of transformers' ``attention_bias``, ``"qkv"``, or names.

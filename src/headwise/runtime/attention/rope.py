@@ -53,7 +53,7 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             position_ids: ``[B or 1, S]``.
-            dtype: of the result; angles are computed at least in float32.
+            dtype: the dtype of the result; angles are computed at least in float32.
             length: T, all tokens so far, on which ``dynamic`` and ``longrope`` depend.
         """
         wide = torch.promote_types(dtype, torch.float32)
@@ -65,7 +65,7 @@ class RotaryEmbedding(nn.Module):
         """Warn where a text has outgrown the frequencies that its cache was computed with.
 
         Args:
-            cached: tokens that were rotated before.
+            cached: the number of tokens that were rotated before.
             length: T, all tokens so far.
         """
         if cached and self.spec.changes_at is not None and self._at(cached) != self._at(length):
@@ -118,7 +118,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
         x: ``[B, heads, S, D]``.
         cos: ``[B or 1, S, P/2]``.
         sin: ``[B or 1, S, P/2]``.
-        interleaved: pairs are (0, 1), (2, 3), … rather than (0, P/2), (1, P/2 + 1), …
+        interleaved: whether pairs are (0, 1), (2, 3), … rather than (0, P/2), (1, P/2 + 1), …
 
     Returns:
         ``[B, heads, S, D]``.

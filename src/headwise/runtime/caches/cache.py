@@ -102,7 +102,7 @@ class HeadwiseCache(DynamicCache):
         """Keep some of the rows of the batch.
 
         Args:
-            indices: of the rows.
+            indices: the indices of the rows to keep.
         """
         super().batch_select_indices(indices)
         self._select_positions(indices)
@@ -209,9 +209,9 @@ def _replace_layer(layer: Any, longest: int | None, codec: Codec | None, options
     """The layer of headwise's that replaces one of transformers' own; other kinds are returned as they are.
 
     Args:
-        layer: transformers' own.
+        layer: the layer of a transformers cache.
         longest: the model's positions; a window as long as they are drops nothing, and keeps all tokens here.
-        codec: of the layer.
+        codec: the codec of the layer; None for keys and values as they are.
         options: the other arguments of `GrowingLayer` and `SlidingLayer`.
     """
     is_sliding = type(layer) is DynamicSlidingWindowLayer
@@ -249,7 +249,7 @@ class OneTokenCache(DynamicCache):
     """A cache as masks see it that holds one token."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Its tokens."""
+        """The number of tokens that it holds."""
         return 1
 
     def get_query_offset(self, layer_idx: int = 0) -> int:

@@ -147,6 +147,7 @@ class GrowingLayer(DynamicLayer):
             self._extend("keys", rows[0], self._tokens_of_memory)
             self._extend("values", rows[1], self._tokens_of_memory)
             self._extend("key_scales", rows[2], lambda blocks: self._tokens_of_memory(blocks * block) // block)
+            # Cloned, because an empty view would keep the memory of all these tokens.
             keys, values = keys[:, :, count:], values[:, :, count:]
             self.recent_keys, self.recent_values = keys[:, :, :0].clone(), values[:, :, :0].clone()
         if keys.shape[2]:
@@ -216,6 +217,7 @@ class GrowingLayer(DynamicLayer):
             self.recent_keys = self.recent_keys[:, :, : total - coded]
             self.recent_values = self.recent_values[:, :, : total - coded]
             return
+        # Tokens of a block that is cut wait for a full one again; as their exact values are gone, decoded ones do.
         keys, values = _attended_states(codec, self.stored, self.recent_keys, self.recent_values, reads_stored=False)
         kept = total // codec.block * codec.block
         self.keys, self.values = self.keys[:, :, :kept], self.values[:, :, :kept]
@@ -353,11 +355,11 @@ def _append_in_place(
     made another tensor, it is copied back.
 
     Args:
-        memory: of all tensors of a layer, each ``[B, K, tokens, D]``.
-        name: of the tensor.
+        memory: the allocated tensors of a layer by name, each ``[B, K, tokens, D]``.
+        name: the name of the tensor in ``memory``.
         cached: ``[B, K, T, D]``; None for none.
         new: ``[B, K, S, D]``.
-        size: gives the tokens to allocate memory for, of the number there will be.
+        size: gives, for the number of tokens there will be, the number to allocate memory for.
 
     Returns:
         ``[B, K, T + S, D]``, a view of the memory.
@@ -405,13 +407,13 @@ def _refuse_tokens(cached: Tensor, new: Tensor, total: int, most: int | None) ->
     """Refuse tokens that cannot be appended.
 
     Args:
-        cached: ``[B, …]``, what is held.
-        new: ``[B, …]``.
+        cached: the tokens held, ``[B, …]``.
+        new: the tokens to append, ``[B, …]``.
         total: the number of tokens there would be.
         most: the number of tokens that there may be; None for no limit.
 
     Raises:
-        ArgumentError: there would be too many, or they are of another batch size.
+        ArgumentError: the tokens would be too many, or are of another batch size.
     """
     if most is not None and total > most:
         raise ArgumentError("cache length", total, f"is over max_length = {most}")

@@ -42,11 +42,11 @@ class LayerCache:
 
     Args:
         past_key_values: the transformers cache; or None, with a codec.
-        layer_idx: index of the layer in it.
-        trim: return only the tokens that are cached. A static cache returns all its slots, which needs a mask.
-        tensors: cached by the layer: 1, or 2 for keys and values.
-        codec: of the layer's values; None where they are cached as they are.
-        mask: of the call, as bool, which says where sequences begin; for a codec.
+        layer_idx: the index of the layer in that cache.
+        trim: whether only cached tokens are returned. A static cache returns all its slots, which needs a mask.
+        tensors: the number of tensors that the layer caches: 1, or 2 for keys and values.
+        codec: the codec of the layer's values; None where they are cached as they are.
+        mask: the call's mask as bool, which says where sequences begin; only a codec needs it.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class LayerCache:
             ``[B, heads, T, width]`` for each; or, of a cache of codes, what `TrellisFormat` stores.
 
         Raises:
-            ArgumentError: the cache was made for a model with other codes, or has no room.
+            ArgumentError: the cache was made for a model with other codes, or is full.
         """
         keys, values = new if self._tensors == 2 else (new[0], new[0][..., :0])
         if self._codec is None:
@@ -122,7 +122,7 @@ def first_slots(mask: Tensor | None, batch: int, device: torch.device) -> Tensor
     Args:
         mask: bool ``[B, 1, S, T]`` or ``[B, T]``; None without padding.
         batch: B.
-        device: of the result.
+        device: the device of the result.
     """
     if mask is None:
         return torch.zeros(batch, dtype=torch.int64, device=device)
@@ -172,7 +172,7 @@ class SlotRotation:
             slot: the slot.
             channels: int64 ``[P/2]``, each pair's frequency.
             key: what says that two layers' channels are the same.
-            dtype: of the result.
+            dtype: the dtype of the result.
         """
         wanted = (slot, key, dtype, channels.device)
         if self._latest is None or self._latest[0] != wanted:
@@ -206,10 +206,11 @@ class HostedAttention(AttentionLayer):
         """Set the layer's place in the model.
 
         Args:
-            spec: of the layer, from the converted config.
-            config: of the model; with ``eager`` attention, weights are returned as by transformers' own modules.
+            spec: the spec of the layer, from the converted config.
+            config: the config of the model; with ``eager`` attention, weights are returned as by transformers' own
+                modules.
             layer_idx: index of the layer in the model and in the cache.
-            channels: for each rotary pair of the layer, the index of the model's frequency; repeats are allowed.
+            channels: the index of the model's frequency for each rotary pair of the layer; repeats are allowed.
 
         Raises:
             ArgumentError: there is not one frequency for each rotary pair.

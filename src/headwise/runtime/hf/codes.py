@@ -30,13 +30,13 @@ def set_codes(model: Any, codes: Mapping[int, TransformCode], checkpoint: Checkp
     it is given another cache. For example ``set_codes(model, read_codes(checkpoint.path), checkpoint)``.
 
     Args:
-        model: loaded from the checkpoint.
+        model: the model that was loaded from the checkpoint.
         codes: the code of each layer, by the layer's number; none changes nothing.
-        checkpoint: of the model, whose stock attention modules are replaced; without one, the layers that are coded
-            have to be headwise's already.
+        checkpoint: the model's checkpoint, whose stock attention modules are replaced; without one, the layers that
+            are coded have to be headwise's already.
 
     Raises:
-        CheckpointError: a layer has no such values.
+        CheckpointError: a layer does not have the values that its code is for.
     """
     if not codes:
         return
@@ -88,7 +88,7 @@ def _check_positions(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]
     Positions may begin anywhere, and anew at 0 where sequences lie in a row that a mask keeps apart.
 
     Raises:
-        ArgumentError: a token's position is another one.
+        ArgumentError: a token's position does not follow from its slot.
     """
     given = dict(zip(_ARGUMENTS, args, strict=False)) | keywords
     mask, positions, cache = (given.get(name) for name in _ARGUMENTS[1:])
@@ -193,7 +193,7 @@ def _stock_state(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A model's tensors with those of stock attention modules, which were replaced, as its family stores them.
 
     Raises:
-        ArgumentError: such a module has other parameters now, such as adapters'.
+        ArgumentError: a module of the model has other parameters now, such as adapters'.
     """
     stored, model_type = dict(state), str(model.config.model_type)
     if model_type.startswith(HOSTED_PREFIX):  # its layers are headwise's in the folder too

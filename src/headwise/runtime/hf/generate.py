@@ -35,7 +35,7 @@ class Recorded:
 
     Args:
         step: the function, without arguments.
-        device: that it computes on.
+        device: the device that the function computes on.
     """
 
     def __init__(self, step: Callable[[], object], device: torch.device) -> None:
@@ -167,8 +167,8 @@ def generate(
         model: a model folder, ``.gguf`` or other source with weights.
         prompt: the text to continue; no chat template is applied.
         max_new_tokens: the most tokens to add.
-        dtype: of the weights and the arithmetic; the stored dtype when None.
-        device: to run on, such as ``cuda``; the CPU when None.
+        dtype: the dtype of the weights and the arithmetic; the stored dtype when None.
+        device: the device to run on, such as ``cuda``; the CPU when None.
 
     Raises:
         ArgumentError: the prompt is empty or a number is out of range.
@@ -218,7 +218,7 @@ def checked_logits(model: Any) -> LogitsProcessorList:
     """What refuses NaN and infinite logits in transformers' ``generate``, as its ``logits_processor``.
 
     Args:
-        model: that generates; see `check_logits`.
+        model: the model that generates; see `check_logits`.
     """
 
     def check(input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def attention_mask(*, config: Any = None, allow_is_causal_skip: bool = True, **c
     model by SDPA: such a decoder's modules need not say that they are causal (BigBird-Pegasus, NLLB-MoE).
 
     Args:
-        config: of the model.
+        config: the config of the model.
         allow_is_causal_skip: whether a causal mask may be left out.
         call: the other arguments of transformers' ``sdpa_mask``.
 
@@ -121,7 +121,7 @@ def as_bool(mask: Tensor) -> Tensor:
         mask: 0 where a query attends, a large negative number elsewhere; integers and bool are returned as they are.
 
     Raises:
-        ArgumentError: there is another number, such as ALiBi's slopes.
+        ArgumentError: the mask has another number, such as ALiBi's slopes.
     """
     if not mask.is_floating_point():
         return mask

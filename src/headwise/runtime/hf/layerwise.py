@@ -82,8 +82,8 @@ class LayerwiseModel:
 
     Args:
         checkpoint: a decoder, or an encoder, which is run without its pooler.
-        dtype: to compute in; the dtype of most of the checkpoint when None.
-        device: to compute on; the CPU when None.
+        dtype: the dtype to compute in; the dtype of most of the checkpoint when None.
+        device: the device to compute on; the CPU when None.
         layer: path of a layer, such as ``model.layers.{layer}``; the module that holds the attention when None.
         attention: path of a layer's attention module; the family's when None.
 
@@ -133,6 +133,7 @@ class LayerwiseModel:
             if not f"{name}.".startswith(f"{self._stack}.")
             and next(module.parameters(recurse=False), None) is not None
         }
+        # Embeddings, norms and head are read when a forward pass calls them, and again after `release`.
         for name, module in self._outside.items():
             module.register_forward_pre_hook(lambda module, _, name=name: self._fill(module, name))
 
@@ -170,7 +171,7 @@ class LayerwiseModel:
         for layers with a sliding window.
 
         Args:
-            positions: ``[W]``, rising; W is that of the windows that the model began with.
+            positions: the tokens' positions, ``[W]``, rising; the model began with windows of W tokens.
 
         Raises:
             ArgumentError: W differs from the windows that `begin` was called with.
@@ -212,12 +213,13 @@ class LayerwiseModel:
         ``model.among(torch.tensor([5, 9]), update)`` runs the layers on ``[B, 2, E]``.
 
         Args:
-            positions: of the tokens, ``[S]``, rising.
+            positions: the positions of the tokens, ``[S]``, rising.
             update: the function, of keys ``[B, K, S, D]`` and values ``[B, K, S, V]``.
         """
         view, width = copy.copy(self), self.model.get_input_embeddings().embedding_dim
         inputs = torch.zeros(1, self._window, width, dtype=self.dtype, device=self.device)
         positions = positions.to(self.device)
+        # All but the masks is taken from these calls: the rotary tables of S tokens, and the cache that gives keys.
         some = {"inputs_embeds": inputs[:, : len(positions)], "position_ids": positions[None]}
         calls = self._trace(self.num_layers, past_key_values=GivenCache(update), **some)[1]
         # Behind one token, because transformers leaves out masks of windows from their first token on.
@@ -259,7 +261,7 @@ class LayerwiseModel:
         """Build a layer and read its weights; nothing else refers to them, so that the caller decides when they go.
 
         Args:
-            index: of the layer.
+            index: the index of the layer, from 0.
 
         Raises:
             CheckpointError: a tensor is missing, damaged or of another shape.
@@ -275,8 +277,8 @@ class LayerwiseModel:
         """Run a layer with the arguments that the model passes to layer ``index``.
 
         Args:
-            index: of the layer.
-            module: from `module`, perhaps changed since.
+            index: the index of the layer, from 0.
+            module: the layer that `module` built, perhaps changed since.
             hidden: ``[B, W, E]``, the layer's input.
             attention_output: ``[B, W, E]``, used instead of the attention's output; the attention is then not run.
 

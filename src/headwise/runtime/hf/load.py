@@ -41,14 +41,14 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
 
     Args:
         source: a model folder (converted or not), a ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
-        dtype: of the weights in memory, a torch dtype or its name; the stored dtype when None.
-        device: to load the model on; the CPU when None.
+        dtype: the dtype of the weights in memory, a torch dtype or its name; the stored dtype when None.
+        device: the device to load the model on; the CPU when None.
 
     Returns:
         The model, in evaluation mode.
 
     Raises:
-        ArgumentError: there is no such source, dtype or device.
+        ArgumentError: the source or the device does not exist, or the dtype is not known.
         CheckpointError: files are missing, damaged, pickled or quantised, or need code from the folder.
     """
     wanted, place = None if dtype is None else as_dtype(dtype), as_device(device)
@@ -202,10 +202,10 @@ def check_logits(logits: Tensor, model: Any) -> None:
 
     Args:
         logits: ``[…, V]``, or costs in nats that were computed from them.
-        model: that computed them.
+        model: the model that computed them.
 
     Raises:
-        CheckpointError: they are such logits.
+        CheckpointError: the logits are of that kind.
     """
     if not bool(logits.amax(-1).isfinite().all()):
         rule = f"computes NaN or infinite logits in {dtype_name(model.dtype)}, from which nothing follows"
@@ -237,7 +237,7 @@ def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
         dtype: a dtype, or a name such as ``float32`` or ``torch.float32``.
 
     Raises:
-        ArgumentError: it is no floating dtype that headwise supports.
+        ArgumentError: the name or dtype is no floating dtype that headwise supports.
     """
     for supported in DTYPES.values():
         if dtype in (supported, str(supported), dtype_name(supported)):

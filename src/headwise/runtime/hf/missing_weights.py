@@ -42,7 +42,7 @@ def tensors_of(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tenso
 
     Args:
         config: a parsed ``config.json``.
-        dtype: of all tensors.
+        dtype: the dtype of all tensors.
 
     Raises:
         CheckpointError: transformers cannot build the model.
@@ -74,7 +74,7 @@ def check_complete(checkpoint: Checkpoint) -> None:
     A shape that does not fit, or a tensor that is missing, is thus named before hours of work on the others.
 
     Args:
-        checkpoint: of any model that transformers has.
+        checkpoint: the checkpoint of any model that transformers has.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or is not in the model.
@@ -110,7 +110,7 @@ def check_values(checkpoint: Checkpoint) -> None:
     tensors' names are not known to headwise, so their elements are counted instead.
 
     Args:
-        checkpoint: to check.
+        checkpoint: the checkpoint to check.
 
     Raises:
         CheckpointError: the tensors have fewer than half of the model's elements, there are fewer tensors than
@@ -135,7 +135,7 @@ def _check_depth(checkpoint: Checkpoint) -> None:
     """Refuse a config with more layers than the checkpoint has tensors.
 
     Raises:
-        CheckpointError: it has more.
+        CheckpointError: the config has more layers.
     """
     count = len(checkpoint.tensors)
     depths = {"num_hidden_layers": checkpoint.spec.num_layers}

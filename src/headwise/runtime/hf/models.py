@@ -50,7 +50,7 @@ def _refuse_kernels_of(stock: Any) -> None:
     """Refuse a config object that names a kernel of the hub in any of its fields, nested configs included.
 
     Raises:
-        CheckpointError: it names one.
+        CheckpointError: the config names such a kernel.
     """
     pending = [stock]
     while pending:
@@ -113,7 +113,7 @@ def refused(field: str, value: object, error: Exception) -> HeadwiseError:
 
     Args:
         field: the field or file to name.
-        value: its value.
+        value: the value of the field.
         error: the exception.
     """
     if isinstance(error, HeadwiseError):
@@ -131,7 +131,7 @@ def hosted_classes(model_type: str) -> tuple[type[Any], dict[str, type[Any]]]:
     Models of ``headwise_llama``, for example, are transformers' llama except for the attention modules.
 
     Args:
-        model_type: of the family, such as ``llama``.
+        model_type: the family's model type, such as ``llama``.
 
     Returns:
         The config class, and model classes by the name of the Auto class.
@@ -190,7 +190,7 @@ def install_attention(model: Any, config: Any) -> None:
     ``config = stock_config(open_checkpoint("./mla").config)``.
 
     Args:
-        model: of the family, with or without its head.
+        model: a model of the family, with or without its head.
         config: the converted config.
 
     Raises:

@@ -44,7 +44,7 @@ def take_over_linears(model: nn.Module, kind: type[nn.Linear] = FewTokensLinear)
     Layers that are quantised, adapted or have a ``forward`` of their own are left as they are.
 
     Args:
-        model: changed in place.
+        model: the model, which is changed in place.
         kind: the class.
     """
     for module in model.modules():
@@ -67,7 +67,7 @@ def take_over_attention(model: Any) -> None:
         model: a loaded transformers model of one of these families.
 
     Raises:
-        SpecError: there are no attention modules of the family's transformers class.
+        SpecError: the model has no attention modules of the family's transformers class.
         ArgumentError: a module cannot be changed: its weights are not plain, its forward was replaced, or its masks
             are made for flash or flex attention. No module has been changed then.
     """
@@ -104,7 +104,7 @@ def _check_deepseek(name: str, module: Any) -> None:
     """Refuse a module for which headwise's forward would give other results.
 
     Raises:
-        ArgumentError: its forward was replaced, or ``kv_b_proj`` is no plain linear layer.
+        ArgumentError: the module's forward was replaced, or ``kv_b_proj`` is no plain linear layer.
     """
     if "forward" in vars(module):  # such as accelerate's hooks, which call the forward that they replaced
         raise ArgumentError(name, type(module).__name__, "has a forward of its own, which optimize would not replace")
@@ -183,8 +183,8 @@ def optimize(model: Any) -> Any:
         The model itself.
 
     Raises:
-        ArgumentError: it is no transformers model, or one of its modules cannot be replaced; the model is unchanged.
-        SpecError: its attention cannot be set, or needs a feature that `attend` does not have.
+        ArgumentError: the argument is no transformers model, or a module cannot be replaced; the model is unchanged.
+        SpecError: the model's attention cannot be set, or needs a feature that `attend` does not have.
     """
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError("model", type(model).__name__, "must be a loaded transformers model")
@@ -205,7 +205,7 @@ def _check(model: Any, family: str) -> None:
     """Refuse a model that would not call headwise's attention, or needs a feature that it does not have.
 
     Raises:
-        SpecError: it is such a model.
+        SpecError: the model is of that kind.
     """
     if not model._can_set_attn_implementation():
         raise SpecError("model_type", family, "cannot be optimised: transformers cannot set its attention")
@@ -239,6 +239,7 @@ def _prepare_cache(
     if prepared is None or prepared is passed:
         return result
     decoder_cache = prepared.self_attention_cache if isinstance(prepared, EncoderDecoderCache) else prepared
+    # A static or an offloaded cache was asked for by name, and stays as it is.
     if type(decoder_cache) is not DynamicCache or decoder_cache.offloading:
         return result
     cache = HeadwiseCache(model)

@@ -65,7 +65,7 @@ def choose_backend(
         key: shape of the key, ``(B, K, T, D)``.
         return_weights: whether the attention weights are returned too.
         dtype: the dtype of the tensors.
-        device: their device.
+        device: the device of the tensors.
         needs_grad: whether gradients are computed through the call.
         dropout_p: probability of dropping an attention weight.
         value_dim: V, the width of a value; the query's D when None.
@@ -119,16 +119,16 @@ def refuse_backend(
     """Refuse a call that a backend cannot compute.
 
     Args:
-        backend: named by the user.
+        backend: the backend that the user named.
         query: ``[B, H, S, D]``.
         key: ``[B, K, T, D]``.
         value: ``[B, K, T, V]``.
-        mask: the user's, or None.
+        mask: the user's mask, or None.
         needs_grad: whether gradients are needed.
         dropout_p: probability of dropping an attention weight.
 
     Raises:
-        ArgumentError: it cannot.
+        ArgumentError: the backend cannot compute the call.
     """
     if dropout_p and backend != "flash":
         raise ArgumentError("backend", backend, "has no dropout; use another, or auto")
@@ -154,7 +154,7 @@ def fits(backend: Backend, query: Tensor, key: Tensor, value: Tensor, mask: Tens
         query: ``[B, H, S, D]``.
         key: ``[B, K, T, D]``.
         value: ``[B, K, T, V]``.
-        mask: the user's, or None.
+        mask: the user's mask, or None.
     """
     if not query.dtype == key.dtype == value.dtype:
         return False
@@ -203,7 +203,7 @@ def attend(
         is_causal: query i of S sees keys 0 … T − S + i.
         scale: multiplies the scores; ``1/sqrt(D)`` when None.
         enable_gqa: when False, K must equal H, as in torch.
-        window: with ``is_causal``, the number of latest keys that a query sees; all when None.
+        window: the number of latest keys that a query sees, with ``is_causal``; all when None.
         backend: ``auto`` chooses by shape (`choose_backend` says which); results differ only by rounding.
         return_weights: return a pair, the output and the weights ``[B, H, S, T]``. The annotation does not have the
             pair; typed code calls `attend_with_weights`.
@@ -273,7 +273,7 @@ def attend_with_weights(
         The output ``[B, H, S, V]`` and the weights ``[B, H, S, T]``, after dropout.
 
     Raises:
-        ArgumentError: as for `attend`.
+        ArgumentError: as `attend` raises it.
     """
     out, weights = attend(query, key, value, return_weights=True, **options)
     return out, weights
@@ -290,7 +290,7 @@ def _checked_backend(
     """Choose the backend of a call for ``auto``, or check that the named one can compute it.
 
     Raises:
-        ArgumentError: there is no such backend, or it cannot compute the call.
+        ArgumentError: the backend does not exist, or cannot compute the call.
     """
     query, key, value = tensors
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -326,7 +326,7 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
         value: ``[B, K, T, V]``.
 
     Raises:
-        ArgumentError: they do not.
+        ArgumentError: the shapes do not fit together.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
@@ -345,7 +345,7 @@ def check_window(window: int | None, is_causal: bool) -> None:
     """Check a window.
 
     Raises:
-        ArgumentError: it is below 1, or is used without ``is_causal``.
+        ArgumentError: the window is below 1, or is used without ``is_causal``.
     """
     if window is not None and (window < 1 or not is_causal):
         raise ArgumentError("window", window, "must be at least 1, and is_causal true with it")

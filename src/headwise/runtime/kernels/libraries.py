@@ -25,8 +25,8 @@ def why_not_flash(
     """The reason why flash-attn does not support such tensors, or None if it does.
 
     Args:
-        dtype: of queries, keys and values.
-        device: of the tensors.
+        dtype: the dtype of queries, keys and values.
+        device: the device of the tensors.
         width: D, the head dim.
         value_width: V, the value dim.
         has_mask: whether there is a mask besides the causal one.
@@ -136,7 +136,7 @@ def causal_block_mask(S: int, T: int, window: int | None, device: torch.device) 
         S: new tokens.
         T: all tokens.
         window: the number of latest keys that a query sees; all when None.
-        device: of the mask.
+        device: the device of the mask.
     """
     return _block_mask(S, T, True, window, device, None)
 

@@ -19,7 +19,7 @@ def causal_mask(S: int, T: int, device: torch.device | None = None, window: int 
     Args:
         S: new tokens.
         T: all tokens.
-        device: of the mask.
+        device: the device of the mask; torch's default when None.
         window: a query sees only the last ``window`` of these keys.
     """
     mask = torch.ones(S, T, dtype=torch.bool, device=device).tril(T - S)
@@ -52,8 +52,8 @@ def combine_masks(
         attn_mask: ``[B, T]`` padding, or 4-D and broadcastable to ``[B, H, S, T]``; bool or 0/1 integers.
         is_causal: also apply the bottom-right causal mask.
         shape: (B, H, S, T).
-        device: of the scores.
-        window: with ``is_causal``, the number of latest keys that a query sees.
+        device: the device of the scores.
+        window: the number of latest keys that a query sees, with ``is_causal``; all when None.
 
     Returns:
         A bool mask that broadcasts to ``[B, H, S, T]``, or None when every query sees every key.

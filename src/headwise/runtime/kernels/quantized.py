@@ -43,7 +43,7 @@ def dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         codes: int8 ``[B, K, T, D]``.
         scale: float32 ``[B, K, T]``.
-        dtype: of the result.
+        dtype: the dtype of the result.
 
     Returns:
         ``[B, K, T, D]``.
@@ -97,10 +97,10 @@ def attend_quantized(
         query: ``[B, H, S, D]``.
         key: codes ``[B, K, T, D]`` and scales ``[B, K, T]``.
         value: codes ``[B, K, T, V]`` and scales.
-        attn_mask: as for `headwise.attend`.
+        attn_mask: the mask of `headwise.attend`.
         is_causal: apply the bottom-right causal mask.
         scale: multiplies the scores; ``1/sqrt(D)`` when None.
-        window: with ``is_causal``, the number of latest keys that a query sees.
+        window: the number of latest keys that a query sees, with ``is_causal``; all when None.
 
     Returns:
         ``[B, H, S, V]``.
@@ -119,6 +119,7 @@ def attend_quantized(
     needs_grad = torch.is_grad_enabled() and query.requires_grad
     can_fuse = why_not(query.dtype, query.device, needs_grad=needs_grad) is None
     if not can_fuse or not are_plain(query, *key, *value, attn_mask):
+        # Where the kernel does not run, such as on a GPU or with gradients, everything is decoded first.
         keys, values = (dequantize(*states, query.dtype) for states in (key, value))
         return attend(query, keys, values, attn_mask, is_causal=is_causal, scale=scale, window=window)
     B, H, S, D = query.shape

@@ -159,10 +159,10 @@ def cut_tensor(tensor: Tensor, cut: Cut, ranks: int, rank: int) -> Tensor:
     For example ``cut_tensor(torch.arange(8), Cut(0, 4), ranks=2, rank=1)`` is the last four numbers.
 
     Args:
-        tensor: whole; a vector is cut along its only dim.
+        tensor: the tensor of all ranks' heads; a vector is cut along its only dim.
         cut: how it is cut.
         ranks: the number of ranks.
-        rank: of the part.
+        rank: the rank whose part is cut out.
     """
     dim = min(cut.dim, tensor.dim() - 1)
     blocks = torch.unflatten(tensor, dim, (cut.sections, cut.heads, -1))
@@ -176,7 +176,7 @@ class SharedRMSNorm(nn.Module):
     """RMSNorm over the heads of all ranks, of which each has its own.
 
     Args:
-        weight: of this rank's heads.
+        weight: the weights of this rank's heads.
         eps: see `headwise.runtime.attention.base.RMSNorm`.
         parts: the number of different parts that ranks hold.
         copies: the number of ranks that hold the same part.
@@ -259,7 +259,7 @@ def share_model(model: Any, group: Group = None) -> Any:
     example ``share_model(headwise.load("./half"))``, in each of the processes that ``torchrun`` starts.
 
     Args:
-        model: of `headwise.load`, the same on all ranks.
+        model: a model from `headwise.load`, the same on all ranks.
         group: the ranks; all processes when None.
 
     Raises:

@@ -57,7 +57,7 @@ class ContextShare:
     def update(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Append new tokens ``[B, heads, S, width]``, of which each rank keeps its own; what this rank holds."""
         length = self._length + new[0].shape[2]
-        # The first rank has most. All ranks refuse alike: one that goes on would wait for the others.
+        # The first rank has most. All ranks refuse together: one that went on would wait for the others.
         rounds, rest = divmod(length, self._block * self._ranks)
         if (most := rounds * self._block + min(rest, self._block)) > self.held.max_length:
             rule = f"must be at most {self.held.max_length}, the max_length of each rank's cache"
@@ -90,8 +90,8 @@ def share_context(layer: Layer) -> Layer:
     """Let a layer attend to contexts whose tokens ranks share, in place; every rank has to call it.
 
     The layer is then called with a `ContextShare` as its cache, with the same tokens on all its ranks, and returns
-    the same output on all. Weights stay whole, or are those of a rank of `share_heads` over another group. It is
-    meant for generation: nothing is differentiated. For example ``share_context(layer)``, and then
+    the same output on all. Its weights are not shared, or are those of a rank of `share_heads` over another group. It
+    is meant for generation: nothing is differentiated. For example ``share_context(layer)``, and then
     ``layer(states, is_causal=True, cache=ContextShare(layer.new_cache(1, 65_536)))``.
 
     Args:

@@ -19,7 +19,7 @@ class Stored(NamedTuple):
     Attributes:
         tensors: one for each of `Codec.tensors`.
         widths: D and V.
-        dtype: of the keys and values that attention reads.
+        dtype: the dtype of the keys and values that attention reads.
     """
 
     tensors: tuple[Tensor, ...]
@@ -82,7 +82,7 @@ class Codec:
 
         Args:
             query: ``[B, H, S, D]``.
-            stored: of all tokens.
+            stored: what the layer has stored of all tokens.
             mask: bool or 0/1 integers, broadcastable to ``[B, H, S, T]``.
             is_causal: apply the bottom-right causal mask.
             scale: multiplies the scores.
@@ -100,8 +100,8 @@ class StoredKeys(Tensor):
     their place. It does not know how they are coded, and has them attend.
 
     Attributes:
-        codec: that attends, or decodes.
-        stored: of all tokens.
+        codec: the codec that attends to the rows, or decodes them.
+        stored: what the layer has stored of all tokens.
     """
 
     codec: Codec

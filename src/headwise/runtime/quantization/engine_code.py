@@ -99,8 +99,8 @@ class GroupedCode(EngineCode):
     A row has the codes of all groups, the first numbers of all of them and then the second ones.
 
     Attributes:
-        bits: of a code.
-        dtype: of the two numbers, which is the model's.
+        bits: the bits of a code.
+        dtype: the dtype of the two numbers, which is the model's.
     """
 
     bits: int
@@ -132,8 +132,8 @@ class GroupedCode(EngineCode):
 
         Args:
             codes: ``[…, G, 64]``; NaN stands for 0.
-            first: of each group, ``[…, G, 1]``.
-            second: likewise.
+            first: the first number of each group, ``[…, G, 1]``.
+            second: the second number of each group, ``[…, G, 1]``.
         """
         rounded = codes.round().nan_to_num(0.0).clamp(0, 2**self.bits - 1).to(torch.uint8).flatten(-2)
         numbers = (as_bytes(each[..., 0], self.dtype) for each in (first, second))
@@ -151,7 +151,7 @@ def whole_groups(code: object, width: int, group: int) -> int:
     """How many groups of channels a head of ``width`` has: ``whole_groups("mlx:4", 128, 64)`` is 2.
 
     Raises:
-        ArgumentError: they do not divide it.
+        ArgumentError: the groups do not divide a head.
     """
     if width % group:
         rule = f"has groups of {group} channels, which do not divide the {width} of this model's heads"
@@ -188,8 +188,8 @@ class MlxCode(GroupedCode):
     biases in float32, so that what is read is not rounded again.
 
     Attributes:
-        bits: of a code, one of `MLX_BITS`.
-        dtype: of scales and biases, which is the model's.
+        bits: the bits of a code, one of `MLX_BITS`.
+        dtype: the dtype of scales and biases, which is the model's.
     """
 
     engine = "mlx"
@@ -233,7 +233,7 @@ class QuantoCode(GroupedCode):
     own keys and values as they are.
 
     Attributes:
-        bits: of a code, one of `QUANTO_BITS`.
+        bits: the bits of a code, one of `QUANTO_BITS`.
         dtype: the model's.
     """
 

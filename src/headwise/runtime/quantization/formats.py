@@ -95,7 +95,7 @@ class EngineFormat(TokenFormat):
     Attributes:
         keys: the code of the keys.
         values: the code of the values.
-        engine: its name.
+        engine: the name of the engine.
         unquantised_ends: how many layers at each end of a model keep their cache as it is; half of all at most.
     """
 
@@ -150,7 +150,7 @@ class EngineFormat(TokenFormat):
         """Whether a layer of a model keeps its cache as it is.
 
         Args:
-            layer: its number.
+            layer: the index of the layer, from 0.
             layers: how many the model has.
         """
         ends = min(self.unquantised_ends, layers // 2)
@@ -242,11 +242,11 @@ def parse_format(spelling: object, *, name: str = "quantize") -> CacheFormat:
     For example ``str(parse_format("int8/int8"))`` is ``"int8"``, and ``parse_format("kivi4").block`` is 64.
 
     Args:
-        spelling: of one of `SPELLINGS`.
+        spelling: the user's spelling of one of `SPELLINGS`.
         name: what an error calls the argument.
 
     Raises:
-        ArgumentError: it is not one of them.
+        ArgumentError: the spelling is not one of `SPELLINGS`.
     """
     if isinstance(spelling, str):
         if (parts := _KIVI.fullmatch(spelling)) is not None:
@@ -278,7 +278,7 @@ def parse_engine_format(spelling: object, *, name: str) -> EngineFormat:
         name: what an error calls the argument.
 
     Raises:
-        ArgumentError: it is not one of them.
+        ArgumentError: the spelling names no engine or none of its formats.
     """
     if str(spelling).partition(":")[0] not in ENGINES:
         examples = _any_of(f"{engine}:{list(caches)[-1]}" for engine, caches in ENGINES.items())

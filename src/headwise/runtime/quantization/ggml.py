@@ -20,10 +20,10 @@ from headwise.runtime.quantization.engine_code import EngineCode
 from headwise.runtime.quantization.groups import rotated
 
 BLOCK = 32
-"""Channels of a block."""
+"""The number of channels of a block."""
 
 _ROTATED = 64
-"""Heads of a multiple of so many channels are rotated."""
+"""Heads are rotated whose number of channels is a multiple of this."""
 
 _LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the codes of ``iq4_nl`` stand for."""
@@ -140,7 +140,7 @@ class LlamaCppCode(EngineCode):
         """How many channels share a scale: 32.
 
         Raises:
-            ArgumentError: they do not divide a head.
+            ArgumentError: the blocks do not divide a head.
         """
         self.token_bytes(width)
         return BLOCK

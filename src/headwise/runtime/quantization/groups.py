@@ -212,7 +212,7 @@ def group_count(width: int, group: int, spelling: str) -> int:
     Args:
         width: D.
         group: the channels of a group.
-        spelling: of the format, for the error.
+        spelling: the spelling of the format, for the error.
 
     Raises:
         ArgumentError: the group does not divide D.
@@ -230,8 +230,8 @@ def can_attend_to_codes(keys: Tensor, values: Tensor) -> bool:
     """Whether a kernel attends to integer codes, and is the fastest way: for few new tokens.
 
     Args:
-        keys: of the new tokens, ``[B, K, S, D]``.
-        values: of the new tokens, ``[B, K, S, V]``.
+        keys: the keys of the new tokens, ``[B, K, S, D]``.
+        values: the values of the new tokens, ``[B, K, S, V]``.
     """
     if keys.shape[2] > FEW_TOKENS:
         return False
@@ -256,8 +256,8 @@ def attend_to_codes(
 
     Args:
         query: ``[B, H, S, D]``.
-        keys: of the tokens in codes.
-        values: of the tokens in codes.
+        keys: the codes of the older tokens' keys.
+        values: the codes of the older tokens' values.
         mask: bool or 0/1 integers, broadcastable to ``[B, H, S, T]``.
         is_causal: apply the bottom-right causal mask.
         scale: multiplies the scores.
@@ -288,7 +288,7 @@ def affine_codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Args:
         values: float32 ``[…, n]``, the groups in the last dimension.
-        bits: of a code.
+        bits: the bits of a code.
 
     Returns:
         Codes, uint8 ``[…, n]``; scales and zero points, float16 ``[…]``. A group that holds anything but finite

@@ -250,8 +250,8 @@ class KeyRotation(NamedTuple):
     """How keys are rotated when they are read: by the slots of the cache that they lie in.
 
     Attributes:
-        cos: of at least T slots, float32 ``[slots, F]``.
-        sin: likewise.
+        cos: the cosines of at least T slots, float32 ``[slots, F]``.
+        sin: the sines of the same slots, float32 ``[slots, F]``.
         frequency: int64 ``[P/2]``, each rotary pair's index among the model's frequencies.
         turn: cos and sin of the first `TURN` slots, each ``[TURN, P/2]``, without the factor of a scaled embedding;
             the same object in every call, until frequencies change.
@@ -271,7 +271,7 @@ class TrellisFormat(Codec):
     ``[B]``.
 
     Args:
-        code: of the values.
+        code: the code of the layer's values.
     """
 
     tensors: ClassVar[tuple[str, ...]] = ("keys", "values", "unquantised", "first")
@@ -317,7 +317,7 @@ class TrellisFormat(Codec):
         Args:
             states: ``[B, S, hidden size]`` of the new tokens.
             stored: see `TrellisFormat`.
-            mask: of the call.
+            mask: the mask of the call; None for none.
             needs_grad: whether gradients are needed.
         """
         if states.shape[1] > FEW_TOKENS:
@@ -350,7 +350,7 @@ class TrellisFormat(Codec):
             mask: ``[B, T]`` or broadcastable to ``[B, H, S, T]``.
             is_causal: apply the bottom-right causal mask.
             scale: multiplies the scores.
-            rotation: of the keys; None where P is 0.
+            rotation: how keys are rotated as they are read; None where P is 0.
             has_sums: add the sum of each row's weights as a last column, of latents.
 
         Returns:
@@ -398,7 +398,7 @@ def keep_first_tokens(kept: Tensor, states: Tensor, first: Tensor, begin: int) -
     """The first tokens of each sequence, bfloat16 ``[B, SINKS, W]``, of which some may be among new ones.
 
     Args:
-        kept: those so far, ``[B, SINKS, W]``.
+        kept: the values kept so far, ``[B, SINKS, W]``.
         states: values of new tokens, ``[B, 1, S, W]``.
         first: int64 ``[B]``, the slot of each sequence's first token.
         begin: the slot of the first new token.
@@ -436,7 +436,7 @@ def heads_layout(code: TransformCode, turn: tuple[Tensor, Tensor] | None) -> Hea
 
     Args:
         code: the code.
-        turn: see `coded_layout`.
+        turn: cos and sin of the first `TURN` slots, as in `coded_layout`.
     """
     rotary = 0 if turn is None else 2 * turn[0].shape[-1]
     K, D, V = len(code.sections) // 2, code.sections[0], code.sections[-1]
@@ -448,7 +448,7 @@ def latent_layout(code: TransformCode, turn: tuple[Tensor, Tensor] | None, frequ
 
     Args:
         code: the code.
-        turn: see `coded_layout`.
+        turn: cos and sin of the first `TURN` slots, as in `coded_layout`.
         frequency: ``[P/2]``, each rotary pair's index among the model's frequencies; None where P is 0.
     """
     bits, rank, device = code.channel_bits.int(), code.sections[0], code.offset.device
@@ -476,8 +476,9 @@ def _layout_tensors(
     rows: list[tuple[int, int, int, int]] = []
     column = first = 0
     for bits, (begin, end) in zip(code.bits, blocks(code.sections), strict=True):
+        # A byte stands before all codes, so that the 8 bits that end with a first code begin at bit first + bits.
         rows.append((column, end - begin, bits, first + bits))
-        column += CHANNELS
+        column += CHANNELS  # also for a block of fewer channels, whose other columns are empty
         first += (end - begin) * bits
 
     def columns(channels: Tensor) -> Tensor:
@@ -519,7 +520,7 @@ def code_from(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Transf
     """The code that `code_tensors` took apart.
 
     Raises:
-        ValueError: it is no code, or its numbers code nothing.
+        ValueError: the file is no code, or its numbers code nothing.
     """
     offset, scale = tensors["offset"], tensors["scale"]
     if not (bool(offset.isfinite().all()) and bool(((scale > 0) & scale.isfinite()).all())):
@@ -545,7 +546,7 @@ def read_codes(folder: Path, layers: int | None = None) -> dict[int, TransformCo
     """The code of each layer of a model folder; empty where its cache is not coded.
 
     Args:
-        folder: of the model.
+        folder: the folder of the model.
         layers: the number of the model's layers, each of which must have a code; not checked when None.
 
     Raises:

@@ -45,7 +45,7 @@ def tables(device: torch.device | None = None) -> Tensor:
     rounding.
 
     Args:
-        device: of the result; the CPU when None.
+        device: the device of the result; the CPU when None.
     """
     numbers = json.loads((files("headwise.runtime.quantization") / "trellis_levels.json").read_text())
     rows = [[0] * 256, *(numbers[str(bits)] for bits in range(1, 8)), list(range(-128, 128))]

@@ -30,7 +30,7 @@ _SIGNS = 0x9E3779B9
 """The seed of the signs that channels are multiplied by before they are rotated."""
 
 BLOCK = 16
-"""Channels of a block of fp4."""
+"""The number of channels of a block of fp4."""
 
 _FLOAT8 = torch.float8_e4m3fn
 _MOST = 448.0
@@ -50,8 +50,8 @@ class EngineFloat8Code(EngineCode):
 
     Attributes:
         saturates: whether numbers beyond ±448 become ±448, and not NaN.
-        rounds_queries: whether queries are rounded alike.
-        name: by which the engine knows it.
+        rounds_queries: whether queries are rounded in the same way as keys.
+        name: the name by which the engine knows the code.
     """
 
     saturates: bool = True
@@ -245,8 +245,8 @@ class _TurboCode(EngineCode):
     """One side of TurboQuant's pair of codes.
 
     Attributes:
-        bits: of a code, 4 or 3.
-        name: of the pair of codes for keys and values.
+        bits: the bits of a code, 4 or 3.
+        name: the name of the pair of codes for keys and values.
     """
 
     bits: int
@@ -340,7 +340,7 @@ def levels_of_normal(width: int, bits: int) -> Tensor:
 
     Args:
         width: D.
-        bits: of a code.
+        bits: the bits of a code.
     """
     spread = torch.tensor(width, dtype=torch.float64) ** -0.5
     count, pieces = 2**bits, 200

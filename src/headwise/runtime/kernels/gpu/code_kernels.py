@@ -199,7 +199,7 @@ def of_trellis(
 
 @triton.jit
 def with_wide(x, wide, is_wide, channel, is_channel):
-    """The values of first tokens in the place of what their codes stand for; ``wide [TOKENS]`` is where they lie."""
+    """Replace decoded values of first tokens by their unquantised ones; ``wide [TOKENS]`` points to those."""
     is_read = is_wide[:, None] & is_channel[None, :]
     return tl.where(is_read, tl.load(wide[:, None] + channel[None, :], mask=is_read, other=0.0).to(tl.float32), x)
 

@@ -38,8 +38,8 @@ def why_not_codes(keys: Tensor, values: Tensor) -> str | None:
     """The reason why the kernel does not support a cache of such keys and values, or None if it does.
 
     Args:
-        keys: wide, of some tokens, ``[B, K, S, D]``.
-        values: wide, ``[B, K, S, V]``.
+        keys: unquantised keys of some tokens, ``[B, K, S, D]``.
+        values: unquantised values, ``[B, K, S, V]``.
     """
     if (width := max(keys.shape[3], values.shape[3])) > WIDEST:
         return f"heads are {width} wide, and it takes {WIDEST} at most"
@@ -54,8 +54,8 @@ def why_not_plain(states: Tensor, *others: Tensor) -> str | None:
     """The reason why kernels do not support such tensors, whatever their shapes, or None if they do.
 
     Args:
-        states: of the dtype that is computed in.
-        others: to be on the same device.
+        states: a tensor of the dtype that the kernel computes in.
+        others: tensors that have to be on the device of ``states``.
     """
     tensors = (states, *others)
     if not all(type(x) in _PLAIN and x.layout is torch.strided and not x.is_neg() for x in tensors):
@@ -86,7 +86,7 @@ def attend_codes(
     Args:
         query: ``[B, H, S, D]``.
         key: the keys of the first N tokens.
-        value: their values.
+        value: the values of the same tokens.
         mask: bool, broadcastable to ``[B, H, S, T]``; a key or value that no query sees is never read.
         is_causal: apply the bottom-right causal mask.
         scale: multiplies the scores.
@@ -137,12 +137,12 @@ def _fill_parts(
     Args:
         query: ``[B, H, S, D]``.
         coded: keys and values of the first N tokens, and scales of the keys' blocks.
-        mask: as for `attend_codes`.
+        mask: the mask of `attend_codes`.
         mixtures: ``[parts, B, H·S, V]``.
         weights: ``[2, parts, B, H·S]``.
         last: the number of tokens behind those in codes.
-        is_causal: as for `attend_codes`.
-        scale: as for `attend_codes`.
+        is_causal: whether to apply the bottom-right causal mask, as in `attend_codes`.
+        scale: the number that multiplies the scores, as in `attend_codes`.
     """
     import triton
 
@@ -194,8 +194,8 @@ def _tile(width: int, size: int, is_split: bool) -> tuple[int, int]:
     """Tokens of a tile and warps: the most with which the compiled kernel keeps a tile in registers, or nearly.
 
     Args:
-        width: of the wider of keys and values, a power of two.
-        size: bytes of a number of the query.
+        width: the width of keys or of values, whichever is wider, as a power of two.
+        size: the bytes of a number of the query.
         is_split: whether codes may lie in two bytes, from which each is read then, as those of 3 bits do.
     """
     if size == 4:  # products in float32 are not the matrix units', and take more registers
@@ -254,8 +254,8 @@ def why_not_latents(states: Tensor, stored: tuple[Tensor, ...], mask: Tensor | N
 
     Args:
         states: ``[B, S, hidden size]`` of the new tokens.
-        stored: codes, wide values and first slots; see `attend_latents`.
-        mask: of the call.
+        stored: codes, unquantised values and first slots; see `attend_latents`.
+        mask: the mask of the call; None for none.
         rank: R.
     """
     if rank > WIDEST:
@@ -281,9 +281,10 @@ def attend_latents(
     Args:
         query: absorbed and rotated, ``[B, H, S, R + P]``, or ``[B, H, S, P]`` where it has no content.
         codes: uint8 ``[B, 1, T, bytes]``.
-        wide: bfloat16 ``[B, sinks, R + P]``, values of each sequence's first tokens, which replace their codes.
+        wide: bfloat16 ``[B, sinks, R + P]``, unquantised values of each sequence's first tokens, which replace their
+            codes.
         first: int64 ``[B]``, the slot of each sequence's first token.
-        layout: of the codes.
+        layout: the layout of the codes.
         rotation: cos and sin of at least T slots, float32 ``[slots, F]``.
         mask: bool, broadcastable to ``[B, H, S, T]``, True where a query attends.
         is_causal: apply the bottom-right causal mask.
@@ -309,6 +310,7 @@ def attend_latents(
             _fill_latent_parts(tensors, layout, rotation, mixtures, weights, is_causal=is_causal, scale=scale)
         join(mixtures, weights, out[..., :R])
     if has_sums:
+        # Weights of a row are divided by their sum: it is 1, or 0 where the row sees nothing.
         out[..., R] = (weights[1].sum(0) > 0).view(B, H, S)
     return out
 
@@ -326,13 +328,13 @@ def _fill_latent_parts(
     """Fill ``mixtures`` and ``weights``; see `headwise.runtime.kernels.gpu.split.fill_parts`.
 
     Args:
-        tensors: query, codes, wide values, first slots and mask, as for `attend_latents`.
-        layout: of the codes.
-        rotation: as for `attend_latents`.
+        tensors: query, codes, unquantised values, first slots and mask, as for `attend_latents`.
+        layout: the layout of the codes.
+        rotation: the tables of cos and sin of `attend_latents`.
         mixtures: ``[parts, B, H·S, R]``.
         weights: ``[2, parts, B, H·S]``.
-        is_causal: as for `attend_latents`.
-        scale: as for `attend_latents`.
+        is_causal: whether to apply the bottom-right causal mask, as in `attend_latents`.
+        scale: the number that multiplies the scores, as in `attend_latents`.
     """
     import triton
 

@@ -214,6 +214,7 @@ def join_parts(
     every = tl.arange(0, PARTS)
     highs = tl.load(at + every * weights_part, mask=every < parts, other=-float("inf"))
     totals = tl.load(at + every * weights_part + weights_kind, mask=every < parts, other=0.0)
+    # The highest score of a part that sees nothing is -inf; with 0 in its place, exp2 below gives 0 and not NaN.
     high = tl.max(highs, axis=0)
     base = tl.where(high == -float("inf"), 0.0, high)
     total = tl.sum(tl.exp2(highs - base) * totals, axis=0)

@@ -23,7 +23,7 @@ _LEAST_TOKENS = 128
 _PROGRAMS_A_PROCESSOR = 4
 """Programs to start for each of the GPU's processors, so that all stay busy."""
 _NARROW = 256
-"""Keys and values of a token together are wide beyond so many numbers."""
+"""The most numbers of a token, key and value together, that count as narrow heads; sizes of tiles depend on it."""
 _FILLED = 0.96
 """The share of a program's shared memory that tiles may fill."""
 ROWS = 16
@@ -36,8 +36,8 @@ def why_not_split(dtype: torch.dtype, device: torch.device, width: int, *, needs
     """The reason why the kernel does not support such tensors, or None if it does.
 
     Args:
-        dtype: of queries, keys and values.
-        device: of the tensors; the CPU only with Triton's interpreter (``TRITON_INTERPRET=1``).
+        dtype: the dtype of queries, keys and values.
+        device: the device of the tensors; the CPU only with Triton's interpreter (``TRITON_INTERPRET=1``).
         width: D, the head dim.
         needs_grad: whether gradients are needed.
     """
@@ -133,9 +133,9 @@ def fill_parts(
         tensors: query, key, value and mask.
         mixtures: ``[parts, B, H·S, V]``, each part's values summed with weights 2^(score − highest score).
         weights: ``[2, parts, B, H·S]``, each part's highest score, and the sum of its weights.
-        is_causal: as for `attend_split`.
-        window: as for `attend_split`.
-        scale: as for `attend_split`.
+        is_causal: whether to apply the bottom-right causal mask, as in `attend_split`.
+        window: the number of latest keys that a query sees, as in `attend_split`.
+        scale: the number that multiplies the scores, as in `attend_split`.
     """
     import triton
 
@@ -212,9 +212,9 @@ class Tile(NamedTuple):
     """What a program works on at a time.
 
     Attributes:
-        tokens: of a tile.
-        warps: of the program.
-        stages: tiles that are on their way from memory at once.
+        tokens: the number of tokens in a tile.
+        warps: the number of warps that run the program.
+        stages: the number of tiles that are on their way from memory at once.
     """
 
     tokens: int
@@ -226,9 +226,9 @@ def tile_of(numbers: int, size: int, available: int) -> Tile:
     """The tile for heads of a width: the fastest of those tried on an H100, where two fit in shared memory.
 
     Args:
-        numbers: of a token that are read, keys and values together.
-        size: bytes of each.
-        available: bytes of a program's shared memory.
+        numbers: how many numbers of a token are read, keys and values together.
+        size: the bytes of a number.
+        available: the bytes of a program's shared memory.
     """
     tokens = 64 if numbers <= 128 or (numbers > _NARROW and size < 4) else 32
     room = int(_FILLED * available)
@@ -249,10 +249,10 @@ def part_count(units: int, T: int, device: torch.device, *, programs: int = _PRO
     """The number of parts that keeps the GPU busy, with at least `_LEAST_TOKENS` tokens in each part.
 
     Args:
-        units: programs of one part.
-        T: tokens.
+        units: the number of programs that each part needs.
+        T: the number of tokens.
         device: the GPU.
-        programs: to start for each of its processors.
+        programs: how many programs to start for each of the GPU's processors.
     """
     processors = 1
     if device.type == "cuda":

@@ -61,7 +61,7 @@ class Build:
 
     Attributes:
         library: the loaded library; None if it cannot be built or loaded.
-        path: of the library's file.
+        path: the path of the compiled library.
         reason: how it was built, or why it was not, in one line.
         has_pairs: whether the processor multiplies pairs of bfloat16; otherwise bfloat16 saves memory but no time.
         has_half: whether the compiler supports float16.
@@ -113,8 +113,8 @@ def call(kernel: str, arguments: ctypes.Structure, dtype: torch.dtype = torch.fl
 
     Args:
         kernel: one of `headwise.runtime.kernels.native.abi.KERNELS`.
-        arguments: of it; the tensors whose addresses they hold have to live until it returns.
-        dtype: of the result.
+        arguments: the kernel's arguments; the tensors whose addresses they hold have to live until it returns.
+        dtype: the dtype of the result.
 
     Raises:
         MemoryError: the kernel could not allocate its working memory.
@@ -131,8 +131,8 @@ def why_not(dtype: torch.dtype, device: torch.device, *, needs_grad: bool = Fals
     """The reason why the kernels do not support such tensors, or None if they do; may compile them first.
 
     Args:
-        dtype: of the tensors.
-        device: of the tensors.
+        dtype: the dtype of the tensors.
+        device: the device of the tensors.
         needs_grad: whether gradients are needed.
     """
     if device.type != "cpu":
@@ -156,7 +156,7 @@ def is_watched(device_type: str = "cpu") -> bool:
     see torch's operations only, and would miss the kernel's arithmetic.
 
     Args:
-        device_type: of the devices whose autocast counts.
+        device_type: the type of the devices whose autocast counts.
     """
     return (
         torch.compiler.is_compiling()
@@ -174,7 +174,7 @@ def are_plain(*tensors: Tensor | None) -> bool:
     Subclasses and sparse tensors may keep them elsewhere, and those of a lazily negated tensor have the other sign.
 
     Args:
-        tensors: to check; None counts as plain.
+        tensors: the tensors to check; None counts as plain.
     """
     return all(
         tensor is None
@@ -269,6 +269,7 @@ def _run(commands: list[list[str]]) -> None:
                 while waiting and len(running) < (os.cpu_count() or 1):
                     errors = files.enter_context(tempfile.TemporaryFile())
                     command = waiting.pop()
+                    # In a session of its own, so that the processes that it starts can be ended with it.
                     started = subprocess.Popen(
                         command, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
                     )

@@ -77,7 +77,7 @@ def attend_stored(
     Args:
         kernel: one of `headwise.runtime.kernels.native.abi.KERNELS`.
         states: queries ``[B, H, S, D]``, and what the kernel takes as keys and values.
-        sizes: K, T, V and the numbers of a row of the result.
+        sizes: K, T, V, and how many numbers a row of the result has.
         mask: bool, broadcastable to ``[B, H, S, T]``.
         is_causal: apply the bottom-right causal mask.
         scale: multiplies the scores.
@@ -241,7 +241,7 @@ class TrellisLayout:
 
     Attributes:
         rotary: P.
-        token_bytes: bytes of a token's codes.
+        token_bytes: the bytes of a token's codes.
         blocks: int32 ``[blocks, 4]``, of each its first column, its channels, their bits, and the bit of the
             stream with which the window of the first begins.
         tables: int8 ``[9, 256]``, whole levels of the windows of codes of so many bits.
@@ -294,9 +294,10 @@ def attend_coded(
     Args:
         query: absorbed and rotated, ``[B, H, S, R + P]``, or ``[B, H, S, P]`` where it has no content.
         codes: uint8 ``[B, 1, T, bytes]``.
-        wide: bfloat16 ``[B, SINKS, R + P]``, values of each sequence's first tokens, which replace their codes.
+        wide: bfloat16 ``[B, SINKS, R + P]``, unquantised values of each sequence's first tokens, which replace their
+            codes.
         first: int64 ``[B]``, the slot of each sequence's first token.
-        layout: of the codes.
+        layout: the layout of the codes.
         rotation: cos and sin of at least T slots, float32 ``[slots, F]``.
         frequency: int64 ``[P/2]``, each rotary pair's index among the model's frequencies.
         mask: bool, broadcastable to ``[B, H, S, T]``, True where a query attends.
@@ -332,12 +333,12 @@ def _attend_trellis(
     """Call a kernel of trellis codes; see `attend_coded` and `attend_heads`.
 
     Args:
-        kernel: its name.
+        kernel: the name of the kernel.
         value_dim: V.
-        columns: numbers of a row of the result.
+        columns: how many numbers a row of the result has.
         query: ``[B, H, S, D]``.
-        stored: codes ``[B, 1, T, bytes]``, wide values and first slots.
-        layout: of the codes.
+        stored: codes ``[B, 1, T, bytes]``, unquantised values and first slots.
+        layout: the layout of the codes.
         rotation: cos and sin ``[slots, F]``.
         frequency: int64 ``[P/2]``, of each rotary pair.
         mask: bool ``[B, H, S, T]``, or None.
@@ -374,6 +375,7 @@ def _attend_trellis(
         "frequencies": cos.shape[-1],
     }
     own |= counts | {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    # To the kernel, the codes are the keys of one head, and the unquantised values its values.
     sizes = 1, codes.shape[2], value_dim, columns
     return attend_stored(kernel, (query, codes, wide[:, None]), sizes, mask, is_causal, scale, own)
 
@@ -416,7 +418,7 @@ def attend_heads(
         wide: bfloat16 ``[B, SINKS, K · (D + V)]``, keys and values of each sequence's first tokens, which replace
             their codes.
         first: int64 ``[B]``, the slot of each sequence's first token.
-        layout: of the codes.
+        layout: the layout of the codes.
         rotation: cos and sin of at least T slots, float32 ``[slots, F]``.
         frequency: int64 ``[P/2]``, each rotary pair's index among the model's frequencies.
         mask: bool, broadcastable to ``[B, H, S, T]``, True where a query attends.
@@ -441,7 +443,7 @@ class AffineRows:
         rows: uint8 ``[B, K, N, bytes]``, of each token the codes, and then the scales and the zero points of its
             groups of channels in float16.
         width: D or V.
-        bits: of a code, 1 to 8.
+        bits: the bits of a code, 1 to 8.
         groups: the number of groups, each of as many channels: several only of a multiple of 16; 0 for keys without
             scales in their rows.
     """
@@ -458,7 +460,7 @@ class AffineRows:
 
     @property
     def format(self) -> RowFormat:
-        """What the kernel is told of them."""
+        """The arguments by which the kernel finds the rows."""
         return RowFormat(self.bits, self.width // max(self.groups, 1), self.groups, self.code_bytes)
 
 
@@ -468,7 +470,7 @@ class KeyBlocks:
 
     Attributes:
         scales: float16 ``[B, K, N / tokens, 2 · D]``, scales and then zero points.
-        tokens: of a block, a multiple of 16.
+        tokens: the number of tokens in a block, a multiple of 16.
     """
 
     scales: Tensor
