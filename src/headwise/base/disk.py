@@ -22,7 +22,7 @@ def storage_errors(field: str, path: str | Path, done: str = "written") -> Itera
         done: what could not be done, such as ``read``.
 
     Raises:
-        StorageError: in the place of an OSError.
+        StorageError: the block raised an OSError.
     """
     try:
         yield
@@ -37,7 +37,7 @@ def refuse_file(output: Path) -> None:
         output: the folder that is to be made.
 
     Raises:
-        ArgumentError: it is one of these, or cannot be inspected.
+        ArgumentError: the destination is one of these, or cannot be inspected.
     """
     try:
         nearest = next(parent for parent in output.absolute().parents if parent.exists())
@@ -109,10 +109,10 @@ def refuse_no_file(field: str, path: Path) -> None:
 
     Args:
         field: the argument or option that holds the path.
-        path: of the file to write.
+        path: the path of the file to write.
 
     Raises:
-        ArgumentError: there is something else than a file at the path, or its folder does not exist or is read-only.
+        ArgumentError: the path holds something else than a file, or its folder does not exist or is read-only.
     """
     with _refused(field, path):
         target = path.resolve()
@@ -126,7 +126,7 @@ def refuse_no_folder(field: str, path: Path) -> None:
 
     Args:
         field: the argument or option that holds the path.
-        path: of the folder, which is made with those above it.
+        path: the path of the folder, which is made with those above it.
 
     Raises:
         ArgumentError: the nearest folder above it that exists is read-only.

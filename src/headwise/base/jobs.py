@@ -48,15 +48,15 @@ class Job:
             no other goes on from, and that leaves nothing.
 
     Attributes:
-        output: see above.
+        output: the argument of this name.
         partial: the working folder.
         work: the folder in it for results.
         notes: what a user should know of this run.
-        stays: to be set where the folder is to stay after the end.
+        stays: set it where the folder is to stay after the end.
 
     Raises:
         ArgumentError: another process has locked the folder.
-        StorageError: it cannot be made.
+        StorageError: the working folder cannot be made.
     """
 
     def __init__(self, output: Path, *, folder: Path | None = None, run: str | None) -> None:
@@ -176,7 +176,7 @@ def remembered(file: Path, make: Callable[[], Mapping[str, Any]]) -> dict[str, A
     For example ``remembered(Path("loss.json"), lambda: {"loss": measure()})["loss"]``.
 
     Args:
-        file: of the object.
+        file: the path of the JSON file.
         make: called where there is none.
 
     Raises:
@@ -248,8 +248,8 @@ def remove_locked(folder: Path, lock: BaseFileLock) -> None:
     """Remove a locked folder, its lock last, so that no other process takes a folder that is half removed.
 
     Args:
-        folder: to remove.
-        lock: of `lock_folder`.
+        folder: the folder to remove.
+        lock: the lock that `lock_folder` gave.
     """
     try:
         _empty(folder)

@@ -33,9 +33,9 @@ class Picture:
     """A plot within a page.
 
     Attributes:
-        svg: of `headwise.base.plots.as_svg`.
-        caption: in words; what a reader hears who does not see it.
-        name: of the element.
+        svg: the drawing, as `headwise.base.plots.as_svg` makes it.
+        caption: what the plot shows, in words, for a reader who hears the page.
+        name: the name of the element in the page.
         is_wide: whether it keeps its size, and is scrolled on a narrow screen, as many names in it ask for.
     """
 
@@ -55,10 +55,10 @@ def web_page(title: str, parts: Sequence[Part], template: str = "base/page.html"
     For example ``web_page("Results", [Text("What was measured."), Table(["", "ms"], [("one", "1.5")])])``.
 
     Args:
-        title: for the window and the heading.
+        title: the title of the window and of the heading.
         parts: below the heading, in their order.
-        template: of Jinja within the package; another one than the usual extends it.
-        values: that another template takes.
+        template: the Jinja template within the package; another one than the default extends it.
+        values: the values that such a template takes.
     """
     return _environment().get_template(template).render(title=title, parts=parts, **values)
 

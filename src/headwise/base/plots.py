@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, RED, GREEN, PURPLE, OLIVE = "#3f7fd9", "#d98218", "#c2487f", "#2f9e76", "#8a63d2", "#7a8a2a"
 COLOURS = (BLUE, ORANGE, RED, GREEN, PURPLE, OLIVE, "#c0504d", "#4aa3a2")
-"""Of lines and points, in the order in which they are taken: legible on white and on a dark page."""
+"""The colours of lines and points, in the order in which they are taken: legible on white and on a dark page."""
 GREY = "#8b919b"
 
 PLOT_PIP = "pip install 'headwise[plot]'"
-"""What installs what plots need."""
+"""The command that installs the package that plots need."""
 
 
 def refuse_no_matplotlib(name: str, value: object) -> None:
@@ -32,7 +32,7 @@ def refuse_no_matplotlib(name: str, value: object) -> None:
 
     Args:
         name: the option that asks for the plot.
-        value: of that option.
+        value: the value of that option.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -47,8 +47,8 @@ def new_figure(
     """An empty figure with axes beside each other. For example ``new_figure(10, 4, 2)[1][0].plot([1, 2])``.
 
     Args:
-        width: in inches.
-        height: in inches.
+        width: the width of the figure in inches.
+        height: the height of the figure in inches.
         columns: axes.
         shares_y: whether their vertical axes are one.
     """

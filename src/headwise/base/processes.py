@@ -39,7 +39,7 @@ def all_sum(tensor: Tensor) -> Tensor:
     """Sum a tensor over all processes, in place.
 
     Args:
-        tensor: of one shape and dtype in all processes; float64 for Gram matrices, to lose no digits.
+        tensor: a tensor that has one shape and dtype in all processes; float64 for Gram matrices, to lose no digits.
     """
     if _are_several():
         dist.all_reduce(tensor)

@@ -22,7 +22,7 @@ class Cell(str):
     Attributes:
         hint: a text that is shown where the pointer rests on the cell.
         mark: a class of the page's style.
-        link: where the text leads to, within the page.
+        link: the place within the page that the text leads to.
     """
 
     hint: str
@@ -41,13 +41,13 @@ class Table:
     """A table of plain texts, for example ``Table(["", "ms"], [("one", "1.5")]).markdown()``.
 
     Attributes:
-        heading: of the columns.
+        heading: the headings of the columns.
         rows: the cells of each; those that a row lacks at its end are empty.
-        title: above the table, on a web page.
-        notes: below it there, in sentences.
+        title: the heading above the table, on a web page.
+        notes: sentences below the table on a web page.
         words: the columns of words, which are left-aligned; the others are of numbers.
         folded: the columns whose cells take several lines where a terminal is narrow.
-        marks: of rows, by their index.
+        marks: the marks of some rows, by the row's index.
         gaps: the indexes of rows that have a gap above them.
     """
 
@@ -64,7 +64,7 @@ class Table:
         """Add a row, for example ``table.add("one", "1.5", mark="bold")``.
 
         Args:
-            cells: of the row.
+            cells: the cells of the row.
             mark: how it is printed.
             gap: whether there is a gap above it.
         """

@@ -78,7 +78,7 @@ def torch_threads(count: int) -> Iterator[None]:
     For example ``with torch_threads(1): …`` around operations that are too short to be divided.
 
     Args:
-        count: of threads.
+        count: the number of threads.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(count)

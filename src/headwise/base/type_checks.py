@@ -49,7 +49,7 @@ def check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
     """Refuse a value that does not have its type.
 
     Args:
-        values: by name.
+        values: the values by name.
         hints: the types, by the same names.
 
     Raises:

@@ -82,7 +82,7 @@ class Declaration:
         annotation: the type as it is written in the class.
         type: the type itself.
         default: ``dataclasses.MISSING`` where the option is required.
-        help: see `option`, as for the other attributes.
+        help: the text of the option; it and the attributes below are arguments of `option`.
     """
 
     name: str
@@ -111,7 +111,7 @@ def option(
         help: a description for docstrings and ``--help``, in lower case at its beginning and without a full stop.
         default: the default value; the option is required when there is none.
         metavar: the name of the value in ``--help``; the type when None.
-        rule: that a value other than None must meet.
+        rule: the rule that a value other than None must meet.
         flag: the name on the command line, such as ``--target``; derived from the field's name when None.
         identity: whether the value decides the result; False for options that only say where or how it is made.
     """
