@@ -53,7 +53,7 @@ class Question:
     Attributes:
         hardware: one of the devices that serve it.
         step: the decode step: context, batch, dtype and devices.
-        goal: what is made as small, or as large, as it can be.
+        goal: the number that is made as small, or as large, as it can be.
         max_quality_loss: the largest rise of perplexity, as a fraction; only what was measured within it, what is
             predicted far enough below it (`Measured.loss_at_most`), or what loses nothing is then recommended. None
             allows any loss that is known, and, where the model as it is does not fit, an engine's cache that is known
@@ -61,8 +61,8 @@ class Question:
         is_usual: whether the limit is `USUAL_LOSS` because the user says nothing: it is then for what is known, and
             an engine's cache that is known to be safe is allowed as without a limit.
         usable: the share of a device's memory that may be used.
-        engine: that is to run the model, one of `headwise.costs.prediction.SERVING_ENGINES`; None where it may be
-            any.
+        engine: the engine that is to run the model, one of `headwise.costs.prediction.SERVING_ENGINES`; None where it
+            may be any.
     """
 
     hardware: Device
@@ -85,7 +85,7 @@ class Question:
 
     @property
     def memory_bytes(self) -> int:
-        """Of one device, that may be used."""
+        """The bytes of one device's memory that may be used."""
         return int(self.hardware.memory_bytes * self.usable)
 
 
@@ -94,16 +94,17 @@ class Option:
     """One candidate, as the question sees it.
 
     Attributes:
-        target: of the candidate.
+        target: the name of the candidate, as a measurement is found by it.
         label: the mechanism and sizes of the first layer.
         convert_to: the options of ``headwise convert`` that make it; None where nothing is converted.
-        cache_bytes_per_token: of one sequence on all devices that share a model, as one of them holds it.
-        decode_seconds: of one token of every sequence.
-        memory_bytes: of one device.
-        weight_bytes: of them, the weights'.
-        largest_batch: sequences of the context that fit.
-        tokens_per_second: of as many sequences as fit, at most `MOST_SEQUENCES`; 0 where none fits.
-        parameters: of the model.
+        cache_bytes_per_token: the cache's bytes for a token of one sequence, on all devices that share a model, as
+            one of them holds it.
+        decode_seconds: seconds of a decode step, which gives every sequence one token.
+        memory_bytes: the bytes that one device needs.
+        weight_bytes: those of ``memory_bytes`` that weights take.
+        largest_batch: the number of sequences of the context that fit.
+        tokens_per_second: tokens a second of as many sequences as fit, at most `MOST_SEQUENCES`; 0 where none fits.
+        parameters: the number of the model's parameters.
         loss: the rise of perplexity, as a fraction, measured or predicted; 0 where nothing is lost; None where it is
             not known.
         loss_at_most: what is held to the limit: the loss, or more where it is predicted (`Measured.loss_at_most`).
@@ -160,7 +161,7 @@ class Advice:
 
     Attributes:
         source: the model, as the user named it.
-        question: that was asked.
+        question: the question that was asked.
         options: those that may be recommended by the goal, then those that are refused.
         binding: what decides: ``memory``, ``quality``, ``memory and quality``, or ``nothing``, where the best option
             would be the best without the limits.
@@ -170,8 +171,8 @@ class Advice:
             predicted; None where there is none. What is not even predicted is never recommended itself.
         to_measure: the option to measure next: ``measure_next``, or where nothing known suggests one, of those that
             fit one that needs no conversion, and of these the one that keeps most; None where nothing is left.
-        absorbed_tokens: of MLA that is recommended: the most new tokens of a sequence that take less time absorbed
-            than expanded, as is predicted; None for other mechanisms.
+        absorbed_tokens: where MLA is recommended, the most new tokens of a sequence that take less time absorbed than
+            expanded, as is predicted; None for other mechanisms.
         weights: the formats in which the model's weights are counted, in words.
         notes: what is not known of these, and how conversions are counted where weights are quantised.
     """
@@ -216,7 +217,7 @@ def advise(
 
     Args:
         source: a model folder, a ``.gguf``, a catalog name or ``hf://owner/name``.
-        question: what is asked.
+        question: the hardware, the step, the goal and the limits.
         measured: folders that ``headwise frontier`` wrote of this model, with or without ``--quick``.
 
     Raises:
@@ -234,9 +235,9 @@ def advise_on(
     For example ``advise_on(read_spec("llama-3-8b"), question, {}).best``.
 
     Args:
-        model: with its body.
-        question: what is asked.
-        measured: by target.
+        model: the model's spec, with its body.
+        question: the hardware, the step, the goal and the limits.
+        measured: the measured losses by target.
         source: the name of the model in the answer.
     """
     positions = check_context(model, question.step.total)
@@ -279,7 +280,8 @@ def engine_notes(model: ModelSpec, engine: str | None, known: Mapping[str, Measu
 
     Args:
         model: the model.
-        engine: that is to run it; when None, those caches of all engines are spoken of whose loss is known.
+        engine: the engine that is to run it; when None, those caches of all engines are spoken of whose loss is
+            known.
         known: measurements and predictions by target.
     """
     caches = named_caches(model, known) if engine is None else engine_caches(model, engine)
@@ -337,7 +339,7 @@ def predicted_note(are_predicted: Iterable[bool]) -> tuple[str, ...]:
     For example ``predicted_note([False])`` is empty.
 
     Args:
-        are_predicted: of each option.
+        are_predicted: for each option, whether its loss is predicted.
     """
     if not any(are_predicted):
         return ()
@@ -377,7 +379,7 @@ def _measure_next(
 
 
 def _most_kept(tried: Sequence[Candidate], options: Sequence[Option], question: Question) -> str | None:
-    """Of the options that were not measured and fit, the one that keeps most of the cache.
+    """The option that keeps most of the cache, of those that were not measured and fit.
 
     One that needs no conversion comes first; key–value heads, which lose more than latents of their size, last.
     """
@@ -410,8 +412,8 @@ def ranked(
 
     Args:
         tried: the source first.
-        question: what is asked.
-        measured: by target.
+        question: the hardware, the step, the goal and the limits.
+        measured: the measured or predicted losses by target.
         with_capacity: whether the sequences that fit are counted whatever the goal; only throughput needs them.
         source: the name of the model in command lines.
     """
@@ -442,8 +444,8 @@ def judged(options: Sequence[Option], question: Question, are_bound: Sequence[bo
 
     Args:
         options: the model as it is first.
-        question: what is asked.
-        are_bound: of each, whether its memory is an upper bound, so that it may be refused needlessly.
+        question: the hardware, the step, the goal and the limits.
+        are_bound: for each option, whether its memory is an upper bound, so that it may be refused needlessly.
     """
     fits = options[0].memory_bytes <= question.memory_bytes
     reasons = [
@@ -495,7 +497,7 @@ def known_loss(candidate: Candidate, measured: Measured | None) -> tuple[float |
 
     Args:
         candidate: the candidate.
-        measured: of it, or predicted.
+        measured: the candidate's measured or predicted loss; None without one.
     """
     if candidate.is_exact:
         return 0.0, 0.0
@@ -547,7 +549,7 @@ def _target(option: Option | None) -> str | None:
 
 
 def _binding(options: Sequence[Option], free: Option, question: Question) -> str:
-    """Which of the limits decides."""
+    """The limit that decides: ``memory``, ``quality``, both, or ``nothing``."""
     if _target(_recommended(options)) == free.target:
         return "nothing"
     (limited,) = (option for option in options if option.target == free.target)

@@ -38,13 +38,13 @@ class Candidate:
     Attributes:
         target: ``as it is``, an engine's cache (``llama.cpp:q8_0``), a format, or a target of ``headwise convert`` as
             a frontier spells it (``mla:0.5``).
-        model: as it is then.
-        cache_bits: of one cached value; None for those of the dtype.
+        model: the model as this candidate serves it.
+        cache_bits: the bits of one cached value; None for those of the dtype.
         convert_to: the options of ``headwise convert``; None where nothing is converted.
         is_exact: whether nothing is lost.
         is_safe: whether models like this one lose next to nothing, so that it may be used unmeasured.
         is_measurable: whether headwise can measure what it loses.
-        cache: of an engine's own caches, which; None for all else.
+        cache: the engine's own cache that the candidate uses; None for all else.
         served_by: the programs that run it, in words.
         is_first_size: whether the sizes are those that a search on a text begins with, and are not known before it.
     """
@@ -91,9 +91,9 @@ def candidates(
 
     Args:
         source: the model.
-        measured: of it, or predicted, by target.
-        engine: that is to run it, which leaves out what it does not run.
-        device: likewise; any when None.
+        measured: the measured or predicted losses by target.
+        engine: the engine that is to run the model, which leaves out what it does not run.
+        device: the device that is to run the model, which leaves out what it cannot run; any when None.
     """
     has_windows = any(layer.sliding_window is not None for layer in source.layers)
     # What is left of a cache whose windows stay as they are is not one number of bits: it depends on the tokens.
@@ -142,9 +142,9 @@ def predictable(
 
     Args:
         source: the model.
-        measured: of it, by target; what is known is not predicted.
-        engine: that is to run it.
-        device: likewise; any when None.
+        measured: the measured losses by target; what is known is not predicted.
+        engine: the engine that is to run the model.
+        device: the device that is to run the model, which leaves out what it cannot run; any when None.
     """
     tried = candidates(source, engine=engine, device=device)
     formats = (each for each in tried if each.is_measurable and not each.is_exact and each.convert_to is None)

@@ -29,15 +29,15 @@ def design(
     For example ``design(hidden_size=4096, num_heads=32).layers[0].label`` is ``"MHA 32/32 × 128"``.
 
     Args:
-        parameters: the model's, about so many; in the place of ``hidden_size``.
-        hidden_size: E; 128 for each layer when it is left out for ``parameters``.
+        parameters: about how many parameters the model is to have; in the place of ``hidden_size``.
+        hidden_size: the model's width E; 128 for each layer when it is left out for ``parameters``.
         num_heads: query heads; as many as fill the hidden size when None.
         num_kv_heads: key–value heads; as many as query heads when None.
-        head_dim: of a head, which need not divide the hidden size; 128 when None, 64 below a hidden size of 1,024,
-            or what fills the hidden size with ``num_heads``.
-        num_layers: one for each 128 of the hidden size when None.
-        intermediate_size: of the feed-forward networks; 8/3 of the hidden size when None, in steps of 256.
-        vocab_size: tokens.
+        head_dim: the channels of a head, which need not divide the hidden size; 128 when None, 64 below a hidden size
+            of 1,024, or what fills the hidden size with ``num_heads``.
+        num_layers: the number of layers; one for each 128 of the hidden size when None.
+        intermediate_size: the width of the feed-forward networks; 8/3 of the hidden size when None, in steps of 256.
+        vocab_size: the number of tokens of the vocabulary.
 
     Raises:
         ArgumentError: neither or both of ``parameters`` and ``hidden_size`` are given, or a number is impossible.

@@ -28,7 +28,7 @@ class Expected:
     """A loss that was not measured, and is only used to say what to measure.
 
     Attributes:
-        target: that was not measured.
+        target: the name of the option that was not measured.
         loss: the rise of perplexity that is expected, as a fraction.
         between: the two measured targets whose losses it is read from; none where it is predicted.
     """
@@ -49,9 +49,9 @@ def expected_losses(
     For example ``expected_losses(read_measured(["./out"]), ["mla@0.15"])``.
 
     Args:
-        measured: by target.
-        targets: that losses are wanted of; those that were measured are left out.
-        bits: of one cached value in formats of the model's cache, by target; of those that were measured it is known.
+        measured: the measured losses by target.
+        targets: the targets whose losses are wanted; those that were measured are left out.
+        bits: the bits of one cached value in formats of the model's cache, by target; measured ones know their own.
     """
     families: dict[str, list[tuple[float, Measured]]] = {}
     for point in measured.values():

@@ -32,10 +32,10 @@ class Axes:
 
     Attributes:
         hardware: devices by their names.
-        context: tokens of each sequence.
-        batch: sequences.
+        context: the numbers of a sequence's tokens to choose from.
+        batch: the numbers of sequences to choose from.
         loss: the largest rise of perplexity, and whether it is the usual one because nothing was said of it.
-        goal: what is made small, or large.
+        goal: the goals to choose from: what is made as small, or as large, as it can be.
     """
 
     hardware: Mapping[str, Device]
@@ -51,7 +51,7 @@ def axes_of(question: Question, hardware: Mapping[str, Device], positions: int, 
     For example ``axes_of(question, devices(), 8192, is_known=False).context[-1]``.
 
     Args:
-        question: that the page begins with.
+        question: the question that the page begins with.
         hardware: devices, its own among them.
         positions: the most tokens that the model takes; 0 for any.
         is_known: whether the loss of any option was measured or predicted.
@@ -98,7 +98,7 @@ class _Predicted:
         return held / (context * batch)
 
     def seconds(self, index: int, hardware: Device, context: int, batch: int) -> float:
-        """Of a step."""
+        """The seconds of a decode step."""
 
         def timed(_: ModelSpec, step: Pass) -> float:
             work = self._once(("work", index, context, batch), operators)
@@ -146,9 +146,9 @@ def answers(
 
     Args:
         tried: the candidates, the model as it is first.
-        options: of each, as any question sees it (`ranked`); their numbers are not used.
-        question: that the page begins with.
-        axes: of the grid.
+        options: each candidate's option, as any question sees it (`ranked`); their numbers are not used.
+        question: the question that the page begins with.
+        axes: the axes of the grid.
         verdict: says in a sentence what is to be done, of the options in their order and as the goal ranks them.
 
     Returns:

@@ -53,7 +53,8 @@ class ModelPart:
         document: what its controls choose from, as JSON-able values.
         asked: the question that it begins with, in words.
         plots: names, captions and functions that draw them, of that question.
-        quality_note: in the place of the plot of quality where too little is known; None where there is the plot.
+        quality_note: a text in the place of the plot of quality where too little is known; None where there is the
+            plot.
     """
 
     document: dict[str, Any]
@@ -78,8 +79,8 @@ def page_data(
     "as it is".
 
     Args:
-        model: with its body.
-        question: that the page begins with.
+        model: the model's spec, with its body.
+        question: the question that the page begins with.
         measured: quality, measured or predicted, by target.
         source: the name of the model.
         hardware: devices that a reader may choose, besides the question's; the catalog's when None.
@@ -319,7 +320,7 @@ def measured_points(
 
     Args:
         tried: the candidates; steps of others are left out.
-        steps: see `measured_steps`.
+        steps: the measured decode steps, as `measured_steps` takes them.
     """
     by_target = {each.target: each for each in tried}
     by_context, by_intensity = [], []
@@ -348,11 +349,11 @@ def page(
     For example ``page(page_data(read_spec("llama-3-8b"), question, {}))``.
 
     Args:
-        model: of `page_data`; None for results alone.
+        model: the part that `page_data` made; None for results alone.
         results: below the model.
-        title: of the page; the model's name when empty.
+        title: the title of the page; the model's name when empty.
         notes: above all else.
-        version: of headwise.
+        version: the version of headwise.
 
     Raises:
         MissingExtraError: matplotlib, which draws the plots, is not installed.

@@ -25,7 +25,7 @@ def quality(axes: Axes, options: Sequence[Option], limit: float | None) -> None:
     """Draw the known loss of options over their cache; hollow where it is predicted.
 
     Args:
-        axes: to draw on.
+        axes: the axes to draw on.
         options: the best first, where one is recommended.
         limit: the largest loss that is allowed; None for any.
     """
@@ -46,9 +46,9 @@ def place_option(axes: Axes, option: Option, y: float, *, is_best: bool, is_holl
     """Draw an option over its cache, on an axis of logarithms: named where no other dominates it.
 
     Args:
-        axes: to draw on.
+        axes: the axes to draw on.
         option: the option.
-        y: where it lies.
+        y: the height at which the option is drawn.
         is_best: whether it comes first; where it is refused nothing is recommended.
         is_hollow: whether its place is predicted.
     """
@@ -65,7 +65,7 @@ def label_decades(axes: Axes, which: str) -> None:
     """Label powers of ten, and 2 and 5 between them, as plain numbers.
 
     Args:
-        axes: whose ticks are labelled.
+        axes: the axes whose ticks are labelled.
         which: ``x``, ``y`` or both.
     """
     for axis in (getattr(axes, f"{name}axis") for name in which):
@@ -84,9 +84,9 @@ def memory_figure(names: Sequence[str], memories: Sequence[Memory], device: Devi
     """What options take of a device's memory.
 
     Args:
-        names: of the options.
-        memories: of each.
-        device: whose memory it is.
+        names: the names of the options.
+        memories: the memory that each option takes.
+        device: the device whose memory is divided.
         usable: bytes of it that may be used.
     """
     made, (axes,) = new_figure(6, 1.3 + 0.22 * len(names))
@@ -115,7 +115,7 @@ def latency_figure(
     Args:
         lines: milliseconds of options at each context, the first one drawn thick.
         contexts: tokens of each sequence.
-        context: that is asked about.
+        context: the context of the question, in tokens.
         timed: measured steps, at their context and milliseconds.
     """
     made, (axes,) = new_figure(6, 4.6)
@@ -141,8 +141,8 @@ def roofline_figure(
 
     Args:
         work: the operators, with their times.
-        device: that they run on.
-        dtype: of the pass.
+        device: the device that the operators run on.
+        dtype: the dtype of the pass.
         efficiency: the shares of the peaks that are assumed.
         timed: measured steps, at their FLOPs a byte and FLOP/s.
     """
@@ -228,7 +228,7 @@ def positions_figure(lines: Sequence[tuple[Line, Line | None]]) -> Figure:
     """The cost of a token by its position.
 
     Args:
-        lines: of a model, and of its reference, which is dotted, on each text.
+        lines: for each text, the line of a model and that of its reference, which is dotted.
     """
     made, (axes,) = new_figure(6, 4.2)
     for index, pair in enumerate(lines):

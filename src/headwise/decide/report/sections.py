@@ -75,7 +75,7 @@ class Section(NamedTuple):
     """One result, for example ``sections(headwise.compare("llama-3-8b").to_dict())[0].table.title``.
 
     Attributes:
-        table: with its title and notes.
+        table: the result as a table with its title and notes.
         draw: a plot of it; None where there is none.
     """
 
@@ -89,14 +89,15 @@ def sections(document: Mapping[str, Any], *, name: str = "result") -> list[Secti
     For example ``sections(headwise.compare("llama-3-8b").to_dict())[0].table.title``.
 
     Args:
-        document: of ``compare``, ``evaluate``, ``bench``, ``convert`` or ``frontier``, with or without ``--quick``.
+        document: the JSON of ``compare``, ``evaluate``, ``bench``, ``convert`` or ``frontier``, with or without
+            ``--quick``.
         name: the file that it was read from.
 
     Returns:
         None, where it is none of these.
 
     Raises:
-        CheckpointError: it seems to be one of these, and lacks something.
+        CheckpointError: the document seems to be one of these, and lacks something.
     """
     try:
         return [section for is_one, made in _KINDS if is_one(document) for section in made(document)]
@@ -349,9 +350,9 @@ class FolderResults:
 
     Attributes:
         source: the model's name.
-        model: its spec; None where it cannot be read.
+        model: the model's spec; None where it cannot be read.
         measured: quality, measured or predicted, by target.
-        sections: of every result.
+        sections: the sections of every result.
         notes: what was left out, and why.
         steps: decode steps of the model that were timed.
         converted: what the conversion that made the model measured of it, in a sentence; empty where none did.
@@ -372,13 +373,13 @@ def read_folder(folder: str | Path, *, source: str | None = None) -> FolderResul
     For example ``read_folder("./out").measured["mla:0.5"].loss``.
 
     Args:
-        folder: with ``config.json``, ``frontier.json``, or files of results; or the config of a model alone: a
-            ``.gguf``, a ``config.json``, a catalog name or ``hf://owner/name``.
+        folder: a folder with ``config.json``, ``frontier.json``, or files of results; or the config of a model alone:
+            a ``.gguf``, a ``config.json``, a catalog name or ``hf://owner/name``.
         source: the model that the results are of; the folder's or its frontier's own when None.
 
     Raises:
-        ArgumentError: it is no folder and no model, or has none of these.
-        HeadwiseError: a file cannot be read; or ``source`` cannot.
+        ArgumentError: the path is no folder and no model, or the folder has no results.
+        HeadwiseError: a file cannot be read, or ``source`` cannot be opened.
     """
     place = Path(folder)
     if not place.is_dir():
