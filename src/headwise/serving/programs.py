@@ -32,7 +32,7 @@ def conversion_format(target: str, model: ModelSpec, engine: str) -> str | None:
     Args:
         target: a conversion, as `headwise.decide.advice.Option.target` has it.
         model: the source.
-        engine: its name.
+        engine: the name of the engine.
     """
     if "@" in target:
         return None  # codes of a cache, which headwise alone reads
@@ -68,9 +68,9 @@ def runs(target: str, model: ModelSpec, engine: str) -> bool:
     For example ``runs("vllm:fp8", read_spec("llama-2-7b"), "mlx")`` is False.
 
     Args:
-        target: as `headwise.decide.advice.Option.target` has it.
+        target: the option's `headwise.decide.advice.Option.target`.
         model: the source.
-        engine: its name.
+        engine: the name of the engine.
     """
     if target == "as it is":
         return True
@@ -89,7 +89,7 @@ def served_by(target: str, model: ModelSpec) -> str:
     For example ``served_by("mla@0.5", read_spec("llama-2-7b"))`` is ``"headwise"``.
 
     Args:
-        target: as `headwise.decide.advice.Option.target` has it.
+        target: the option's `headwise.decide.advice.Option.target`.
         model: the source.
     """
     if target == "as it is":
@@ -118,12 +118,12 @@ def commands(
     ``("vllm serve ./llama --kv-cache-dtype fp8",)`` where that folder is.
 
     Args:
-        target: as `headwise.decide.advice.Option.target` has it.
+        target: the option's `headwise.decide.advice.Option.target`.
         convert_to: the options of ``headwise convert`` that make it; None where nothing is converted.
         model: the source.
-        source: as the user named it.
-        engine: that is to run it; when None, the engine of a cache of an engine's own.
-        step: the decode step that it is to have room for; when None the engine chooses its sizes.
+        source: the model's path or name, as the user gave it.
+        engine: the engine that is to run the option; when None, the engine of a cache of an engine's own.
+        step: the decode step whose sequences it is to hold; when None the engine chooses its sizes.
     """
     name = engine or target.partition(":")[0]
     if name not in SERVING_ENGINES:
@@ -153,7 +153,7 @@ def serving_commands(model: str, target: str) -> tuple[str, ...]:
     For example ``serving_commands("./prepared", "vllm:fp8")`` is ``("vllm serve ./prepared --kv-cache-dtype fp8",)``.
 
     Args:
-        model: its path.
+        model: the path of the model.
         target: the engine and the cache, as in `headwise.decide.advice.Option.target`.
     """
     engine, _, name = target.partition(":")
@@ -168,7 +168,7 @@ def with_weights(source: str) -> str:
     For example ``with_weights("llama-3-8b")`` is ``"MODEL"``: the catalog has configs alone.
 
     Args:
-        source: as the user named it.
+        source: the model's path or name, as the user gave it.
     """
     with suppress(HeadwiseError):
         if locate(source).kind not in ("catalog", "config"):

@@ -45,7 +45,7 @@ _SURROUNDINGS = {
     "PYTHONUTF8": "1",
     "GGML_NO_BACKTRACE": "1",  # ggml's own last words are then the last
 }
-"""What an engine's process is told besides."""
+"""The environment variables that an engine's process gets besides."""
 
 
 def is_installed(module: str, python: str) -> bool:
@@ -54,11 +54,11 @@ def is_installed(module: str, python: str) -> bool:
     For example ``is_installed("llama_cpp", sys.executable)``.
 
     Args:
-        module: that the engine is imported by.
+        module: the module that the engine is imported by.
         python: the interpreter of its environment.
 
     Raises:
-        ArgumentError: there is no such interpreter.
+        ArgumentError: the interpreter does not exist.
     """
     search = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     try:
@@ -77,12 +77,12 @@ def ask(engine: ServingEngine, python: str, request: dict[str, Any], progress: P
     Args:
         engine: one that the worker knows.
         python: the interpreter of its environment.
-        request: see ``worker.py``.
-        progress: told of every step.
+        request: the JSON-able request that ``worker.py`` reads.
+        progress: called at every step.
 
     Raises:
         MissingExtraError: the engine is not installed there.
-        ArgumentError: there is no such interpreter, or the engine refuses the model or ends without an answer.
+        ArgumentError: the interpreter does not exist, or the engine refuses the model or ends without an answer.
     """
     with tempfile.TemporaryFile() as log:
         try:
@@ -178,7 +178,7 @@ def evaluate_in_engine(model: str | Path, options: EngineOptions, *, progress: P
     Args:
         model: a ``.gguf`` for llama.cpp, a model folder for the others.
         options: the keywords below as one object, in place of them.
-        progress: told of each window.
+        progress: called for each window.
 
     Raises:
         ArgumentError: the engine does not take such a model or cache, fails, or a text is shorter than a window.
@@ -225,10 +225,10 @@ def evaluate_windows_in_engine(
         pair: the model and its reference.
         texts: the name of each text, and its windows ``[n, W]``; W is the same for all.
         engine: one of `RUNNABLE`.
-        cache: of the model, in the engine's words; the engine's full cache when None.
+        cache: the model's cache, by the engine's name for it; the engine's full cache when None.
         python: the interpreter of the engine's environment; this process's own when None.
         context: tokens in the cache while decoding is timed; see `headwise.measure.evaluation.evaluate_windows`.
-        progress: told of each window.
+        progress: called for each window.
 
     Raises:
         ArgumentError: the engine does not take such a model or cache, or fails.
@@ -253,10 +253,10 @@ def evaluate_windows_in_engine(
 
 
 def _engine(name: str) -> ServingEngine:
-    """The engine of a word.
+    """The engine of a name.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: no engine has this name.
     """
     if (engine := RUNNABLE.get(name)) is None:
         raise ArgumentError("engine", name, f"must be {' or '.join(RUNNABLE)}")

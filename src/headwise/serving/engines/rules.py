@@ -47,7 +47,7 @@ class ModelFacts:
         """Open a model.
 
         Raises:
-            HeadwiseError: it cannot be read.
+            HeadwiseError: the model cannot be read.
         """
         return cls(open_checkpoint(source), str(source), tensor_parallel)
 
@@ -78,22 +78,22 @@ class ModelFacts:
 
     @property
     def family(self) -> Family | None:
-        """Its family; None where headwise converts none of it."""
+        """The model's family; None where headwise converts no model of the architecture."""
         return family_of(self.model_type) if has_family(self.model_type) else None
 
     @property
     def is_own(self) -> bool:
-        """Whether it has headwise's layers."""
+        """Whether the model has headwise's own layers."""
         return self.model_type.startswith(HOSTED_PREFIX)
 
     @property
     def is_deepseek(self) -> bool:
-        """Whether it is MLA in DeepSeek's classes."""
+        """Whether the model is MLA in DeepSeek's classes."""
         return self.model_type in ("deepseek_v2", "deepseek_v3")
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """Its layers."""
+        """The spec of the model's layers."""
         return self.checkpoint.spec
 
     @cached_property
@@ -242,7 +242,7 @@ def _mlx(facts: ModelFacts) -> Refusal | None:
 
 
 def _shares(facts: ModelFacts) -> Refusal | None:
-    """Why devices cannot share a model out: layers/linear.py and models/llama.py of vLLM, and SGLang's alike."""
+    """Why devices cannot share a model out: vLLM's and SGLang's layers/linear.py and models/llama.py."""
     devices = facts.tensor_parallel
     whole = {"intermediate_size": facts.config.get("intermediate_size"), "vocab_size": facts.config.get("vocab_size")}
     if whole["vocab_size"]:
@@ -373,8 +373,8 @@ class Verdict:
     """What one engine does with a model.
 
     Attributes:
-        engine: its name.
-        installed: its version here; None where it is not installed.
+        engine: the name of the engine.
+        installed: the version of the engine that is installed here; None where it is not installed.
         serves: whether it loads the model and computes what the model is.
         why: the decisive condition where it does not.
         instead: what to write for it where it does not.
@@ -402,8 +402,8 @@ class EngineReport:
     Attributes:
         source: the model, as the user named it.
         model_type: transformers' name of its architecture.
-        label: its attention.
-        verdicts: one an engine.
+        label: the name of the model's attention.
+        verdicts: the verdict on each engine.
     """
 
     source: str

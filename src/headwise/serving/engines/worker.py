@@ -49,8 +49,8 @@ class Model(Protocol):
     """A model in an engine, with one cache.
 
     Attributes:
-        vocabulary: V.
-        device: that the engine computes on.
+        vocabulary: the number V of the vocabulary's tokens.
+        device: the device that the engine computes on.
     """
 
     vocabulary: int
@@ -76,7 +76,7 @@ class Model(Protocol):
         ...
 
     def allocated(self) -> tuple[int, int]:
-        """Bytes of the cache as it is allocated, and the number of tokens that it has room for."""
+        """Bytes of the cache as it is allocated, and the number of tokens that it can hold."""
         ...
 
 

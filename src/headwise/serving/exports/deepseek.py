@@ -71,7 +71,7 @@ def parse_padding(text: str) -> tuple[int, int]:
     For example ``parse_padding("512+64")`` is ``(512, 64)``.
 
     Raises:
-        ArgumentError: it is not two numbers, or P is odd.
+        ArgumentError: the text is not two numbers, or P is odd.
     """
     match = re.fullmatch(r"\s*(\d{1,6})\s*\+\s*(\d{1,6})\s*", text)
     if match is None or int(match[2]) % 2:
@@ -87,11 +87,11 @@ def padded_config(config: Mapping[str, Any], pad_to: tuple[int, int]) -> dict[st
     For example ``padded_config(deepseek_config(config, for_engines=True), (512, 64))``.
 
     Args:
-        config: with plain RoPE.
+        config: a config of deepseek_v3 with plain RoPE.
         pad_to: R and P, each at least the config's.
 
     Raises:
-        ArgumentError: one is smaller.
+        ArgumentError: a width is smaller than the config's.
     """
     sizes = LatentSizes.of(config)
     rank, rope = pad_to
@@ -116,10 +116,10 @@ def padded_layer(
     """A layer's tensors with zeros up to a config's sizes.
 
     Args:
-        tensors: by deepseek_v3's names within a layer's attention, rotary pairs side by side.
+        tensors: the layer's tensors by deepseek_v3's names within its attention, rotary pairs side by side.
         heads: H.
         own: the sizes of the tensors; the rank is read off them.
-        config: from `padded_config`.
+        config: the config that `padded_config` made.
     """
     own, new = replace(own, rank=len(tensors["kv_a_layernorm.weight"])), LatentSizes.of(config)
     if own == new:
@@ -214,7 +214,7 @@ def deepseek_config(
         **own,
         "num_key_value_heads": first.num_heads,
         "kv_lora_rank": max(layer.kv_lora_rank for layer in latents) + (0 if first.latent_norm else 1),
-        # A plain query projection has no bias; a query latent as wide as the input makes room for one, at E² weights
+        # A plain query projection has no bias; a query latent of the input's width gives it a place, at E² weights
         # a layer.
         "q_lora_rank": first.hidden_size + 1 if any("q_proj" in layer.bias for layer in latents) else None,
         "qk_nope_head_dim": first.qk_nope_head_dim,
@@ -300,7 +300,7 @@ def deepseek_layer(
     Args:
         state: the layer's tensors by the names of headwise's format; any dtype.
         spec: the layer's spec.
-        config: from `deepseek_config`.
+        config: the config that `deepseek_config` made.
         input_norm: ``[E]``, the weight of the RMSNorm before the layer, which bounds the layer's inputs.
 
     Returns:
@@ -370,7 +370,7 @@ def export_deepseek(
         source: a folder that `headwise.convert` wrote.
         output: the folder to write; must not exist, or be empty, unless ``overwrite``.
         overwrite: replace a model folder at ``output``.
-        progress: told of each layer.
+        progress: called for each layer.
 
     Raises:
         ArgumentError: the output exists, or the layers differ in a setting that deepseek_v3 has once for all.
@@ -398,8 +398,8 @@ def add_deepseek(
     Args:
         writer: the writer of the stock folder, with the tensors of ``config``.
         checkpoint: the folder in headwise's own format.
-        config: from `deepseek_config`.
-        progress: told of each layer.
+        config: the config that `deepseek_config` made.
+        progress: called for each layer.
     """
     writer.add_companions(checkpoint)
     for name, tensor in deepseek_tensors(checkpoint, config, writer.missing, progress):
@@ -414,9 +414,9 @@ def deepseek_tensors(
 
     Args:
         checkpoint: the folder in headwise's own format.
-        config: from `deepseek_config`.
-        names: of tensors of the stock model.
-        progress: told of each layer.
+        config: the config that `deepseek_config` made.
+        names: the names of the wanted tensors of the stock model.
+        progress: called for each layer.
     """
     layers = checkpoint.spec.layers
     owner = {name: index for index in range(len(layers)) for name in names if name.startswith(_prefix(index))}

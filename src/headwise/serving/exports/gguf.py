@@ -69,8 +69,8 @@ def engine_tensors(
 
     Args:
         checkpoint: the folder.
-        config: from `engine_config`.
-        progress: told of each layer.
+        config: the config that `engine_config` made.
+        progress: called for each layer.
     """
     names = list(expected_tensors(dict(config)))
     if str(checkpoint.config["model_type"]).startswith(HOSTED_PREFIX):
@@ -99,9 +99,9 @@ def export_gguf(
         source: a model folder: Llama, Mistral, Qwen2 or Qwen3, or MLA without biases in the format ``deepseek`` or
             headwise's own.
         output: the ``.gguf`` file to write.
-        outtype: of matrices; when None the one nearest to the source's dtype. Vectors are ``f32``.
+        outtype: the type of matrices; when None the one nearest to the source's dtype. Vectors are ``f32``.
         overwrite: replace a file at ``output``.
-        progress: told of what is written.
+        progress: called as the file is written.
 
     Returns:
         Bytes of the file.
