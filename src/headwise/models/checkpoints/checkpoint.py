@@ -86,7 +86,7 @@ class Checkpoint(ABC):
         """Where the model keeps its attention, in the names of these tensors.
 
         Raises:
-            SpecError: there is no file for its model type in `families`.
+            SpecError: `families` has no file for the model type.
         """
         family = family_of(str(self.config.get("model_type")))
         is_whole = not self.tensors or any(name.startswith(family.base) for name in self.tensors)
@@ -112,8 +112,8 @@ class Checkpoint(ABC):
             name: transformers' name of it.
 
         Raises:
-            CheckpointError: there is no such tensor, or it has NaN or infinite values.
-            StorageError: its file could not be read.
+            CheckpointError: the checkpoint has no such tensor, or the tensor has NaN or infinite values.
+            StorageError: the tensor's file could not be read.
         """
         if name not in self.tensors:
             raise CheckpointError("tensor", name, f"is missing from {self.path}")
@@ -138,8 +138,8 @@ class Checkpoint(ABC):
             rows: int64 ``[N]``, in any order.
 
         Raises:
-            CheckpointError: there is no such tensor, or the rows have NaN or infinite values.
-            StorageError: its file could not be read.
+            CheckpointError: the checkpoint has no such tensor, or the rows have NaN or infinite values.
+            StorageError: the tensor's file could not be read.
         """
         if name not in self.tensors:
             raise CheckpointError("tensor", name, f"is missing from {self.path}")
@@ -164,8 +164,8 @@ class Checkpoint(ABC):
         """Do not read some tensors, as transformers does not, and note that.
 
         Args:
-            names: of the tensors; none changes nothing.
-            what: they are, in words.
+            names: the names of the tensors; an empty sequence changes nothing.
+            what: a phrase that says in the note what the tensors are.
         """
         for name in names:
             del self.tensors[name]

@@ -225,7 +225,7 @@ def _shards(path: Path) -> dict[str, Path]:
     """Map each tensor's name to its file; a single file has the empty name until it is opened.
 
     Raises:
-        CheckpointError: there is none, or the index is damaged.
+        CheckpointError: the folder has no weights, or its index is damaged.
     """
     # Where a folder has both, transformers too prefers the single file to the shards.
     if (path / SINGLE).is_file():

@@ -19,11 +19,11 @@ def model_path(source: str | Path) -> Path:
     For example ``model_path("smollm2-135m").suffix`` is ``".gguf"``.
 
     Args:
-        source: see `open_checkpoint`.
+        source: a model, as `open_checkpoint` takes it.
 
     Raises:
-        ArgumentError: there is no such source, or it has no weights.
-        CheckpointError: it cannot be downloaded.
+        ArgumentError: the source does not exist, or has no weights.
+        CheckpointError: the source cannot be downloaded.
         MissingExtraError: the bundled model's package is not installed.
     """
     located = locate(source)
@@ -42,7 +42,7 @@ def open_checkpoint(source: str | Path, *, quantised: bool = False) -> Checkpoin
         quantised: whether a folder whose weights are quantised is read too, through their scales.
 
     Raises:
-        ArgumentError: there is no such source, or it has no weights.
+        ArgumentError: the source does not exist, or has no weights.
         CheckpointError: a file is missing, damaged, a pickle or quantised, or the config asks to run code.
         MissingExtraError: the bundled model's package is not installed.
         SpecError: the metadata of a GGUF file are not understood.

@@ -30,7 +30,7 @@ def load_tokenizer(path: Path) -> Any:
         path: the folder or file.
 
     Raises:
-        CheckpointError: there is none, or transformers cannot read it.
+        CheckpointError: the path has no tokenizer, or transformers cannot read it.
     """
     if path.is_file():
         return load_gguf_tokenizer(path)
@@ -51,7 +51,7 @@ def tokenize(tokenizer: Any, text: str | list[str], **options: Any) -> Any:
     Args:
         tokenizer: transformers'.
         text: one text, or a list.
-        options: of the tokenizer's own call.
+        options: the options of the tokenizer's own call.
 
     Raises:
         CheckpointError: the tokenizer can be loaded but not used, such as one whose unknown token is not in its
@@ -69,7 +69,7 @@ def decode(tokenizer: Any, ids: Any, **options: Any) -> str:
     Args:
         tokenizer: transformers'.
         ids: ``[S]``, a tensor or a list.
-        options: of the tokenizer's own ``decode``.
+        options: the options of the tokenizer's own ``decode``.
 
     Raises:
         CheckpointError: the tokenizer can be loaded but not used.
@@ -136,7 +136,7 @@ def refuse_other_tokens(own: Path, other: Path, *, name: str, source: str) -> No
         own: a model's folder or ``.gguf`` file.
         other: the other's.
         name: the argument that names the other, such as ``against``.
-        source: its value.
+        source: the value of that option.
 
     Raises:
         ArgumentError: a token has two numbers.
@@ -157,11 +157,11 @@ def refused_tokenizer(path: Path | str, failure: str) -> Iterator[None]:
     """Turn any error of a tokenizer into a `CheckpointError`.
 
     Args:
-        path: of the tokenizer.
+        path: the path of the tokenizer.
         failure: what the error means, such as ``could not be loaded``.
 
     Raises:
-        CheckpointError: in the place of any error.
+        CheckpointError: reading the tokenizer raised any error.
     """
     try:
         yield
@@ -178,7 +178,7 @@ def max_length(folder: Path) -> int | None:
     For example ``max_length(Path("./minilm"))``.
 
     Args:
-        folder: of a sentence encoder.
+        folder: the folder of a sentence encoder.
 
     Raises:
         CheckpointError: ``sentence_bert_config.json`` is damaged.

@@ -28,10 +28,10 @@ def refuse_unsafe(config: Mapping[str, Any], path: Path) -> None:
 
     Args:
         config: the parsed ``config.json``; fields of configs within it count too.
-        path: its folder.
+        path: the path of the config's folder.
 
     Raises:
-        CheckpointError: it does, or it names other files to read in the place of itself or of the weights.
+        CheckpointError: the config does, or names other files to read in the place of itself or of the weights.
     """
     refuse_kernels(config)
     for name, field, value in _fields(config):
@@ -83,7 +83,7 @@ def refuse_kernel(name: str, implementation: str) -> None:
     For example ``refuse_kernel("attn_implementation", "owner/kernel@main:function")`` raises a CheckpointError.
 
     Args:
-        name: of the field.
+        name: the name of the field, for the error.
         implementation: the field's value.
 
     Raises:
@@ -103,7 +103,7 @@ def refuse_other_weights(path: Path) -> None:
         path: the folder.
 
     Raises:
-        CheckpointError: it holds an adapter, or a checkpoint in the parts that several processes wrote.
+        CheckpointError: the folder holds an adapter, or a checkpoint in the parts that several processes wrote.
     """
     if (path / ADAPTER).is_file():
         rule = f"an adapter is not applied; merge it into the weights, or take {ADAPTER} away"
@@ -123,7 +123,7 @@ def refuse_tokenizer_class(path: Path) -> None:
         path: the folder.
 
     Raises:
-        CheckpointError: its ``tokenizer_config.json`` or ``config.json`` names such a class.
+        CheckpointError: the folder's ``tokenizer_config.json`` or ``config.json`` names such a class.
     """
     import transformers
 

@@ -37,7 +37,7 @@ class Shard:
     """The layout of one file.
 
     Attributes:
-        file: its name.
+        file: the name of the file.
         tensors: shape and dtype of each tensor, in the order in which they are added.
         header: all bytes before the first tensor.
         starts: offset of each tensor's bytes in the file.
@@ -77,7 +77,7 @@ def is_whole(shard: Shard, folder: Path) -> bool:
 
     Args:
         shard: the file.
-        folder: to look in.
+        folder: the folder to look in.
     """
     try:
         with (folder / shard.file).open("rb") as file:
@@ -95,11 +95,11 @@ def overwrite_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
     """Write tensors over those of the same names, shapes and dtypes in a safetensors file; all other bytes stay.
 
     Args:
-        tensors: by their names there.
+        tensors: the tensors by their names in the file.
         file: the file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     places = stored_tensors(file)
     with file.open("r+b") as opened:
@@ -115,7 +115,7 @@ class ShardWriter:
 
     Args:
         shard: the layout of the file.
-        folder: to write it in.
+        folder: the folder to write the file in.
 
     Attributes:
         left: names of the tensors that are still to be written.
@@ -200,14 +200,14 @@ class FolderWriter(Job):
         mark: the file that every folder of this kind has; ``config.json`` for model folders.
 
     Attributes:
-        folder: will be the destination. It has an index once every tensor is added, and with its ``config.json`` it
-            can be read like any model folder.
+        folder: the folder that becomes the destination. It has an index once every tensor is added, and with its
+            ``config.json`` it can be read like any model folder.
         work: a folder for intermediate results that a later run can use; removed at the end.
-        write_seconds: spent on writing tensors.
+        write_seconds: the seconds spent on writing tensors.
 
     Raises:
         ArgumentError: the destination is taken, or another process is writing it.
-        StorageError: there is no room on the disk, or it fills up.
+        StorageError: the disk has too little space, or fills up.
     """
 
     def __init__(
@@ -265,8 +265,8 @@ class FolderWriter(Job):
         """Write one of the tensors that are `missing`.
 
         Args:
-            name: of the tensor.
-            tensor: of the announced shape and dtype.
+            name: the name of the tensor.
+            tensor: a tensor that has the announced shape and dtype.
 
         Raises:
             StorageError: the disk is full, or the file cannot be written.
@@ -316,7 +316,7 @@ class FolderWriter(Job):
         """Let a function write a file of the folder, such as one that is too large for memory.
 
         Args:
-            name: of the file.
+            name: the name of the file.
             write: writes the file at the path that it is given.
 
         Raises:
@@ -422,8 +422,8 @@ def move_into_place(folder: Path, output: Path, *, overwrite: bool, mark: str = 
     Args:
         folder: the folder, on the destination's file system.
         output: the destination.
-        overwrite: see `check_output`, which is asked again: somebody may have put something there meanwhile.
-        mark: likewise.
+        overwrite: replace what is there, by `check_output`'s rules: it is asked again, as files may have appeared.
+        mark: the file by which `check_output` knows a folder of the kind.
 
     Raises:
         ArgumentError: the destination is taken.

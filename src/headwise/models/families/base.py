@@ -32,7 +32,7 @@ class Layout(NamedTuple):
 
     Attributes:
         pack: converts ``q_proj.weight`` ``[H·D, E]``, ``k_proj.weight`` … and biases to the tensors of the family.
-        unpack: its inverse.
+        unpack: the inverse of ``pack``.
     """
 
     pack: Change
@@ -114,7 +114,7 @@ def fused(name: str, output: str, *, by_head: bool = False, transposed: bool = F
     """A layout with the rows of queries, keys and values in one projection.
 
     Args:
-        name: of that projection.
+        name: the name of that projection.
         output: the name of the output projection.
         by_head: the rows of each head's query, key and value lie together (GPT-NeoX, which has one key–value head for
             each query head); otherwise all queries come first, then all keys, then all values.
@@ -174,8 +174,8 @@ class Family:
         cross_attention: path of the attention to an encoder's output; None where there is none.
         layout: names and shapes of the projections within that module.
         stock_kv_heads: the config has ``num_key_value_heads``, so that the family's own class can be GQA and MQA.
-        deepseek_blocks: its layers equal deepseek_v3's dense layers, tensor names included, except for the attention:
-            its MLA is written as stock MLA, and served by headwise's plugin in vLLM.
+        deepseek_blocks: whether its layers equal deepseek_v3's dense layers, tensor names included, except for the
+            attention: its MLA is written as stock MLA, and served by headwise's plugin in vLLM.
         former_rope: ``rope_theta`` and ``rope_scaling``, as transformers 4 wrote them, say all of its RoPE.
         output: path within ``attention`` of the output projection, where the module returns its output after the
             residual connection or the norm.
@@ -252,7 +252,7 @@ class Family:
         """The path of a layer's attention module.
 
         Args:
-            layer: its number.
+            layer: the index of the layer, from 0.
             cross: the attention to an encoder's output.
             hosted: the path of headwise's layer in a converted model.
         """
@@ -264,7 +264,7 @@ class Family:
         """The shape of every tensor that the family stores for a layer's attention, by its full name.
 
         Args:
-            layer: its number.
+            layer: the index of the layer, from 0.
             spec: the layer's attention.
             cross: the attention to an encoder's output.
         """
@@ -286,7 +286,7 @@ class Family:
 
         Args:
             read: returns a tensor of the checkpoint by name.
-            layer: its number.
+            layer: the index of the layer, from 0.
             spec: the layer's attention; every shape is checked against it.
             cross: the attention to an encoder's output.
             hosted: the folder is a converted one, in which the layers are stored under headwise's names.
@@ -312,8 +312,8 @@ class Family:
 
         Args:
             state: the attention under headwise's names.
-            layer: its number.
-            spec: its attention.
+            layer: the index of the layer, from 0.
+            spec: the spec of the layer's attention.
             cross: the attention to an encoder's output.
 
         Returns:
@@ -345,7 +345,7 @@ def family_of(model_type: str) -> Family:
     For example ``family_of("headwise_llama").model_type`` is ``"llama"``.
 
     Args:
-        model_type: such as ``llama``, or ``headwise_llama`` for the family of a converted folder.
+        model_type: the model's type, such as ``llama``, or ``headwise_llama`` for the family of a converted folder.
 
     Raises:
         SpecError: this folder has no file for the model type.

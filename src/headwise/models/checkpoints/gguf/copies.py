@@ -18,12 +18,12 @@ def check_file(files: Sequence[Path], output: Path, *, overwrite: bool) -> None:
     """Refuse an output that cannot be written, or that would replace the source.
 
     Args:
-        files: of the source, as many as are written.
+        files: the files of the source; as many are written.
         output: the file to write; of a split model the name that its parts get their numbers in.
         overwrite: replace a file there.
 
     Raises:
-        ArgumentError: it does not end in .gguf, cannot be written, exists, or is the source.
+        ArgumentError: the output does not end in .gguf, cannot be written, exists, or is the source.
     """
     if output.suffix != ".gguf":
         raise ArgumentError("output", str(output), "must end in .gguf, as the source does")
@@ -41,14 +41,14 @@ def copied_files(files: Sequence[Path], output: Path, *, moved: bool = False) ->
 
     Args:
         files: the model's.
-        output: see `check_file`.
+        output: the file to write, as for `check_file`.
         moved: whether the model's files are moved in the place of a copy.
 
     Yields:
         The copy of each file, in their order.
 
     Raises:
-        StorageError: they cannot be written; nothing is left then.
+        StorageError: the copies cannot be written; nothing is left then.
     """
     targets = renamed_parts(output, len(files))
     with ExitStack() as partials, storage_errors("output", output):

@@ -46,7 +46,7 @@ def gguf_layout(model_type: str) -> GgufLayout:
         model_type: transformers' name of the architecture.
 
     Raises:
-        SpecError: there is no file for it in `families`.
+        SpecError: `families` has no file for the model type.
     """
     if model_type in ("deepseek_v2", "deepseek_v3"):
         return _DEEPSEEK

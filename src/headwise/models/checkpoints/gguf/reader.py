@@ -24,9 +24,9 @@ class _Stored(NamedTuple):
     """A tensor in the file.
 
     Attributes:
-        place: its name, shape and offset.
-        kind: its GGML type.
-        nbytes: its size.
+        place: the tensor's name, shape and offset in the file.
+        kind: the tensor's GGML type.
+        nbytes: the tensor's size in bytes.
     """
 
     place: GgufTensor
@@ -45,8 +45,8 @@ class GgufCheckpoint(Checkpoint):
 
     Raises:
         CheckpointError: a file is missing or cut short, or holds a tensor that has no place in the model.
-        SpecError: its architecture is not understood.
-        StorageError: it cannot be read.
+        SpecError: the file's architecture is not understood.
+        StorageError: a file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,7 +92,7 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def writable(self) -> frozenset[str]:
-        """See `Checkpoint.writable`: those that are stored whole, and in a floating type."""
+        """See `Checkpoint.writable`: tensors that are stored as one, and in a floating type."""
         whole = {name: parts for name, parts in self._stored.items() if self._join(name, parts) is None}
         return frozenset(
             name for name, parts in whole.items() if [own.kind.name in DTYPES for own in parts.values()] == [True]
@@ -102,7 +102,7 @@ class GgufCheckpoint(Checkpoint):
         """Write other numbers into copies of the model's files, in the type and order that the files have.
 
         Args:
-            tensors: by transformers' name, which has to be among `writable`.
+            tensors: the new tensors by transformers' name, which has to be among `writable`.
             files: the copy of each of the model's files.
 
         Raises:

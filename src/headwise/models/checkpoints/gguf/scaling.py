@@ -31,8 +31,8 @@ class Rows:
 
     Args:
         raw: the tensor's bytes, which are changed in place.
-        ggml_type: of the tensor.
-        shape: of the tensor: ``(rows, columns)``, or ``(rows,)`` for a bias or a norm.
+        ggml_type: the GGML type of the tensor.
+        shape: the shape of the tensor: ``(rows, columns)``, or ``(rows,)`` for a bias or a norm.
 
     Raises:
         CheckpointError: the type's rows cannot be multiplied without decoding them.

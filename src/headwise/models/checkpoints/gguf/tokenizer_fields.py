@@ -38,7 +38,7 @@ class TokenizerField:
     """One value of the metadata.
 
     Attributes:
-        key: such as ``tokenizer.ggml.tokens``.
+        key: the field's name, such as ``tokenizer.ggml.tokens``.
         value: a number, a string or a list of them.
         type: the name of its type in GGUF, such as ``ARRAY``.
         item: the name of the type of an array's items.
@@ -172,7 +172,7 @@ def _split(tokenizer: Mapping[str, Any]) -> str:
     """llama.cpp's name of the way in which a byte-level tokenizer splits a text.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: llama.cpp has no name for it.
     """
     steps = tokenizer.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", [steps])

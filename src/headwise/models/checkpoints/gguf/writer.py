@@ -43,8 +43,8 @@ class _Entry:
 
     Attributes:
         name: GGUF's.
-        shape: in torch's order.
-        kind: one of `GGUF_TYPES`.
+        shape: the shape of the tensor in torch's order.
+        kind: the tensor's type, one of `GGUF_TYPES`.
         made: the tensor out of transformers'.
     """
 
@@ -89,8 +89,8 @@ class GgufFile:
     Args:
         config: the model's ``config.json``, of a type in `headwise.models.specs.GGUF_ARCHITECTURES`.
         tensors: the shape of each of its tensors by transformers' name, in the order in which they will be given.
-        kind: of matrices, one of `GGUF_TYPES`. Rows that ``q8_0`` cannot hold are ``f16``.
-        tokenizer: its fields.
+        kind: the type of matrices, one of `GGUF_TYPES`. Rows that ``q8_0`` cannot hold are ``f16``.
+        tokenizer: the fields of the tokenizer.
 
     Raises:
         SpecError: llama.cpp has no such model, or a tensor has no place in it.
@@ -169,7 +169,7 @@ class GgufFile:
         """The tensors of the file that a tensor of transformers becomes.
 
         Raises:
-            SpecError: it has no place there.
+            SpecError: the tensor has no place in a GGUF file.
         """
         if name == "lm_head.weight" and self._config.get("tie_word_embeddings"):
             return []

@@ -48,7 +48,7 @@ class QuantisedFolder(FolderCheckpoint):
         quantisation: the fields of the config that say how weights are quantised.
 
     Raises:
-        CheckpointError: as for other folders; or weights are quantised in a way that is not read.
+        CheckpointError: the folder is refused as others are, or its weights are quantised in a way that is not read.
         StorageError: a file cannot be read.
     """
 
@@ -93,10 +93,10 @@ class QuantisedFolder(FolderCheckpoint):
         return self._sharing.get(name, 0)
 
     def parts(self, name: str) -> dict[str, str]:
-        """The stored tensors of a quantised matrix: their names within the module, and whole names.
+        """The stored tensors of a quantised matrix: their names within the module, and their full names.
 
         Args:
-            name: of the matrix, such as ``model.layers.0.self_attn.q_proj.weight``.
+            name: the name of the matrix, such as ``model.layers.0.self_attn.q_proj.weight``.
         """
         module = name.removesuffix("weight")
         return {part: f"{module}{part}" for part in self._formats[name][1]}
@@ -105,17 +105,17 @@ class QuantisedFolder(FolderCheckpoint):
         """The rows of a quantised matrix.
 
         Raises:
-            CheckpointError: its tensors do not fit together.
+            CheckpointError: the matrix's tensors do not fit together.
         """
         tensors = {part: self._read_stored(whole) for part, whole in self.parts(name).items()}
         return self._formats[name][0].read(tensors)
 
     def written(self, name: str, rows: Rows) -> dict[str, Tensor]:
-        """The stored tensors, by their whole names, of a matrix with other rows.
+        """The stored tensors, by their full names, of a matrix with other rows.
 
         Args:
-            name: of the matrix.
-            rows: in its place.
+            name: the name of the matrix.
+            rows: the new rows of the matrix.
         """
         names = self.parts(name)
         tensors = {part: self._read_stored(whole) for part, whole in names.items()}

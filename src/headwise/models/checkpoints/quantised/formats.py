@@ -120,13 +120,13 @@ class Rows:
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """The codes in 32-bit words, the lowest bits first: int16 ``[…, n · 32 / b]`` of int32 ``[…, n]``.
+    """The codes in 32-bit integers, the lowest bits first: int16 ``[…, n · 32 / b]`` of int32 ``[…, n]``.
 
     For example ``unpacked(torch.tensor([0x76543210], dtype=torch.int32), 4)`` is ``0 … 7``.
 
     Args:
-        words: to unpack along the last dimension.
-        bits: of a code; a divisor of 32.
+        words: the 32-bit integers to unpack along the last dimension.
+        bits: the bits of a code; a divisor of 32.
     """
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     codes: Tensor = (words[..., None] >> shifts) & (2**bits - 1)
@@ -134,11 +134,11 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """The inverse of `unpacked`; the last word is filled with zeros.
+    """The inverse of `unpacked`; the last integer is filled up with zeros.
 
     Args:
         codes: ``[…, n]`` from 0 to 2ᵇ − 1.
-        bits: of a code; a divisor of 32.
+        bits: the bits of a code; a divisor of 32.
     """
     each = 32 // bits
     codes = torch.nn.functional.pad(codes.long(), (0, -codes.shape[-1] % each))
@@ -161,7 +161,7 @@ class Format(ABC):
     """How the tensors of a module store a matrix.
 
     Attributes:
-        module: its name, for errors.
+        module: the name of the module, for errors.
     """
 
     module: str
@@ -171,7 +171,7 @@ class Format(ABC):
         """The rows and columns of the matrix.
 
         Args:
-            shapes: of its tensors.
+            shapes: the shapes of the module's tensors, by name.
             read: returns one of them.
 
         Raises:
@@ -182,7 +182,7 @@ class Format(ABC):
         """How many rows share a scale.
 
         Args:
-            shapes: of the tensors.
+            shapes: the shapes of the module's tensors, by name.
         """
         return 1
 
@@ -199,7 +199,7 @@ class Format(ABC):
         """The tensors that store rows: the inverse of `read`, bit by bit.
 
         Args:
-            rows: of the same sizes as those of ``parts``.
+            rows: the rows to store, of the same sizes as those of ``parts``.
             parts: the tensors as they were.
         """
 
@@ -207,7 +207,7 @@ class Format(ABC):
         """The sizes of a tensor of two dimensions.
 
         Raises:
-            CheckpointError: it has others.
+            CheckpointError: the tensor does not have two dimensions.
         """
         if len(shape) != 2 or not all(shape):
             raise self.refuse(part, shape, "must be the shape of a matrix")
@@ -221,7 +221,8 @@ class Format(ABC):
         """The group of each column, int64 ``[C]``: as a tensor says, where it is there, or groups of one size.
 
         Raises:
-            CheckpointError: there are no such groups.
+            CheckpointError: the tensor names groups that do not exist, or groups of one size do not divide the
+                columns.
         """
         if part not in parts:
             return self.even_groups(columns, groups, scale)
@@ -235,7 +236,7 @@ class Format(ABC):
         """The group of each column, int64 ``[C]``, of groups of one size.
 
         Raises:
-            CheckpointError: there is no such size.
+            CheckpointError: the groups do not divide the columns.
         """
         if not groups or columns % groups:
             raise self.refuse(scale, groups, f"must have scales of a divisor of {columns} columns")
@@ -245,7 +246,7 @@ class Format(ABC):
         """Refuse a tensor that has another shape.
 
         Raises:
-            CheckpointError: it has.
+            CheckpointError: the tensor has another shape.
         """
         if tuple(parts[part].shape) != shape:
             raise self.refuse(part, tuple(parts[part].shape), f"must be {shape} by the tensors beside it")
@@ -289,7 +290,7 @@ class Gptq(Format):
     """GPTQ's two versions.
 
     Attributes:
-        less: what is taken from zeros before they are stored: 1, or 0 in version 2.
+        less: the number that is subtracted from zero points before they are stored: 1, or 0 in version 2.
     """
 
     less: int
@@ -368,7 +369,7 @@ class Packed(Format):
 
 
 def _bits(columns: int, words: int) -> int | None:
-    """The bits of a code, of which a row has so many in so many words."""
+    """The bits of a code, from a row's codes and 32-bit integers; None where no number of bits fits."""
     return next((bits for bits in (2, 4, 8) if -(-columns * bits // 32) == words), None)
 
 
@@ -443,7 +444,7 @@ class Scheme:
 
     Attributes:
         method: ``awq``, ``gptq``, ``compressed-tensors`` or ``fp8``.
-        less: what GPTQ has taken from zeros.
+        less: the number that GPTQ has subtracted from zero points.
         block: rows and columns that share a scale; None where blocks do not.
     """
 
@@ -455,11 +456,11 @@ class Scheme:
         """The format of a module, and the names of its tensors; None where its weight is not quantised.
 
         Args:
-            module: its name.
+            module: the name of the module.
             parts: the dtypes of its tensors by their names within the module.
 
         Raises:
-            CheckpointError: its tensors are those of no format that is read.
+            CheckpointError: the module's tensors are those of no format that is read.
         """
         form: Format
         optional: tuple[str, ...]
