@@ -183,7 +183,7 @@ def prefill_flops(
         tokens: tokens of the prompt.
         chunk: tokens of a chunk; None reads the whole prompt at once.
         batch: B, the number of prompts.
-        causal: which pairs are counted, see `forward_flops`.
+        causal: True counts only the pairs that the causal mask leaves, False all; see `forward_flops`.
     """
     check_whole_number("tokens", tokens, 1)
     size = tokens if chunk is None else chunk

@@ -154,7 +154,8 @@ def forward_flops(
         new_tokens: S, tokens passed in; 1 for a decode step.
         total_tokens: T, tokens attended to, S of them new; S when None (prefill).
         batch: B, the number of sequences.
-        causal: which pairs are counted, see `headwise.cost.forward_flops`.
+        causal: True counts only the pairs that the causal mask leaves, False all; see
+            `headwise.cost.forward_flops`.
         impl: the implementation of layers whose mechanism has it; all others take ``auto``.
 
     Raises:

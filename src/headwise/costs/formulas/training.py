@@ -31,7 +31,7 @@ def backward_flops(
         tokens: S, the number of tokens passed in.
         source_tokens: T, tokens of the other sequence in cross-attention; None for self-attention.
         batch: B, the number of sequences.
-        causal: which pairs are counted, see `forward_flops`.
+        causal: True counts only the pairs that the causal mask leaves, False all; see `forward_flops`.
         impl: the implementation, see `forward_flops`.
         kernel: one of `headwise.cost.KERNELS`.
         input_gradient: False where the layer's inputs need no gradient, as in a model's first layer: the gradient of
@@ -68,7 +68,7 @@ def activation_bytes(
         source_tokens: T, tokens of the other sequence in cross-attention; None for self-attention.
         batch: B, the number of sequences.
         dtype: the dtype of weights and activations.
-        causal: which pairs are counted, see `forward_flops`.
+        causal: True counts only the pairs that the causal mask leaves, False all; see `forward_flops`.
         impl: the implementation, see `forward_flops`.
         kernel: one of `headwise.cost.KERNELS`; ``unfused`` holds the scores at least in float32.
     """

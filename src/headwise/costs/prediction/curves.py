@@ -16,9 +16,9 @@ from typing import Any, Literal
 from headwise.errors import SpecError
 
 Kind = Literal["linear", "product", "core", "latent core", "latent input", "norm", "embedding", "other"]
-"""Operators that are measured alike: a projection; products of heads with small matrices; attention of heads, and to
-latents; the projection to a latent, with what a latent layer does besides; a norm, with half of what else a layer
-does; the embedding, with what a model does around its layers."""
+"""Kinds of operators, each with curves of its own: a projection; products of heads with small matrices; attention of
+heads, and to latents; the projection to a latent, with what a latent layer does besides; a norm, with half of what
+else a layer does; the embedding, with what a model does around its layers; all others, which have no curve."""
 
 MANY = 64
 """Tokens from which on the time of a projection does not depend on where its weights come from."""
@@ -35,7 +35,7 @@ class Grid:
     Attributes:
         x: sizes, growing.
         y: other sizes, growing.
-        seconds: of each x, for each y.
+        seconds: the measured seconds of each x, for each y.
     """
 
     x: tuple[float, ...]
@@ -83,25 +83,25 @@ class Curves:
     """Measured times of one dtype.
 
     Attributes:
-        few: of a projection of fewer than `MANY` tokens, by the values of its weight (small ones are read by one
-            thread), over tokens and the bytes that a pass reads, some of which a processor's own caches may hold.
+        few: times of a projection of fewer than `MANY` tokens, by the values of its weight (small ones are read by
+            one thread), over tokens and the bytes that a pass reads, some of which a processor's own caches may hold.
             Empty on a GPU, whose caches hold no model's weights from one pass to the next.
-        many: of a projection of more, or of any number on a GPU, over tokens and values of its weight.
-        product: of products of heads with matrices, over tokens and values of all matrices.
-        core: of attention of one new token a sequence, for each byte of cache, by bits of a cached value (0 for those
-            of the dtype), over the bytes that a pass reads (where ``few`` is empty, that the run reads) and FLOPs a
-            byte.
+        many: times of a projection of more, or of any number on a GPU, over tokens and values of its weight.
+        product: times of products of heads with matrices, over tokens and values of all matrices.
+        core: times of attention of one new token a sequence, for each byte of cache, by bits of a cached value (0 for
+            those of the dtype), over the bytes that a pass reads (where ``few`` is empty, that the run reads) and
+            FLOPs a byte.
         latent_core: the same to latents of the dtype.
-        coded_latent_core: of attention of one new token a sequence to latents in codes, by bits of a value, over the
-            bytes that it reads and FLOPs a byte. Decoding takes as long for every value, whatever its bits. Empty
-            where it was not measured.
+        coded_latent_core: times of attention of one new token a sequence to latents in codes, by bits of a value,
+            over the bytes that it reads and FLOPs a byte. Decoding takes as long for every value, whatever its bits.
+            Empty where it was not measured.
         coded: what a layer whose cache is in fewer bits does besides, by its bits.
         coded_latent: the same of latents in codes.
-        prompt: of attention of many new tokens, over these and FLOPs for each pair of them.
+        prompt: times of attention of many new tokens, over these and FLOPs for each pair of them.
         latent_input: what a latent layer does besides, over values of a hidden state (tokens · E) and E.
         norm: a norm and half of what else a layer does, over the same.
         embedding: what a model does around its layers, over the same.
-        pace: of the yardsticks of `headwise.measure.profiling.Pace`, at the pace of all of these.
+        pace: times of the yardsticks of `headwise.measure.profiling.Pace`, at the pace of all of these.
     """
 
     few: Mapping[float, Grid] = field(hash=False)
@@ -182,14 +182,14 @@ class Sizes:
     """What the time of one run depends on.
 
     Attributes:
-        tokens: B·S.
-        new: S.
-        rows: inputs of a projection.
-        weights: values of its weight.
-        flops: of the run.
-        cache_bytes: that it reads.
-        bits: of a cached value; 0 for those of the dtype.
-        hidden_size: E.
+        tokens: the new tokens of all sequences, B·S.
+        new: the new tokens of a sequence, S.
+        rows: the number of a projection's input rows.
+        weights: the number of values of its weight.
+        flops: the FLOPs of the run.
+        cache_bytes: the bytes of cache that the run reads.
+        bits: the bits of a cached value; 0 for those of the dtype.
+        hidden_size: the width of a hidden state, E.
         pass_bytes: weights and cache that the whole pass reads.
     """
 
@@ -205,7 +205,7 @@ class Sizes:
 
 
 FORM = 4
-"""Of curves in a file; raised whenever what their sizes mean is changed."""
+"""The version of the form of curves in a file; raised whenever what their sizes mean is changed."""
 
 _GRIDS = ("many", "product", "prompt", "latent_core", "latent_input", "norm", "embedding")
 _CODED = ("coded", "coded_latent")
@@ -217,7 +217,7 @@ def curves_of(entry: Any) -> Curves:
     For example ``curves_of(to_table(curves))``.
 
     Raises:
-        SpecError: they are no curves.
+        SpecError: the values are no curves.
     """
     if isinstance(entry, Mapping) and entry.get("form") != FORM:
         raise SpecError("form", entry.get("form"), f"must be {FORM} in curves: run headwise profile again")

@@ -19,10 +19,10 @@ class EngineCache:
         name: what a target has behind the engine's name, such as ``q8_0`` of ``llama.cpp:q8_0``.
         options: what is added to the engine's command line.
         words: the options in a table.
-        key_bits: of a key's channel, with the scale of its block.
-        value_bits: of a value's channel, likewise.
-        key_scale: bits that a whole key takes besides.
-        value_scale: bits that a whole value takes besides.
+        key_bits: the bits of a key's channel, with the scale of its block.
+        value_bits: the bits of a value's channel, with the scale of its block.
+        key_scale: bits that a key of all channels takes besides.
+        value_scale: bits that a value of all channels takes besides.
         block: the channels that share a scale; they must divide a head.
         rotates: whether it rotates a whole head first, whose channels must then be a power of two, and at least 8.
         unquantised_ends: layers at each end of a model that the engine leaves as they are.
@@ -115,7 +115,7 @@ class EngineCache:
         return taken / values
 
     def is_safe_for(self, model: ModelSpec) -> bool:
-        """Whether it is known to be safe, of models like this one.
+        """Whether the cache is known to be safe for models of this kind.
 
         For example ``cache_of("vllm", "fp8").is_safe_for(read_spec("llama-3-8b"))`` is True.
 

@@ -27,14 +27,14 @@ class ServingEngine:
     """A program that serves models.
 
     Attributes:
-        name: as users of headwise spell it.
-        title: as its authors do.
+        name: the name of the engine as users of headwise spell it.
+        title: the name of the engine as its authors spell it.
         serve: the command line that starts it, with ``{model}``.
         model: what stands for a model in a command line where none is at hand.
         serve_small: the same with ``{options}`` of a cache; None where they stand behind ``serve``.
-        sizes: its options for the most tokens of a sequence and the most sequences, with ``{context}``, ``{batch}``
+        sizes: the options for the most tokens of a sequence and the most sequences, with ``{context}``, ``{batch}``
             or ``{tokens}``, those of all sequences together; empty where it has none.
-        shares: its option for the number of devices that share the heads; empty where it has none.
+        shares: the option for the number of devices that share the heads; empty where the engine has none.
         reads_gguf: whether it loads a ``.gguf``.
         reads_folders: whether it loads a model folder.
         mla: the options with which `headwise convert` writes MLA as the engine loads it.
@@ -42,12 +42,12 @@ class ServingEngine:
         caches: the small caches that it has, the usual ones first; none where it is not known to have any of its own.
         has_more_caches: whether it has others than those, and judges a name itself.
         splits: whether keys and values may have a cache each, as in ``q8_0/q4_0``.
-        package: its distribution on PyPI, by which an installed one is found; empty where it has none.
+        package: the engine's distribution on PyPI, by which an installed one is found; empty where it has none.
         program: a program that is looked for besides; empty where there is none.
-        module: that it is imported by where models are measured in it; empty where they are not.
-        install: what pip installs it by then.
+        module: the module that the engine is imported by where models are measured in it; empty where they are not.
+        install: the requirement by which pip installs that module.
         checked: what its conditions were checked against.
-        notes: what is known of all of them, in words.
+        notes: what is known of all the caches, in words.
     """
 
     name: str
@@ -85,8 +85,8 @@ class ServingEngine:
         For example ``SERVING_ENGINES["vllm"].command("MODEL")`` is ``"vllm serve MODEL"``.
 
         Args:
-            model: its path or name, as a shell takes it.
-            cache: one of ``caches``; None for a cache as wide as the model.
+            model: the path or name of the model, as a shell takes it.
+            cache: one of ``caches``; None for a cache in the model's dtype.
             context: the most tokens of a sequence; when None the engine chooses them and the sequences.
             batch: the most sequences at once.
             ranks: devices that share the heads.
@@ -105,10 +105,10 @@ class ServingEngine:
         For example ``SERVING_ENGINES["mlx"].check_cache("8")`` returns.
 
         Args:
-            name: in the engine's own words.
+            name: the name of the cache in the engine.
 
         Raises:
-            ArgumentError: it is not one of them.
+            ArgumentError: models are not measured in a cache of this name.
         """
         known = GGML_TYPES if self.splits else tuple(cache.name for cache in self.caches)
         sides = name.split("/") if self.splits else [name]
@@ -340,11 +340,11 @@ def check_engine(name: str, *, field: str = "engine") -> ServingEngine:
     For example ``check_engine("vllm").title`` is ``"vLLM"``.
 
     Args:
-        name: of the engine, as `SERVING_ENGINES` spells it.
+        name: the name of the engine, as `SERVING_ENGINES` spells it.
         field: what an error calls the argument.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: no engine has this name.
     """
     if name not in SERVING_ENGINES:
         raise ArgumentError(field, name, f"must be one of {', '.join(SERVING_ENGINES)}")
@@ -357,8 +357,8 @@ def cache_of(engine: str, name: str) -> EngineCache:
     For example ``cache_of("mlx", "8").words`` is ``"--kv-bits 8"``.
 
     Args:
-        engine: its name.
-        name: of the cache.
+        engine: the name of the engine.
+        name: the name of the cache.
 
     Raises:
         ArgumentError: the engine is not known, or has no such cache.
@@ -379,8 +379,8 @@ def engine_caches(model: ModelSpec, engine: str | None = None) -> dict[str, Engi
 
     Args:
         model: the model.
-        engine: whose caches are listed, all of them; when None, of each engine one of 8 bits and one of 4, the safe
-            and usual ones.
+        engine: the engine whose caches are listed, all of them; when None, of each engine one of 8 bits and one of 4,
+            the safe and usual ones.
     """
     found: dict[str, EngineCache] = {}
     for each in SERVING_ENGINES.values() if engine is None else [check_engine(engine)]:
@@ -413,9 +413,9 @@ def caches_of_bits(engine: str, model: ModelSpec, bits: float) -> list[EngineCac
     For example ``[cache.name for cache in caches_of_bits("mlx", read_spec("llama-3-8b"), 8.5)]`` is ``["8"]``.
 
     Args:
-        engine: its name.
+        engine: the name of the engine.
         model: the model.
-        bits: of one cached value, scales included.
+        bits: the bits of one cached value, scales included.
     """
     suiting = (cache for cache in check_engine(engine).caches if cache.suits(model))
     return [cache for cache in suiting if abs(cache.bits(model) - bits) < 0.01]

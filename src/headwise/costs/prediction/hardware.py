@@ -31,14 +31,15 @@ class Device:
     For example ``device("h100").bytes_per_second`` is 3.352e12.
 
     Attributes:
-        name: in the catalog.
-        label: for people.
+        name: the name of the device in the catalog.
+        label: the name of the device for people.
         kind: ``gpu`` or ``cpu``.
-        memory_bytes: of the device.
-        bytes_per_second: of reading its memory.
+        memory_bytes: the bytes of the device's memory.
+        bytes_per_second: the bytes of its memory that the device reads in a second.
         peaks: FLOPs a second of dense matrix products, by the dtype of the factors.
-        link_bytes_per_second: that one device can send to others; None where several are not joined.
-        source: where the numbers are from.
+        link_bytes_per_second: the bytes that one device can send to others in a second; None where several are not
+            joined.
+        source: the source of the numbers.
         curves: times that were measured on it, by dtype (``headwise profile``); empty for the rest.
     """
 
@@ -72,13 +73,13 @@ def device(name: str, file: Path | None = None) -> Device:
     For example ``device("h100")``.
 
     Args:
-        name: in the catalog, or in ``file``.
+        name: the name of the device in the catalog, or in ``file``.
         file: a TOML file with devices of one's own.
 
     Raises:
-        ArgumentError: there is no such device.
+        ArgumentError: no device has this name.
         SpecError: the file does not describe devices.
-        StorageError: it cannot be read.
+        StorageError: ``file`` cannot be read.
     """
     found = devices(file)
     if name not in found:
@@ -92,11 +93,11 @@ def devices(file: Path | None = None) -> dict[str, Device]:
     For example ``list(devices())``.
 
     Args:
-        file: with a table for each device, as in headwise's ``prediction/hardware.toml``.
+        file: a TOML file with a table for each device, as in headwise's ``prediction/hardware.toml``.
 
     Raises:
         SpecError: the file does not describe devices.
-        StorageError: it cannot be read.
+        StorageError: ``file`` cannot be read.
     """
     return {**_catalog(), **({} if file is None else _read(file))}
 

@@ -39,7 +39,7 @@ CELLS = 256
 """llama.cpp: contexts, and the cells of windowed layers, are multiples of this."""
 
 MICRO_BATCH = 512
-"""llama.cpp: tokens that are computed at once, for which windowed layers have room (``--ubatch-size``)."""
+"""llama.cpp: tokens that are computed at once, for which windowed layers have memory (``--ubatch-size``)."""
 
 BLOCK = 16
 """vLLM: tokens of a block (``--block-size``)."""
@@ -49,7 +49,7 @@ _WINDOWED = ("gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gpt_oss", "cohe
 windows of models of 64 layers."""
 
 IN_FLIGHT = 8192
-"""vLLM: tokens that are scheduled at once, for which windowed layers have room (``--max-num-batched-tokens``)."""
+"""vLLM: tokens that are scheduled at once, for which windowed layers have memory (``--max-num-batched-tokens``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +57,11 @@ class Allocation:
     """What an engine allocates for a cache.
 
     Attributes:
-        engine: its name.
-        bytes: of all sequences.
-        more: over the bytes that the tokens take, as a fraction; negative where it stores less.
-        reasons: why, in words.
-        options: the engine's own, of a cache of so many bits; empty where it is as wide as the dtype.
+        engine: the name of the engine.
+        bytes: the bytes that it allocates for all sequences.
+        more: the bytes beyond those that the tokens take, as a fraction of these; negative where it stores less.
+        reasons: the reasons for ``more``, in words.
+        options: the engine's options for a cache of so many bits; empty where the cache is in the dtype.
     """
 
     engine: Engine
@@ -96,7 +96,7 @@ def allocation(model: ModelSpec, forward: Pass, engine: Engine) -> Allocation:
 
     Raises:
         ArgumentError: the engine is not known.
-        SpecError: it has no such layers, or how it allocates them is not known here.
+        SpecError: the engine has no such layers, or how it allocates them is not known here.
     """
     if engine not in ENGINES:
         raise ArgumentError("engine", engine, f"must be one of {', '.join(ENGINES)}")
@@ -201,8 +201,8 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-        weights: of its share of the model.
-        cache: of all sequences.
+        weights: the bytes of the device's share of the weights.
+        cache: the bytes of the cache of all sequences.
         workspace: activations that are held at once, in a decode step or while a prompt is read, of MLA in the
             implementation that needs more for a prompt.
     """
@@ -223,9 +223,9 @@ def peak_memory(model: ModelSpec, forward: Pass, engine: Engine | None = None) -
     For example ``peak_memory(read_spec("llama-3-8b"), Pass(batch=8, total=8192)).cache``.
 
     Args:
-        model: with its body.
+        model: the model's spec, with its body.
         forward: the decode step; its ``new`` and ``impl`` are not used.
-        engine: that allocates the cache; None for the bytes that its tokens take.
+        engine: the engine that allocates the cache; None for the bytes that its tokens take.
 
     Raises:
         ArgumentError: see `operators`.
@@ -268,10 +268,10 @@ def largest_batch(model: ModelSpec, forward: Pass, memory_bytes: int, engine: En
     For example ``largest_batch(read_spec("llama-3-8b"), Pass(total=8192), 80 * 2**30)``.
 
     Args:
-        model: with its body.
+        model: the model's spec, with its body.
         forward: the decode step; its ``batch`` is not used.
-        memory_bytes: of one device.
-        engine: as for `peak_memory`.
+        memory_bytes: the bytes of one device's memory.
+        engine: the engine that allocates the cache; None for the bytes that its tokens take.
 
     Raises:
         ArgumentError: see `operators`.
@@ -346,7 +346,7 @@ def check_usable(usable: float) -> float:
     """A share of a memory, above 0 and at most 1.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: the share is not in that range.
     """
     if not 0 < usable <= 1:
         raise ArgumentError("usable", usable, "must be above 0 and at most 1")

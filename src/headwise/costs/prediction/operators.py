@@ -36,10 +36,10 @@ class Pass:
         batch: B, sequences.
         new: S, tokens of each that are passed in; 1 for a decode step.
         total: T, tokens of each that are attended to, the new ones included.
-        dtype: of activations, and of weights that are not stored in a format of their own.
-        cache_bits: of one cached value; those of ``dtype`` when None.
+        dtype: the dtype of activations, and of weights that are not stored in a format of their own.
+        cache_bits: the bits of one cached value; those of ``dtype`` when None.
         ranks: tensor-parallel devices that share the pass.
-        impl: of the layers whose mechanism has several implementations; ``auto`` takes the one of fewest FLOPs.
+        impl: the implementation of layers whose mechanism has several; ``auto`` takes the one of fewest FLOPs.
     """
 
     batch: int = 1
@@ -79,18 +79,18 @@ class Operator:
     """One kind of operator of a pass, on one device.
 
     Attributes:
-        name: such as ``q_proj``.
+        name: the operator's name, such as ``q_proj``.
         part: ``attention``, ``mixer``, ``feed_forward``, ``norms``, ``embedding``, ``head`` or ``link``.
         times: how often it runs, once in each layer of its kind.
-        flops: of one run.
-        weight_bytes: of weights that one run reads.
-        cache_bytes: of cached keys and values that one run reads.
-        activation_bytes: that one run reads and writes.
-        link_bytes: that one run sends to other devices.
-        kind: operators of the same kind are measured alike.
+        flops: the FLOPs of one run.
+        weight_bytes: the bytes of weights that one run reads.
+        cache_bytes: the bytes of cached keys and values that one run reads.
+        activation_bytes: the bytes of activations that one run reads and writes.
+        link_bytes: the bytes that one run sends to other devices.
+        kind: a name that operators share whose times are read from the same curves.
         weights: values of weights that one run reads.
         hidden_size: E, where the time depends on it.
-        formula: of the FLOPs, in the letters of the cost model.
+        formula: the formula of the FLOPs, in the letters of the cost model.
     """
 
     name: str
@@ -118,7 +118,7 @@ def operators(model: ModelSpec, forward: Pass) -> list[Operator]:
     For example ``sum(o.times * o.weight_bytes for o in operators(read_spec("llama-3-8b"), Pass(total=1024)))``.
 
     Args:
-        model: with its body.
+        model: the model's spec, with its body.
         forward: the pass.
 
     Raises:
@@ -168,10 +168,10 @@ class Efficiency:
     """The share of a device's peaks that operators reach, and what each run costs besides.
 
     Attributes:
-        compute: of the dense peak.
-        memory: of the bandwidth.
-        link: of the bandwidth between devices.
-        seconds: of each run, whatever it does.
+        compute: the share of the dense peak.
+        memory: the share of the memory's bandwidth.
+        link: the share of the bandwidth between devices.
+        seconds: the seconds that each run takes besides, whatever it does.
         is_measured: whether the device has curves of the dtype, in whose place these shares then stand for what was
             not measured; otherwise they are assumed for all.
     """
@@ -188,13 +188,13 @@ class Timed:
     """One kind of operator and its time.
 
     Attributes:
-        name: of the operator.
-        part: of the model.
+        name: the name of the operator.
+        part: the part of the model that the operator belongs to.
         times: how often it runs.
-        flops: of all runs together, as for the bytes and the seconds.
-        memory_bytes: that they move between memory and processor.
-        link_bytes: that they send to other devices.
-        seconds: that they take.
+        flops: the FLOPs of all runs together; the bytes and the seconds below are of all runs too.
+        memory_bytes: the bytes that the runs move between memory and processor.
+        link_bytes: the bytes that the runs send to other devices.
+        seconds: the seconds that the runs take.
         bound: what most of the seconds are spent on.
     """
 
@@ -216,10 +216,10 @@ def seconds(
     For example ``sum(timed.seconds for timed in seconds(work, device("h100"), Pass(total=1024)))``.
 
     Args:
-        work: of `operators`.
+        work: the operators, as `operators` lists them.
         device: one of the ranks.
         forward: the pass.
-        efficiency: of the device; assumed when None.
+        efficiency: the efficiency of the device; assumed when None.
 
     Raises:
         ArgumentError: the device has no peak for the dtype, or several devices are not joined.
@@ -297,7 +297,7 @@ def merged(timed: Iterable[Timed]) -> list[Timed]:
     For example ``merged([*prompt, *step])``.
 
     Args:
-        timed: in any order.
+        timed: the operators with their times, in any order.
 
     Returns:
         Their sums, bound by what the longest of them is bound by.
@@ -340,8 +340,8 @@ def fastest_absorbed(model: ModelSpec, step: Pass, hardware: Device) -> int | No
     For example ``fastest_absorbed(read_spec("deepseek-v3"), Pass(total=32_768, ranks=8), device("h200"))``.
 
     Args:
-        model: with its body.
-        step: its batch, context, dtype and devices.
+        model: the model's spec, with its body.
+        step: the pass, which gives the batch, context, dtype and devices.
         hardware: one of the devices.
 
     Returns:

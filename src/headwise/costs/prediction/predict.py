@@ -39,14 +39,14 @@ class Prediction:
 
     Attributes:
         source: the model, as the user named it.
-        label: its attention.
+        label: the name of the model's attention.
         device: the hardware.
         step: the decode step that is predicted.
         efficiency: the shares of the device's peaks.
         prefill: the operators of reading one prompt, with their times.
-        decode: those of one decode step of the batch.
-        memory: of one device at that step.
-        usable_bytes: of its memory.
+        decode: the operators of one decode step of the batch.
+        memory: the memory of one device at that step.
+        usable_bytes: the bytes of the device's memory that may be used.
         largest_batch: sequences of this context that fit.
         longest_context: tokens of each sequence of this batch that fit.
         engines: what engines allocate for the cache, and how many sequences of this context fit then; without those
@@ -76,17 +76,17 @@ class Prediction:
 
     @property
     def prefill_seconds(self) -> float:
-        """Of reading one prompt."""
+        """The seconds that reading one prompt takes."""
         return sum(timed.seconds for timed in self.prefill)
 
     @property
     def decode_seconds(self) -> float:
-        """Of one token of every sequence."""
+        """The seconds of a decode step, which gives every sequence one token."""
         return sum(timed.seconds for timed in self.decode)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all sequences together; 0 where they do not fit."""
+        """Tokens of all sequences together in a second; 0 where they do not fit."""
         return self.step.batch / self.decode_seconds if self.fits or self.is_bound else 0.0
 
     @property
@@ -125,9 +125,9 @@ def predict(
         hardware: the name of a device of the catalog, or one of one's own (`device`).
         context: tokens of each sequence.
         batch: sequences that are decoded together.
-        dtype: of all weights and activations. When None, weights count in the formats that they are stored in
-            (``quantization_config``, the types of a GGUF's tensors), and all else in bfloat16.
-        cache_bits: of one cached value; those of ``dtype`` when None.
+        dtype: the dtype of all weights and activations. When None, weights count in the formats that they are stored
+            in (``quantization_config``, the types of a GGUF's tensors), and all else in bfloat16.
+        cache_bits: the bits of one cached value; those of ``dtype`` when None.
         ranks: tensor-parallel devices.
         usable: the share of the device's memory that may be used.
 
@@ -166,10 +166,10 @@ def prefill(model: ModelSpec, step: Pass, hardware: Device, efficiency: Efficien
     For example ``sum(timed.seconds for timed in prefill(model, Pass(total=4096), device("h100")))``.
 
     Args:
-        model: with its body.
-        step: of the decoding that follows; the prompt is one sequence of its ``total`` tokens.
-        hardware: that it runs on.
-        efficiency: see `seconds`.
+        model: the model's spec, with its body.
+        step: the pass of the decoding that follows; the prompt is one sequence of its ``total`` tokens.
+        hardware: the device that the prompt is read on.
+        efficiency: the efficiency of the device, as for `seconds`.
     """
     chunks = [replace(step, batch=1, new=end - begin, total=end) for begin, end in _chunks(step.total)]
     timed = (seconds(operators(model, chunk), hardware, chunk, efficiency) for chunk in chunks)
@@ -190,8 +190,8 @@ def counted_in(model: ModelSpec, dtype: str | None) -> tuple[ModelSpec, str, tup
     For example ``counted_in(read_spec("gpt-oss-20b"), "bfloat16")[0].stored`` is None.
 
     Args:
-        model: as it is stored.
-        dtype: that was asked for, or None.
+        model: the model's spec, as it is stored.
+        dtype: the dtype that was asked for, or None.
 
     Returns:
         The model, the dtype of what has no format of its own, and what is to be said of both.
@@ -225,7 +225,7 @@ def _engines(model: ModelSpec, step: Pass, usable: int) -> Iterator[tuple[Alloca
 
 
 def _bits_notes(model: ModelSpec, step: Pass) -> list[str]:
-    """Which caches the engines have that have none of the bits that were asked for."""
+    """The notes that say which caches engines have where none has the bits that were asked for."""
     notes = []
     for engine in ENGINES:
         if not _is_whole(step) and not caches_of_bits(engine, model, 8 * step.value_bytes):
@@ -236,7 +236,7 @@ def _bits_notes(model: ModelSpec, step: Pass) -> list[str]:
 
 
 def _is_whole(step: Pass) -> bool:
-    """Whether the cache is as wide as the dtype."""
+    """Whether the cache is in the dtype, with no fewer bits."""
     return step.cache_bits is None or step.value_bytes >= dtype_bytes(step.dtype)
 
 
@@ -246,11 +246,11 @@ def check_context(model: ModelSpec, context: int) -> int:
     For example ``check_context(read_spec("gpt2"), 1024)`` is 1,024.
 
     Args:
-        model: with its body.
+        model: the model's spec, with its body.
         context: tokens of a sequence.
 
     Raises:
-        ArgumentError: it is.
+        ArgumentError: the context is impossible or too long.
         SpecError: the model's body is not known.
     """
     if not 1 <= context <= MOST:

@@ -67,8 +67,8 @@ class Reach:
     """The tokens that a query of a layer attends to.
 
     Attributes:
-        is_causal: not those behind it.
-        window: at most so many of the last.
+        is_causal: whether a query sees no tokens behind it.
+        window: the number of latest tokens that the query sees, or of a chunk's; None for all.
         chunked: whether ``window`` is a chunk, within which a query attends.
         most: the most tokens, where something selects them; or the window that stands beside entries.
         rate: the number of tokens of an entry; None without entries.
@@ -125,20 +125,20 @@ class Work:
     """One kind of operator, on one device.
 
     Attributes:
-        name: such as ``q_proj``.
+        name: the operator's name, such as ``q_proj``.
         part: ``attention``, ``mixer``, ``feed_forward``, ``norms``, ``embedding``, ``head`` or ``link``.
         times: how often it runs, once in each layer of its kind.
-        flops: of one run, for each count.
+        flops: the FLOPs of one run, for each count.
         weights: values of weights that one run reads; of one expert's, where there are experts.
         packed: how many of them are stored in a format of their own.
-        packed_bytes: of these.
+        packed_bytes: the bytes of the packed weights.
         experts: how many are stored, how many a token uses, and ranks that share them; or None.
         cached: values of the cache that one run reads, for each count.
         state: values of a state that one run reads and writes, of one sequence.
         moved: values of activations that one run reads and writes, for each count.
         sent: values that one run sends to other devices, for each count.
-        formula: of the FLOPs.
-        kind: operators of the same kind are measured alike.
+        formula: the formula of the FLOPs.
+        kind: a name that operators share whose times are read from the same curves.
         hidden_size: E, where the time depends on it.
     """
 
@@ -164,14 +164,14 @@ class LayerWork:
     """The operators of one kind of layer.
 
     Attributes:
-        spec: its attention, on one rank.
-        times: layers of this kind.
+        spec: the spec of its attention, on one rank.
+        times: the number of layers of this kind.
         reach: what a query attends to.
         step: the operators of its attention in a pass of one new token, by implementation.
-        prompt: those in a pass of more.
-        network: those of its feed-forward network.
-        values: cached for each token.
-        state: values of its state, of one sequence.
+        prompt: the same in a pass of several new tokens.
+        network: the operators of its feed-forward network.
+        values: the number of values cached for each token.
+        state: the number of values of its state, of one sequence.
     """
 
     spec: AttentionSpec
@@ -205,7 +205,7 @@ def known_body(model: ModelSpec) -> BodySpec:
     """The body of a model.
 
     Raises:
-        SpecError: it is not known.
+        SpecError: the body is not known.
     """
     if model.body is None:
         raise SpecError("model_type", model.model_type, "has a body that is not understood, so its time is not known")
@@ -222,7 +222,7 @@ def model_work(model: ModelSpec, ranks: int = 1) -> ModelWork:
     a batch is expected to choose when every expert is as likely.
 
     Args:
-        model: with its body.
+        model: the model's spec, with its body.
         ranks: tensor-parallel devices.
 
     Raises:
@@ -269,7 +269,7 @@ def _head(model: ModelSpec, body: BodySpec) -> WeightsInMemory:
 
 
 def _reading(work: Work, matrix: WeightsInMemory, values: float) -> Work:
-    """An operator that reads so many values of a matrix, or of one like it."""
+    """An operator that reads so many values of a matrix."""
     share = values / matrix.values if matrix.packed else 0
     packed = (matrix.values - matrix.unquantised) * share
     return replace(work, weights=values, packed=packed, packed_bytes=matrix.packed * share)

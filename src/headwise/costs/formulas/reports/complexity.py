@@ -132,13 +132,14 @@ def complexity(
         total_tokens: T, tokens attended to; S when None.
         index: the layer's number in a model, from 0.
         batch: B, the number of sequences.
-        causal: which pairs are counted, see `headwise.cost.forward_flops`.
+        causal: True counts only the pairs that the causal mask leaves, False all; see
+            `headwise.cost.forward_flops`.
         impl: the implementation, see `headwise.cost.forward_flops`.
         kernel: one of `headwise.cost.KERNELS`.
         dtype: the dtype of weights, activations and cache.
 
     Raises:
-        ArgumentError: a number is impossible, a name is not known, or there is no such source.
+        ArgumentError: a number is impossible, a name is not known, or the source does not exist.
         SpecError: the architecture is not understood.
 
     >>> headwise.complexity("llama-3-8b", 1, 8192).cache_bytes_per_token.formula

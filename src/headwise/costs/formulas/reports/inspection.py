@@ -102,7 +102,7 @@ def inspect(source: str | Path | ModelSpec, *, dtype: str = "bfloat16", ranks: i
 
     Raises:
         SpecError: the architecture is not understood.
-        ArgumentError: there is no such source or dtype, or the heads cannot be split so.
+        ArgumentError: the source or dtype does not exist, or the heads cannot be split so.
         CheckpointError: the files of the source are damaged.
 
     >>> headwise.inspect("llama-3-8b").kv_bytes_per_token
