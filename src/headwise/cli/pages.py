@@ -33,7 +33,7 @@ def refuse_no_page(html: Path | None, *, has_plots: bool = True) -> None:
 
 
 def write_page(html: Path, text: str, *, is_silent: bool = False) -> None:
-    """Write a page whole or not at all, and say so."""
+    """Write a page in one step, so that no half of it is left, and say so."""
     from headwise.base.disk import storage_errors, write_among_others
 
     with storage_errors("html", html):

@@ -125,7 +125,7 @@ def refuse_no_plot(plot: Path | None) -> None:
 
 
 def write_plot(plot: Path, draw: Draw, *, is_silent: bool = False) -> None:
-    """Draw a picture and write it whole, or not at all.
+    """Draw a picture and write it in one step, so that no half of it is left.
 
     Args:
         plot: the file.

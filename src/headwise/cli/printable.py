@@ -73,7 +73,7 @@ def held_back(err: PrintableConsole) -> Iterator[None]:
     """
     try:
         buffer = tempfile.NamedTemporaryFile(buffering=0)  # noqa: SIM115  (closed below)
-    except OSError:  # no temporary folder has room
+    except OSError:  # no temporary folder has space
         yield
         return
     is_shown = True

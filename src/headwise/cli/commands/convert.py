@@ -65,7 +65,7 @@ def _show(report: Conversion) -> None:
         for line in _weighed(report.balance):
             say(line)
     if report.model_type.startswith(HOSTED_PREFIX) and not report.dry_run:
-        # Loaded by transformers, a cache of codes would be stored whole; a note says so.
+        # Loaded by transformers, a cache of codes would be stored unquantised; a note says so.
         out.print(
             f"run it with headwise.load{'' if report.coded else ', or in transformers after import headwise.hf'}"
         )

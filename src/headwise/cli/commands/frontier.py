@@ -96,7 +96,7 @@ def _refuse_measurement_options(options: FrontierOptions, others: Mapping[str, s
         others: the command's other parameters, by name.
 
     Raises:
-        ArgumentError: one of them is set.
+        ArgumentError: one of these options is set.
     """
     quick, declared = declarations(QuickFrontierOptions), declarations(FrontierOptions)
     changed = {
