@@ -58,13 +58,13 @@ def estimate_stages(
     """Estimate the seconds of each stage of a conversion on this machine; no file stays.
 
     Args:
-        plan: the conversion.
+        plan: the plan of the conversion.
         texts: the calibration texts.
         statistics: the statistics to use in place of a text.
         shares_channels: whether all layers get one list of rotary channels, which is chosen first and compared with
-            each layer's own.
+            the channels that each layer would choose.
         evaluation_set: the windows of an evaluation on a text that ends the conversion; it is left out without them.
-        progress: told of each part.
+        progress: the callback that is told of each part.
 
     Returns:
         The seconds by the names of the stages that `convert` reports to its ``progress``, in their order.

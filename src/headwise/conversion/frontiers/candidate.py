@@ -36,11 +36,11 @@ TARGETS = (
 
 
 class Tried(Protocol):
-    """What a point needs of what was tried; see `Candidate`."""
+    """What a point needs to know of the candidate that was tried; see `Candidate`."""
 
     @property
     def target(self) -> str:
-        """Its name."""
+        """The name of the target."""
 
     @property
     def kind(self) -> Kind:
@@ -56,7 +56,7 @@ class Candidate:
     """One conversion, or one format of the source's cache, to try.
 
     Attributes:
-        target: as `read_target` spells it.
+        target: the target as `read_target` spells it.
         method: the spelling of a method; headwise's own when None.
         without: the stages to leave out.
     """
@@ -163,7 +163,7 @@ _METHODS_AT = "mla:0.5"
 """The target that methods are compared at where the user names none."""
 
 _TRIED = 256
-"""Tokens of a cache by which a format is found to suit a model."""
+"""The number of tokens of a cache by which a format is found to suit a model."""
 
 
 def list_candidates(
