@@ -44,7 +44,7 @@ class _Tap:
 
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """What the code of a layer is designed by.
+    """The measurements that the code of a layer is designed by.
 
     Attributes:
         values: the cached values of tokens behind the sinks, before rotation, float32 ``[n, W]``.
@@ -111,7 +111,7 @@ def decorrelated(layer: Layer, statistics: ChannelStatistics) -> tuple[Layer, Te
 
     Args:
         layer: the layer with its tensors in any dtype.
-        statistics: what `channel_statistics` collected of the layer.
+        statistics: the statistics that `channel_statistics` collected of the layer.
     """
     centred = (statistics.values - statistics.values.mean(0)).double()
     covariance = centred.mT @ centred / len(centred)
@@ -311,7 +311,7 @@ def fit_scales(values: Tensor, parts: tuple[int, ...], importance: Tensor, *, to
 
 
 def _sample(values: Tensor, importance: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Values ``[n, W]`` of about so many tokens, and their weights, of sum 1: the most important ones, and others.
+    """Values ``[n, W]`` of about ``tokens`` tokens, the most important and others, and their weights, of sum 1.
 
     The others are every k-th one, so that there may be up to twice as many as asked for.
     """

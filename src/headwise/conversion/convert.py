@@ -165,7 +165,7 @@ class _Prepared:
 
     @property
     def engine(self) -> str | None:
-        """What is to run the result, where it is known."""
+        """The engine that is to run the result; None where it is not known."""
         return self.options.served_by or ("llama.cpp" if self.format.name.startswith("gguf") else None)
 
     @property

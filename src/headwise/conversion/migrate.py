@@ -289,7 +289,7 @@ class _Run:
         remove_model(self._folder(step.target, healed=step.healed))
 
     def _tried(self, target: str, *, healed: bool = False) -> Step:
-        """What a size loses, by this run or an earlier one."""
+        """The step of a size, measured by this run or an earlier one."""
         known = self._known(target, healed=healed)
         return Step(
             target=target,

@@ -130,7 +130,7 @@ def compare_plain(
 
 
 def _loses(plain: Evaluation, converted: Evaluation) -> Loses:
-    """What the source with a format loses beside the conversion; both evaluated on the same text."""
+    """Whether the source with a format loses less than the conversion, as much or more, on the same text."""
     assert plain.kl is not None
     assert converted.kl is not None
     gain = math.log(plain.perplexity / converted.perplexity)  # above 0 where the conversion loses less

@@ -141,7 +141,7 @@ class Conversion:
             rest.
         seconds_evaluating: the seconds of the evaluations that ended it; estimated with ``dry_run``.
         peak_rss_bytes: the peak resident memory of the process up to the written folder; None with ``dry_run``.
-        peak_device_bytes: the most memory of a GPU that the conversion had; None on a CPU.
+        peak_device_bytes: the most memory of a GPU that the conversion had, in bytes; None on a CPU.
         dry_run: whether nothing was written.
         balance: its gains and costs at the user's context; None where the source caches nothing.
         evaluation: the result beside its source, on text that it was not calibrated on; None if it was skipped.

@@ -87,7 +87,7 @@ class Activations:
 
         Raises:
             CheckpointError: the file is cut short.
-            StorageError: it cannot be read.
+            StorageError: the file cannot be read.
         """
         assert self.layer is not None, "nothing was committed yet"
         assert 0 <= start < stop <= len(self), (start, stop)
@@ -197,7 +197,7 @@ class Spill:
 
         Raises:
             CheckpointError: the file is cut short.
-            StorageError: it cannot be read.
+            StorageError: the file cannot be read.
         """
         states = torch.empty(self.shape[1:], device=CPU)
         with storage_errors("activations", self.path, "read"), self.path.open("rb") as file:

@@ -307,7 +307,7 @@ def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
 
 
 def _roundings(layers: Sequence[LayerLosses]) -> list[list[tuple[float, float]]]:
-    """What rounding loses in each layer at each number of bits, out of measurements on little text.
+    """The loss by rounding in each layer at each number of bits, from measurements on little text.
 
     All layers get the mean course over bits; of its own level, each keeps the power `TRUST` of the distance from the
     mean (both means are geometric).

@@ -36,7 +36,7 @@ TARGETS = (
 
 
 class Tried(Protocol):
-    """What a point needs to know of the candidate that was tried; see `Candidate`."""
+    """The facts that a point needs about the candidate that was tried; see `Candidate`."""
 
     @property
     def target(self) -> str:
@@ -44,7 +44,7 @@ class Tried(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """What is done to the cache."""
+        """The kind of change that is made to the cache."""
 
     @property
     def way(self) -> str:
@@ -72,7 +72,7 @@ class Candidate:
 
     @property
     def kind(self) -> Kind:
-        """What is done to the cache."""
+        """The kind of change that is made to the cache."""
         mechanism, _, fraction = self.target.partition("@")
         if self.cache is not None or mechanism == "same":
             return "quantised"
@@ -125,7 +125,7 @@ def read_target(text: str) -> str:
     """A user's target in its one spelling, such as ``mla:0.5`` for ``MLA: .50`` and ``int8`` for ``int8/int8``.
 
     Raises:
-        ArgumentError: it is no target.
+        ArgumentError: the text is no target.
     """
     target = re.sub(r"\s", "", text).lower()
     if _is_format(target) or target.partition(":")[0] in ENGINES:

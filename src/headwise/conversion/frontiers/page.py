@@ -156,7 +156,7 @@ def _methods(frontier: Frontier) -> Figure:
 
 
 def _lost(ratio: float) -> float:
-    """Where a ratio of perplexities lies on a ladder's plot."""
+    """The place of a ratio of perplexities on a ladder's plot."""
     return max(ratio - 1, _LEAST_LOSS)
 
 

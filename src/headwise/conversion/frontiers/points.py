@@ -180,7 +180,7 @@ def _point(
 
     Args:
         candidate: the candidate that was tried.
-        result: what `result_of` returned for the candidate.
+        result: the result that `result_of` returned for the candidate.
         label: the mechanism and sizes of the source's layers.
         source_bytes: bytes a token of the source's cache, in bfloat16.
         others: the bytes and ratios of the source and of all results.
@@ -294,7 +294,7 @@ _VERBS: dict[Kind, str] = {
 
 
 class Measured(NamedTuple):
-    """What a verdict needs of a point.
+    """The numbers of a point that a verdict needs.
 
     Attributes:
         target: the name of the point's target.

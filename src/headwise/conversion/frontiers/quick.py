@@ -182,7 +182,7 @@ _OWN = (*(f"int{bits}{turned}" for turned in ("", HADAMARD) for bits in BITS if 
 
 @dataclass(frozen=True, kw_only=True)
 class QuickPoint:
-    """A format of a model's cache, and what it is predicted to lose.
+    """A format of a model's cache, and its predicted loss.
 
     Attributes:
         target: the format, as ``headwise evaluate --cache`` takes it.
@@ -202,7 +202,7 @@ class QuickPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class QuickFrontier:
-    """What the formats of a model's cache are predicted to lose.
+    """The predicted losses of the formats of a model's cache.
 
     Attributes:
         source: the model, as the user named it.
@@ -306,7 +306,7 @@ def quick_frontier(
 
 
 def _kept(file: Path, source: str, texts: CalibrationTexts, tokens: int) -> dict[str, QuickPoint]:
-    """What is kept of the same model on the same text, by target; empty where nothing is.
+    """The kept predictions of the same model on the same text, by target; empty where there are none.
 
     Raises:
         ArgumentError: other predictions are kept, which this run would replace.

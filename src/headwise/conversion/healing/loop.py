@@ -226,7 +226,7 @@ class Loop:
         return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(self.windows.steps - warm, 1)))
 
     def _together(self, count: int) -> int:
-        """How many of this process's windows are computed at once."""
+        """The number of this process's windows that are computed at once."""
         if self.options.micro_batch is not None:
             return self.options.micro_batch
         return 1 if self.model.device.type == "cpu" else count

@@ -45,7 +45,7 @@ class Healing:
         stopped: whether it ended early, as the held-out loss fell no more.
         rollbacks: the number of times that a loss that was not finite made it return to what was saved.
         seconds: the seconds of training, without measurements.
-        peak_rss_bytes: the peak resident memory of the process, in bytes; None where it is not known.
+        peak_rss_bytes: the peak resident memory of the process, in bytes.
         before: the model that was given, with its own cache or ``cache``, beside the teacher; None if nothing was
             evaluated.
         after: the result beside the teacher, on the same text; None if nothing was evaluated.
@@ -96,9 +96,9 @@ class Healing:
 
     @property
     def slope(self) -> float | None:
-        """How the held-out loss changed in the last quarter of the steps, in nats for 100,000 tokens.
+        """The change of the held-out loss in the last quarter of the steps, in nats for 100,000 tokens.
 
-        Below 0 where it still fell; None for a curve of fewer than three measurements.
+        It is below 0 where the loss still fell; None for a curve of fewer than three measurements.
         """
         return late_slope(self.held_out, self.steps, self.batch * self.window)
 

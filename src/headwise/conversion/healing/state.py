@@ -25,7 +25,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 @dataclass
 class Progressed:
-    """What a run has done.
+    """The progress of a run.
 
     Attributes:
         step: the number of finished steps.
@@ -102,7 +102,7 @@ class TrainingState:
         """Set the parameters to those of the lowest held-out loss.
 
         Raises:
-            CheckpointError: they are lost.
+            CheckpointError: the best parameters are lost.
         """
         if progressed.best_step == progressed.step:
             return

@@ -113,7 +113,7 @@ def refuse_unwritten(model: Any, checkpoint: Checkpoint) -> None:
         checkpoint: the checkpoint of its folder.
 
     Raises:
-        CheckpointError: there is such a parameter.
+        CheckpointError: the model has such a parameter.
     """
     names = set(stored_names(model, checkpoint))
     for name, parameter in model.named_parameters():

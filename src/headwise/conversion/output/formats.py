@@ -118,7 +118,7 @@ class OutputFormat(ABC):
         return self.tensors(layout)
 
     def weight_bytes(self, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], plan: ConversionPlan) -> int:
-        """Bytes that the weights take on the disk."""
+        """The bytes that the weights take on the disk."""
         return sum(info.nbytes for info in tensors.values())
 
     def exported_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class DeepseekFormat(OutputFormat):
         """Refuse rotary keys that plain RoPE cannot have.
 
         Raises:
-            ArgumentError: one has more pairs than a head has frequencies.
+            ArgumentError: a rotary key has more pairs than a head has frequencies.
             SpecError: the source's frequencies are scaled.
         """
         for before, after in zip(plan.before.layers, plan.after.layers, strict=True):

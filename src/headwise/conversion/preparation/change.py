@@ -81,7 +81,7 @@ def num_pairs(layer: GroupedSpec) -> int:
 
 
 def row_plan(change: Change, layer: GroupedSpec, side: str) -> tuple[Tensor, Tensor, Tensor]:
-    """What a change does to the rows of a projection: which row is taken for each, its sign and its factor.
+    """The effect of a change on the rows of a projection: which row is taken for each, its sign and its factor.
 
     Args:
         change: the change of the layer.

@@ -108,7 +108,7 @@ def losses_after(
 
 
 def score_loss(queries: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:
-    """What scores lose by rounding keys, ``[K]``, but for a factor that depends on the format alone.
+    """The loss of scores by rounding keys, ``[K]``, but for a factor that depends on the format alone.
 
     Args:
         queries: the queries, ``[K, N, D]``.

@@ -222,7 +222,7 @@ def best_change(
 
 
 def _loss(before: Samples, after: Samples, change: Change, layer: GroupedSpec, code: EngineFormat) -> float:
-    """What scores lose after a change, over what they lost before it: the geometric mean over heads."""
+    """The ratio of what scores lose after a change to what they lost before: the geometric mean over heads."""
     queries, keys = (change.applied(states, layer, side) for side, states in zip("qk", after, strict=True))
     return float((score_loss(queries, keys, code) / score_loss(*before, code)).log().mean().exp())
 

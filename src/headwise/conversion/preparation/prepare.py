@@ -46,7 +46,7 @@ from headwise.serving.exports.gguf import export_gguf
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedLayer:
-    """What preparing did to one layer.
+    """The report of one prepared layer.
 
     Attributes:
         layer: the layer's number.
@@ -286,7 +286,7 @@ def read_formats(caches: str | Sequence[str]) -> list[EngineFormat]:
     For example ``read_formats("llama.cpp:q4_0")``.
 
     Raises:
-        ArgumentError: one is no format of an engine, or keeps keys as they are.
+        ArgumentError: a cache is no format of an engine, or keeps keys as they are.
     """
     formats = []
     for spelling in dict.fromkeys([caches] if isinstance(caches, str) else caches):

@@ -95,7 +95,7 @@ def check_written(
 
 @dataclass(frozen=True, eq=False)
 class _Parts:
-    """What a layer's attention makes of inputs.
+    """The products and values that a layer's attention computes from some inputs.
 
     Attributes:
         parts: the part of each group in the products of queries and keys, ``[H, T · T, G]``, and the values ``[K, T,
@@ -139,7 +139,7 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far a prepared model's log-probabilities are from its source's, both with a full cache.
+    """The difference of a prepared model's log-probabilities from its source's, both with a full cache.
 
     Attributes:
         dtype: the dtype that both were run in.
@@ -156,7 +156,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What a model with a small cache loses, beside the source with a full one.
+    """The loss of a model with a small cache, beside the source with a full one.
 
     Attributes:
         perplexity: the model's perplexity on the text.
@@ -175,7 +175,7 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLoss:
-    """What a small cache loses of a model as it is, and prepared.
+    """The loss that a small cache causes in a model as it is, and prepared.
 
     Attributes:
         cache: the format.
@@ -342,7 +342,7 @@ def _difference(pair: Pair, ids: Tensor) -> Difference:
 def _simulated(
     prepared: Pair, evaluation_set: EvaluationSet, formats: Sequence[EngineFormat], progress: Progress
 ) -> Iterator[CacheLoss]:
-    """What formats lose as headwise simulates them, both models in the wider of their dtypes."""
+    """The losses of formats as headwise simulates them, both models in the wider of their dtypes."""
     as_it_is = prepared.of_the_reference()
     for code in formats:
         before, after = (

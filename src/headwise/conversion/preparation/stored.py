@@ -244,7 +244,7 @@ class FolderLayers:
         return new
 
     def _plan(self, index: int, layer: GroupedSpec, change: Change) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-        """What a change does to the rows of each stored matrix, as `row_plan` tells it of each side, ``[R]``."""
+        """The effect of a change on the rows of each stored matrix, ``[R]``, as `row_plan` gives it for each side."""
         family = self._checkpoint.family
         stored = {
             name: torch.arange(shape[0])[:, None]

@@ -33,7 +33,7 @@ def sampled_queries(heads: int) -> int:
 
 
 class WindowStatistics(NamedTuple):
-    """What one window adds to `Statistics`.
+    """The numbers that one window adds to `Statistics`.
 
     Attributes:
         inputs: the attention's inputs and a constant 1, ``[T, E']``.
