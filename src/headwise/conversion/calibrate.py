@@ -40,9 +40,9 @@ class Calibration:
         output: the folder of its statistics.
         layers: the number of layers.
         tokens: the number of calibration tokens.
-        disk_bytes: the size of the folder.
+        disk_bytes: the size of the folder, in bytes.
         seconds: the seconds that it took.
-        peak_rss_bytes: the peak resident memory of the process.
+        peak_rss_bytes: the peak resident memory of the process, in bytes.
     """
 
     source: str
@@ -76,7 +76,7 @@ def calibrate(
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
         output: the folder to write; must not exist, or be empty, unless ``overwrite``.
         options: the keywords below as one object, in place of them.
-        progress: told of each layer.
+        progress: the callback that is told of each layer.
 
     Raises:
         ArgumentError: an argument is outside its rule.
@@ -120,11 +120,11 @@ def collect_statistics(
     """Collect and save each layer's statistics of the inputs that the source gives it.
 
     Args:
-        checkpoint: the source.
-        windows: the windows, on the device of the block.
+        checkpoint: the source model.
+        windows: the calibration windows, on the device of the block.
         folder: the folder of activations and results.
         run: the identity of the run, by which a killed run is continued.
-        progress: told of each layer.
+        progress: the callback that is told of each layer.
 
     Returns:
         The files of the layers' statistics.

@@ -3,7 +3,7 @@
 The basis is free: an invertible map of the latent is absorbed by the projections around it, and so is a complex
 matrix for each rotary frequency. It is chosen such that channels are uncorrelated and an error of any of them costs
 the same (the Karhunen–Loève basis in the metric of the layer's own output); bits then go where the variance is. A
-layer spends whole bytes, and what is left of its share goes to the next layer.
+layer spends a whole number of bytes, and what is left of its share goes to the next layer.
 
 Shapes: n tokens, T tokens of a window, E hidden, W cached values: R + P of MLA, a latent and a rotary key, or K · (D
 + V) of MHA, GQA and MQA, keys and values.
@@ -32,7 +32,7 @@ from headwise.runtime.quantization.trellis import encode
 
 
 class _Tap:
-    """In the place of a code: keeps the cached values of a window, and lets a gradient reach them."""
+    """A stand-in for a code: it keeps the cached values of a window, and lets a gradient reach them."""
 
     def __init__(self) -> None:
         self.values = torch.empty(0)
@@ -44,12 +44,12 @@ class _Tap:
 
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """What the code of a layer is designed by.
+    """The measurements that the code of a layer is designed by.
 
     Attributes:
-        values: float32 ``[n, W]``, cached values of tokens behind the sinks, before rotation.
-        metric: float64 ``[W, W]``, the mean outer product of the derivative of the output's cost by them.
-        importance: float32 ``[n]``, the cost of an error of each token over the mean: the squared length of its
+        values: the cached values of tokens behind the sinks, before rotation, float32 ``[n, W]``.
+        metric: the mean outer product of the derivative of the output's cost by these values, float64 ``[W, W]``.
+        importance: the cost of an error of each token over the mean, float32 ``[n]``: the squared length of its
             derivative, whitened by the metric. That of the tokens that attention rests on is far above the mean.
     """
 
@@ -67,16 +67,17 @@ def channel_statistics(
     sensitivity gives the derivative by every cached value, and the mean outer product of those is the expectation.
 
     Args:
-        layer: MLA, or MHA, GQA or MQA; float32.
-        windows: the inputs ``[T, E]`` of each, and its rotary tables.
-        root: ``[E, E]``, the root of the sensitivity.
-        seed: of the random directions.
+        layer: the layer, float32: MLA, MHA, GQA or MQA.
+        windows: the inputs ``[T, E]`` of the layer on each window, and the window's rotary tables.
+        root: the root of the layer's sensitivity, ``[E, E]``.
+        seed: the seed of the random directions.
 
     Returns:
-        The statistics; gradients whose square is above `OUTLIER` medians count as so many in the metric.
+        The statistics of the cached values; gradients whose square is above `OUTLIER` medians count as so many in the
+        metric.
 
     Raises:
-        torch.linalg.LinAlgError: values are not finite.
+        torch.linalg.LinAlgError: cached values are not finite.
     """
     generator = torch.Generator().manual_seed(seed)
     values, gradients = [], []
@@ -100,7 +101,7 @@ def channel_statistics(
     )
     importance = whitened.square().mean(0)
     mean = importance.mean()
-    # Where nothing depends on the layer's output, all tokens are alike.
+    # Where nothing depends on the layer's output, all tokens count equally.
     importance = torch.ones_like(importance) if mean == 0 else importance / mean
     return ChannelStatistics(torch.cat(values), metric, importance)
 
@@ -110,7 +111,7 @@ def decorrelated(layer: Layer, statistics: ChannelStatistics) -> tuple[Layer, Te
 
     Args:
         layer: the layer with its tensors in any dtype.
-        statistics: of the layer.
+        statistics: the statistics that `channel_statistics` collected of the layer.
     """
     centred = (statistics.values - statistics.values.mean(0)).double()
     covariance = centred.mT @ centred / len(centred)
@@ -128,12 +129,14 @@ def _decorrelated_latent(layer: Layer, covariance: Tensor, metric: Tensor) -> tu
     forward, inverse = _uncorrelated(covariance[:R, :R], metric[:R, :R])
     basis = torch.zeros(R + P, R + P, dtype=torch.float64)
     basis[:R, :R] = forward
+    # The decoder undoes the map of the latent, which the projection to it makes at the end.
     state["kv_b_proj.weight"] = state["kv_b_proj.weight"] @ inverse
     channels = layer.channels
     if P:
         pairs, order = _rotary_basis(covariance[R:, R:], metric[R:, R:], layer.channels)
         basis[R:, R:] = _as_real(pairs)
         channels = [layer.channels[index] for index in order]
+        # Queries undo the map of the rotary pairs: scores stay as they are.
         back = torch.linalg.inv(_as_real(pairs)).mT
         for name in ("q_proj.weight", "q_proj.bias") if spec.qk_norm is None else ("q_b_proj.weight",):
             if name in state:
@@ -198,8 +201,8 @@ def _uncorrelated(covariance: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
     """The map to channels, least important first, that are uncorrelated and cost the same, and its inverse.
 
     Args:
-        covariance: ``[n, n]``, real or complex.
-        metric: ``[n, n]``.
+        covariance: the covariance of the channels, ``[n, n]``, real or complex.
+        metric: the cost of an error of the channels, ``[n, n]``.
     """
     # The path of a trellis code is the freer the more codes precede it: important channels come last.
     values, vectors = torch.linalg.eigh(metric)
@@ -268,15 +271,15 @@ SAMPLE = 2048
 
 @dataclass(frozen=True)
 class ScaleTable:
-    """The best scale of every channel at each number of bits, and the error it leaves.
+    """The best scale of every channel at each number of bits, and the error that it leaves.
 
     Attributes:
-        offset: ``[W]``.
-        scales: ``[9, W]``, by number of bits.
-        errors: ``[9, W]``, mean squared errors in the channel's own unit.
-        variance: ``[W]``.
-        sample: ``[n, W]``, the values that scales are fitted to.
-        weights: ``[n]``, those of their errors, of sum 1.
+        offset: the offset of each channel, ``[W]``.
+        scales: the best scale of each channel at each number of bits, ``[9, W]``; the row is the number of bits.
+        errors: the mean squared errors at these scales, ``[9, W]``, in the channel's own unit.
+        variance: the variance of each channel, ``[W]``.
+        sample: the values that scales are fitted to, ``[n, W]``.
+        weights: the weights of the errors of the sample's tokens, ``[n]``, of sum 1.
     """
 
     offset: Tensor
@@ -291,9 +294,9 @@ def fit_scales(values: Tensor, parts: tuple[int, ...], importance: Tensor, *, to
     """Fit the scales of all channels, each number of bits by itself.
 
     Args:
-        values: ``[n, W]``, cached values in the basis of the code.
-        parts: see `TransformCode`.
-        importance: ``[n]``, weights of their errors.
+        values: the cached values in the basis of the code, ``[n, W]``.
+        parts: the parts of the cached values that have a gain each; see `TransformCode`.
+        importance: the weights of the tokens' errors, ``[n]``.
         tokens: the number of tokens that scales are fitted to.
     """
     offset = values.mean(0).float()
@@ -308,7 +311,7 @@ def fit_scales(values: Tensor, parts: tuple[int, ...], importance: Tensor, *, to
 
 
 def _sample(values: Tensor, importance: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Values ``[n, W]`` of about so many tokens, and their weights, of sum 1: the most important ones, and others.
+    """Values ``[n, W]`` of about ``tokens`` tokens, the most important and others, and their weights, of sum 1.
 
     The others are every k-th one, so that there may be up to twice as many as asked for.
     """
@@ -342,11 +345,11 @@ def allot(
     """The code with so many bytes a token, or the next fewer, that lets in least error; at least a bit a channel.
 
     Args:
-        table: of `fit_scales`.
-        sections: see `TransformCode`.
-        parts: see `TransformCode`.
-        token_bytes: the bytes of a token, with one for its gains.
-        rounds: the number of times that scales are fitted to gains.
+        table: the table that `fit_scales` returned.
+        sections: the sections of the cached values; see `TransformCode`.
+        parts: the parts of the cached values; see `TransformCode`.
+        token_bytes: the bytes of a token, of which one is for its gains.
+        rounds: the number of times that scales are fitted again to the gains.
     """
     spans = list(blocks(sections))
     shares = table.errors * table.variance ** (FLATTENED - 1)
@@ -367,6 +370,7 @@ def allot(
 
     for index in range(len(spans)):
         offer(index)
+    # Greedy: the block that gains most a bit is first, as long as the budget pays for it.
     while heap:
         _, index, more = heapq.heappop(heap)
         price = (more - bits[index]) * (spans[index][1] - spans[index][0])
@@ -398,12 +402,12 @@ def whole_shares(wanted: Sequence[float], specs: Sequence[GroupedSpec | LatentSp
     another bit for a block takes two bytes, and the gains take one.
 
     Args:
-        wanted: bytes a token, each layer's.
-        specs: of the layers with codes.
+        wanted: the wanted bytes a token of each layer.
+        specs: the specs of the layers, all of which get codes.
 
     Returns:
-        The bytes of each layer: for the gains one, and for each value from one bit to eight where ``wanted`` has one
-        bit for each.
+        The bytes a token of each layer: one for the gains, and as many bits a value as ``wanted`` pays for, from one
+        to eight.
     """
     counts: list[int] = []
     left = 0.0
@@ -442,7 +446,7 @@ def design(
     Args:
         layer: the layer, float32.
         windows: the inputs ``[T, E]`` of each window, and its rotary tables.
-        root: ``[E, E]``, the root of the sensitivity.
+        root: the root of the layer's sensitivity, ``[E, E]``.
         tokens: the number of tokens that scales are fitted to.
     """
     statistics = channel_statistics(layer, windows, root)

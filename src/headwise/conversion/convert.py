@@ -79,15 +79,14 @@ def convert(
     ``headwise.load``, or with transformers after ``import headwise.hf``.
 
     ``calibrate`` and ``evaluate`` take the sources that `headwise.measure.texts.read_source` reads. The evaluation
-    also
-    measures what plain quantisation of the source loses at about these bytes. ``evaluate=False`` skips both; if one
-    of them is not possible, a note of the report says why.
+    also measures what plain quantisation of the source loses at about these bytes. ``evaluate=False`` skips both; if
+    one of them is not possible, a note of the report says why.
 
     Args:
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``.
         output: the folder to write; must not exist, or be empty, unless ``overwrite``.
         options: the keywords below as one object, in place of them.
-        progress: told of each layer.
+        progress: the callback that is told of each layer.
 
     Raises:
         ArgumentError: an argument is outside its rule.
@@ -135,9 +134,9 @@ class _Prepared:
         plan: the plan of the conversion.
         format: the format of the folder.
         texts: the calibration texts.
-        statistics: the statistics to use in place of a text.
+        statistics: the statistics to use in place of a text, if there are any.
         evaluation_set: the windows to evaluate on; may be empty.
-        no_evaluation_set: why there are no windows, if the user named no text.
+        no_evaluation_set: the reason why there are no windows, if the user named no text.
     """
 
     source: str
@@ -166,7 +165,7 @@ class _Prepared:
 
     @property
     def engine(self) -> str | None:
-        """What is to run the result, where it is known."""
+        """The engine that is to run the result; None where it is not known."""
         return self.options.served_by or ("llama.cpp" if self.format.name.startswith("gguf") else None)
 
     @property
@@ -185,7 +184,7 @@ class _Prepared:
             run=self.run,
             overwrite=self.options.overwrite,
             provisional=not is_exported,
-            # An exported folder is written from a whole one in headwise's own format.
+            # An exported folder is written from a complete one in headwise's own format.
             work_bytes=work_bytes * (1 if announced else 2) if is_exported else 0,
             mark=self.format.mark,
         )
@@ -234,7 +233,7 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         may_lack_biases=folder_format.may_lack_biases,
     )
     folder_format.check(OutputLayout(plan))
-    # These read whole files, and so come after all that can be refused by the config.
+    # These read files to their ends, and so come after all that can be refused by the config.
     statistics = None if options.statistics is None else open_statistics(options.statistics, checkpoint, progress)
     evaluation_set, no_evaluation_set = _find_evaluation_set(checkpoint, options, texts, statistics)
     return _Prepared(

@@ -58,13 +58,13 @@ def estimate_stages(
     """Estimate the seconds of each stage of a conversion on this machine; no file stays.
 
     Args:
-        plan: the conversion.
+        plan: the plan of the conversion.
         texts: the calibration texts.
         statistics: the statistics to use in place of a text.
         shares_channels: whether all layers get one list of rotary channels, which is chosen first and compared with
-            each layer's own.
+            the channels that each layer would choose.
         evaluation_set: the windows of an evaluation on a text that ends the conversion; it is left out without them.
-        progress: told of each part.
+        progress: the callback that is told of each part.
 
     Returns:
         The seconds by the names of the stages that `convert` reports to its ``progress``, in their order.
@@ -91,13 +91,13 @@ def estimate_stages(
 
 
 def _time_layer(plan: ConversionPlan, calibrator: Calibrator) -> float:
-    """Seconds to convert one layer without codes."""
+    """The seconds to convert one layer without codes."""
     plan = replace(plan, token_bytes=None, bits=None)  # codes are designed on a text
     return _seconds_of(lambda: convert_layer(OutputLayout(plan), calibrator, LayerStore(None), Place(0)))
 
 
 def _time_copy(plan: ConversionPlan) -> float:
-    """Seconds to read all weights, and to write as many at about the same rate."""
+    """The seconds to read all weights, and to write as many at about the same rate."""
     tensors = plan.checkpoint.tensors
     name = max(tensors, key=lambda name: tensors[name].nbytes)
     per_byte = _seconds_of(lambda: plan.checkpoint.read(name).to(plan.dtype)) / tensors[name].nbytes
@@ -112,7 +112,7 @@ def _time_on_text(
     evaluation_set: EvaluationSet,
     progress: Progress,
 ) -> dict[str, float]:
-    """Seconds of each stage: a layer takes a fixed time, and more for each window and each step of its descent.
+    """The seconds of each stage: a layer takes a fixed time, and more for each window and each step of its descent.
 
     Several processes share the windows, so that as many more windows are timed.
     """
@@ -161,7 +161,7 @@ def _time_on_text(
 
 
 def _time_sensitivity(model: LayerwiseModel, window: Tensor) -> float:
-    """Seconds to measure sensitivities on one window, scaled from one layer and a part of the head."""
+    """The seconds to measure sensitivities on one window, scaled from one layer and a part of the head."""
     with torch.no_grad():
         hidden = model.begin(window)
     module = model.module(0)
@@ -184,7 +184,7 @@ def _time_sensitivity(model: LayerwiseModel, window: Tensor) -> float:
 def _time_evaluation(
     plan: ConversionPlan, evaluation_set: EvaluationSet, model: LayerwiseModel | None = None
 ) -> dict[str, float]:
-    """Seconds of the evaluations that end a conversion, of it and of two formats; each runs two models."""
+    """The seconds of the evaluations that end a conversion, of it and of two formats; each runs two models."""
     if not evaluation_set:
         return {}
     model = model or LayerwiseModel(plan.checkpoint, torch.float32, device=plan.device)
@@ -201,7 +201,7 @@ def _time_evaluation(
 def _time_whole(
     model: LayerwiseModel, hidden: Tensor, layer: Callable[[], object], head: Callable[[Tensor], object]
 ) -> float:
-    """Seconds of a whole model on hidden states ``[1, W, E]``, scaled from a layer and the head on a part of them."""
+    """The seconds of a model on hidden states ``[1, W, E]``, scaled from a layer and the head on a part of them."""
     layer_seconds = _seconds_of(layer)
     piece = hidden[:, :PIECE]
     head_seconds = _seconds_of(lambda: head(piece)) * hidden.shape[1] / piece.shape[1]

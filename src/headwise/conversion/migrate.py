@@ -57,11 +57,11 @@ class Step:
     """One size that was tried.
 
     Attributes:
-        target: as a frontier spells it.
+        target: the size as a frontier spells it, such as ``mla:0.5``.
         healed: whether it was trained after its conversion.
-        cache_bytes_per_token: of its cache, where numbers that are not in codes are bfloat16.
-        loss: by which fraction the perplexity of the evaluation text rose.
-        kl: in nats a token.
+        cache_bytes_per_token: the bytes a token of its cache, where numbers that are not in codes are bfloat16.
+        loss: the fraction by which the perplexity of the evaluation text rose.
+        kl: the mean KL(source ‖ result), in nats a token.
         is_allowed: whether the loss is within what is allowed.
     """
 
@@ -80,12 +80,13 @@ class Migration:
     Attributes:
         source: the source, as the user named it.
         output: the folder of the result.
-        max_quality_loss: what is allowed.
-        cache_bytes_per_token: of the source's cache, in bfloat16.
+        max_quality_loss: the largest fraction by which the perplexity may rise.
+        cache_bytes_per_token: the bytes a token of the source's cache, in bfloat16.
         steps: every size that was tried, in order.
         chosen: the step whose folder is the output; None where no size lost as little as is allowed, and there is no
             output.
-        kept: where there is none, the folder from which a call that allows more or names other sizes goes on.
+        kept: the folder from which a call that allows more or names other sizes goes on; None where there is an
+            output.
     """
 
     source: str
@@ -117,15 +118,15 @@ def migrate(
 
     First the source is converted to MLA at its full size, whose perplexity must be the source's. Then sizes are
     tried, the largest first, each converted from the source, and trained where it loses too much and ``heal_tokens``
-    is set. Of MLA, of fewer key–value heads and of each of them with a cache in codes, none is tried after one that
-    loses more than is allowed. The result is the smallest that did not. What was measured of each is in
-    ``migration.json``. A killed run is continued by the same call.
+    is set. There are several kinds of size: MLA, fewer key–value heads, and each of these with a cache in codes; of
+    each kind none is tried after one that loses more than is allowed. The result is the smallest that did not. What
+    was measured of each is in ``migration.json``. A killed run is continued by the same call.
 
     Args:
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``; a decoder.
         output: the folder to write; must not exist, or be empty, unless ``overwrite``.
         options: the keywords below as one object, in place of them.
-        progress: told of each step.
+        progress: the callback that is told of each step.
 
     Raises:
         ArgumentError: an argument is outside its rule, or there are several processes.
@@ -158,6 +159,7 @@ def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tupl
     named = named_texts(options.evaluate)
     calibrated_on = {*map(text_identity, texts.sources)}
     for text in named:
+        # One character shows that a text can be read, before hours of conversion.
         read_source(text, characters=1, name="evaluate")
         if text_identity(text, name="evaluate") in calibrated_on:
             raise ArgumentError("evaluate", str(text), "is calibrated on; name another text")
@@ -179,7 +181,7 @@ def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tupl
 
 
 def _sizes(checkpoint: Checkpoint, options: MigrateOptions) -> tuple[str, ...]:
-    """The sizes to try, each once, the largest cache first; those that cannot be are refused."""
+    """The sizes to try, each once, the largest cache first; sizes that the source cannot have are refused."""
     taken: dict[str, int] = {}
     for target in map(read_target, options.targets or LADDER):
         if Candidate(target).cache is not None:
@@ -190,7 +192,7 @@ def _sizes(checkpoint: Checkpoint, options: MigrateOptions) -> tuple[str, ...]:
 
 
 def _nearest(tried: Sequence[Step]) -> Step:
-    """The step that lost least, of all but the first, whose cache is not smaller."""
+    """The step that lost least; the first does not count, because its cache is not smaller."""
     return min(tried[1:], key=lambda step: step.loss)
 
 
@@ -203,7 +205,7 @@ def _evaluation(found: Evaluation | None, target: str, notes: Sequence[str]) -> 
 
 
 def _kind(target: str) -> tuple[str, bool]:
-    """What sizes must have in common for a smaller one to lose more: a small one in codes may lose less."""
+    """The kind of a size: within a kind a smaller size loses more; between kinds, one in codes may lose less."""
     parsed = Candidate(target).parsed()
     return ("grouped" if parsed.mechanism in ("mha", "gqa", "mqa") else parsed.mechanism), parsed.is_coded
 
@@ -216,10 +218,10 @@ class _Run:
         source: the source, as the user named it.
         out: the folder to write.
         work: the folder of the steps.
-        sizes: to try, in this order.
+        sizes: the sizes to try, in this order.
         runs: the digest of all that decides the results of conversions, and of healing.
         options: the user's options.
-        progress: told of each step.
+        progress: the callback that is told of each step.
     """
 
     source: str
@@ -231,7 +233,7 @@ class _Run:
     progress: Progress
 
     def steps(self) -> tuple[Migration, Path | None]:
-        """Try the sizes; the report, and the folder of the chosen one."""
+        """Try the sizes; return the report, and the folder of the chosen one."""
         exact = self._tried(FULL)
         exactly = EXACT if open_checkpoint(self.source).dtype.itemsize >= 4 else EXACT_IN_HALF
         if abs(exact.loss) > exactly:
@@ -279,7 +281,7 @@ class _Run:
         return self.work / (Candidate(target).slug + ("-healed" if healed else ""))
 
     def _file(self, target: str, *, healed: bool = False) -> Path:
-        """The file of what was measured of a size, which outlives its folder."""
+        """The file of what was measured of a size; it stays when the size's folder is removed."""
         folder = self._folder(target, healed=healed)
         return folder.with_name(f"{folder.name}-{self.runs[healed][:12]}.json")
 
@@ -287,7 +289,7 @@ class _Run:
         remove_model(self._folder(step.target, healed=step.healed))
 
     def _tried(self, target: str, *, healed: bool = False) -> Step:
-        """What a size loses, by this run or an earlier one."""
+        """The step of a size, measured by this run or an earlier one."""
         known = self._known(target, healed=healed)
         return Step(
             target=target,
@@ -302,7 +304,7 @@ class _Run:
         return remembered(self._file(target, healed=healed), partial(self._make, target, healed=healed))
 
     def _make(self, target: str, *, healed: bool) -> dict[str, Any]:
-        """Make a size's folder, where it is not there; what was measured of it."""
+        """Make the folder of a size where it is missing; return what was measured of it."""
         folder = self._folder(target, healed=healed)
 
         def make() -> dict[str, Any]:

@@ -34,8 +34,9 @@ def convert_to_grouped(
         target: the layer's spec with a multiple or a divisor of the key–value heads, from
             `headwise.models.specs.as_grouped`.
         method: the name of the method that merges heads; repeating copies the source's numbers bit for bit.
-        statistics: for ``aligned``, means over a text; None to align by weights alone.
-        sensitivity: for ``aligned``, ``[E, E]``, the cost of an error of the output.
+        statistics: the means over a text, which ``aligned`` uses; None to align by weights alone.
+        sensitivity: the cost of an error of the output, ``[E, E]``, which ``aligned`` uses; None where every
+            direction costs the same.
 
     Returns:
         The converted layer's tensors.
@@ -43,7 +44,7 @@ def convert_to_grouped(
     Raises:
         ArgumentError: no method has that name, ``target`` has an impossible number of key–value heads, or it differs
             from ``source`` in something else.
-        SpecError: ``aligned`` has no place to undo a mixture of heads in.
+        SpecError: the layer leaves ``aligned`` no place to undo a mixture of heads in.
     """
     if target != as_grouped(source, target.num_kv_heads):
         rule = "must be as_grouped(source, num_kv_heads): only the number of key–value heads may differ"

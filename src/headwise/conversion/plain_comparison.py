@@ -35,8 +35,8 @@ class ComparedFormat:
 
     Attributes:
         format: the format.
-        bytes_per_token: of the source's cache in it.
-        loses: whether the format loses less than the conversion, as much or more, by
+        bytes_per_token: the bytes a token of the source's cache in this format.
+        loses: how the format's loss compares with the conversion's: less, as much or more, by
             `headwise.measure.evaluation.plain_cache.margin`.
         evaluation: the source with the format beside the source without it.
     """
@@ -57,8 +57,8 @@ class PlainComparison:
     Attributes:
         formats: the largest format that takes no more bytes than the conversion, and the smallest that takes more;
             one of them where there is no other.
-        converted_bytes_per_token: of the conversion's cache.
-        source_bytes_per_token: of the source's cache as it is.
+        converted_bytes_per_token: the bytes a token of the conversion's cache.
+        source_bytes_per_token: the bytes a token of the source's cache as it is.
         line: the comparison in words.
     """
 
@@ -84,12 +84,13 @@ def compare_plain(
     """Evaluate the source with its cache in the formats that are nearest to a conversion's bytes, below and above.
 
     Args:
-        source: what was converted.
+        source: the model that was converted.
         folder: the converted model.
         evaluation_set: the windows that the conversion was evaluated on.
-        evaluation: of the conversion beside the source on them.
-        engine: that is to run the result, whose own caches it is compared with.
-        progress: told of each window.
+        evaluation: the evaluation of the conversion beside the source on these windows.
+        engine: the engine that is to run the result, with whose own caches the result is compared; None where it is
+            not known.
+        progress: the callback that is told of each window.
 
     Returns:
         The comparison; None where the conversion's cache is no smaller than the source's in bfloat16, or no format
@@ -129,7 +130,7 @@ def compare_plain(
 
 
 def _loses(plain: Evaluation, converted: Evaluation) -> Loses:
-    """What the source with a format loses beside the conversion; both evaluated on the same text."""
+    """Whether the source with a format loses less than the conversion, as much or more, on the same text."""
     assert plain.kl is not None
     assert converted.kl is not None
     gain = math.log(plain.perplexity / converted.perplexity)  # above 0 where the conversion loses less

@@ -40,14 +40,14 @@ _CODE_STAGES = ("recall", "starts", "sensitivity", "sequence", "refine", "refit"
 """The stages of a method that has none, where its result gets codes."""
 
 ENOUGH_BITS = 4.5
-"""The bits for each value of a whole cache above which ranks are left as they are."""
+"""The bits for each value of the source's cache above which ranks are left as they are."""
 
 SPREAD_BELOW = 0.45
-"""The part of the source's values below which the cache is spread over layers unless the user asks. Above it, refits
+"""The part of the source's values below which ranks are allocated to layers unless the user asks. Above it, refits
 make up for most of what an even allocation loses, in a fraction of the time, and SmolLM2 finds no fewer facts."""
 
 _NEEDS_TEXT = ("recall", "starts", "spread", "sequence", "refine", "refit")
-"""Stages of a text, and of a model that runs on it; the others can use saved statistics."""
+"""The stages that need a text, and of a model that runs on it; the others can use saved statistics."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class LayerSize(NamedTuple):
     """The size of one MLA layer.
 
     Attributes:
-        rank: R, the width of the latent.
-        rotary: P, the width of the rotary key.
+        rank: the width R of the latent.
+        rotary: the width P of the rotary key.
         key_weight: the cost of an error of its keys relative to one of its values.
         token_bytes: the bytes of a token's codes; None for a cache without codes.
     """
@@ -91,7 +91,7 @@ class ConversionPlan:
         stages: the method's stages that are carried out.
         mixes_heads: whether key heads are mixed into rotary channels (the stage ``channels``).
         key_weights: the key weight of each MLA layer (`LayerSize`); None if all have the usual one.
-        rotary_channels: bool ``[F, K]``, the channels that keep their rotation in every MLA layer; None if each layer
+        rotary_channels: the channels that keep their rotation in every MLA layer, bool ``[F, K]``; None if each layer
             chooses its own.
         token_bytes: the bytes of a token's codes in each layer's cache; None for a cache without codes.
         bits: the bits of a value on average, where the user sets them; None where sizes and bits are chosen together.
@@ -204,8 +204,8 @@ def make_plan(
         dtype: the dtype of the output; the source's when None.
         without: the stages to leave out; without ``sensitivity``, ``spread`` is left out too.
         calibration: the kind of evidence that layers are solved from; None for weights alone.
-        device: see `ConversionPlan`.
-        bias_free: see `ConversionPlan`.
+        device: the device that the source is run on and its layers are solved on.
+        bias_free: whether MLA layers have no biases; see `ConversionPlan`.
 
     Raises:
         ArgumentError: a layer cannot have the size, or the method does not go with the target.
@@ -245,10 +245,10 @@ def _with_constant(source: AttentionSpec, layer: AttentionSpec, target: Target, 
     """The spec of a layer whose latent gets a constant channel, here or, unless it is without biases, later.
 
     Of a budget, the rotary key gets its usual share, up to each frequency of a head once: plain RoPE has no more.
-    Both are whole blocks where the target asks for it, and the budget has room for it.
+    Both are multiples of a block where the target asks for it, and the budget is large enough.
 
     Raises:
-        ArgumentError: the latent has no other channel.
+        ArgumentError: the latent has no channel besides the constant.
     """
     assert isinstance(layer, LatentSpec)
     rank, rotary = layer.kv_lora_rank, layer.qk_rope_head_dim
@@ -265,7 +265,7 @@ def _with_constant(source: AttentionSpec, layer: AttentionSpec, target: Target, 
 
 
 def _shares(before: ModelSpec, after: ModelSpec, target: Target) -> tuple[int, ...]:
-    """The bytes a token of each layer's codes, before a spread over layers."""
+    """The bytes a token of each layer's codes in the even allocation, before ranks are allocated to layers."""
     shares: list[float] = []
     for old, new in zip(before.layers, after.layers, strict=True):
         values = formulas(new).cache_values(new)
@@ -282,7 +282,7 @@ def _shares(before: ModelSpec, after: ModelSpec, target: Target) -> tuple[int, .
 
 
 def _code_bytes(bits: float, values: int) -> int:
-    """The bytes of codes of so many bits on average, at least one each, and a byte of gains."""
+    """The bytes of codes of so many bits on average, with at least a bit for each value, and a byte for the gains."""
     return max(int(bits * values / 8), -(-values // 8)) + 1
 
 
@@ -333,14 +333,14 @@ def refuse_inputs(
     a family and its layers (`OutputFormat.check`).
 
     Args:
-        plan: the conversion.
+        plan: the plan of the conversion.
         options: the user's options.
         texts: the calibration texts.
         is_exported: whether the folder is written from one in headwise's own format.
         may_lack_biases: whether the folder's MLA layers can be without biases.
 
     Raises:
-        ArgumentError: they do not go together.
+        ArgumentError: the options do not go together.
     """
     statistics = options.statistics
     if options.bias_free and not (may_lack_biases and plan.after.mechanism == "mla"):

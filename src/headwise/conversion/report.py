@@ -37,11 +37,13 @@ class Balance:
     """A model before and after its conversion, with a cache of so many tokens; what is not in codes has 16 bits.
 
     Attributes:
-        context: tokens of all sequences together.
-        cache_bytes: of these tokens, before and after.
-        weight_bytes: of the files of weights, before and after.
-        flops: of a decode step of one sequence of these tokens, after over before; None where it is not known.
-        bytes_read: by that step, weights and cache in 16 bits or in codes, likewise.
+        context: the number of tokens of all sequences together.
+        cache_bytes: the bytes of these tokens in the cache, before and after.
+        weight_bytes: the bytes of the files of weights, before and after.
+        flops: the FLOPs of a decode step of one sequence of these tokens, after over before; None where they are not
+            known.
+        bytes_read: the bytes that this step reads, after over before, with weights and cache in 16 bits or in codes;
+            None where they are not known.
     """
 
     context: int
@@ -52,12 +54,12 @@ class Balance:
 
     @property
     def saved(self) -> float:
-        """Bytes of cache and weights together that are saved; negative where more are taken."""
+        """The bytes of cache and weights together that are saved; negative where more are taken."""
         return sum(self.cache_bytes[:1] + self.weight_bytes[:1]) - self.cache_bytes[1] - self.weight_bytes[1]
 
     @property
     def even_at(self) -> int | None:
-        """The tokens from which on memory is saved; None where it never is, and 0 where it always is."""
+        """The number of tokens from which on memory is saved; None where it never is, and 0 where it always is."""
         by_token = (self.cache_bytes[0] - self.cache_bytes[1]) / self.context
         grown = self.weight_bytes[1] - self.weight_bytes[0]
         if by_token <= 0:
@@ -76,11 +78,11 @@ def balance(
     """Weigh a conversion.
 
     Args:
-        before: the source.
-        after: the result.
-        context: tokens of all sequences together.
-        token_bytes: of a token in the caches of both, as they are served.
-        weight_bytes: of the files of weights of both.
+        before: the spec of the source.
+        after: the spec of the result.
+        context: the number of tokens of all sequences together.
+        token_bytes: the bytes of a token in the caches of both, as they are served.
+        weight_bytes: the bytes of the files of weights of both.
 
     Returns:
         The balance; None where the source caches nothing.
@@ -102,7 +104,7 @@ def balance(
 
 
 def _step(model: ModelSpec, context: int, token_bytes: float) -> tuple[float, float]:
-    """FLOPs of a decode step, and the bytes that it reads."""
+    """The FLOPs of a decode step, and the bytes that it reads."""
     step = Pass(total=context)
     found = operators(replace(model, stored=None), step)
     weights = sum(each.times * each.weight_bytes for each in found)
@@ -125,12 +127,12 @@ class Conversion:
             for mla ``headwise`` or a published method.
         dtype: the dtype of the result.
         kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype, without cross-attention.
-        kv_bytes_per_token_after: cache bytes a token of the result, likewise; in codes where it has them, each
+        kv_bytes_per_token_after: cache bytes a token of the result, counted so too; in codes where it has them, each
             sequence's first tokens apart.
         coded: whether the result's cache is stored in codes.
         parameters_before: the number of parameters of the source.
         parameters_after: the number of parameters of the result.
-        disk_bytes: the size of the result's weights.
+        disk_bytes: the size of the result's weights, in bytes.
         calibration_tokens: the number of calibration tokens, held-out tokens included; 0 without a text.
         calibration_window: tokens in each calibration window.
         seconds: the seconds that it took, without the evaluation; estimated with ``dry_run`` (`estimate_stages`).
@@ -139,9 +141,9 @@ class Conversion:
             rest.
         seconds_evaluating: the seconds of the evaluations that ended it; estimated with ``dry_run``.
         peak_rss_bytes: the peak resident memory of the process up to the written folder; None with ``dry_run``.
-        peak_device_bytes: the most memory of a GPU that the conversion had; None on a CPU.
+        peak_device_bytes: the most memory of a GPU that the conversion had, in bytes; None on a CPU.
         dry_run: whether nothing was written.
-        balance: what it gains and costs at the user's context; None where the source caches nothing.
+        balance: its gains and costs at the user's context; None where the source caches nothing.
         evaluation: the result beside its source, on text that it was not calibrated on; None if it was skipped.
         plain: the source with its cache in the nearest plain formats below and above these bytes, on the same text;
             None if it was not evaluated or its cache is no larger.
@@ -199,7 +201,7 @@ def describe(
     """Make the report of a result; the fields of `Conversion` with defaults are left to the caller.
 
     Args:
-        plan: the conversion.
+        plan: the plan of the conversion.
         config: the result's config.
         tensors: the result's tensors.
         source: the source, as the user named it.
@@ -234,7 +236,7 @@ def notes_before(
     """The notes for the user that do not depend on the result.
 
     Args:
-        plan: the conversion.
+        plan: the plan of the conversion.
         is_calibrated: whether there is a calibration text, or statistics.
         tokens: the number of calibration tokens; None before they are read.
         output_format: the format of the folder.
@@ -261,8 +263,8 @@ def notes_before(
 def measured_json(plan: ConversionPlan, target: Target, options: ConvertOptions, report: Conversion) -> str | None:
     """A frontier's JSON with one point, this conversion's; None where nothing was measured, or it has no spelling.
 
-    A conversion by another method than headwise's whole one, or into another format, says so in ``way``: its quality
-    is not that of the target by itself.
+    A conversion with stages left out, by another method than headwise's, or into another format, says so in ``way``:
+    its quality is not that of the target by itself.
     """
     evaluation = report.evaluation
     if evaluation is None or target.spelling is None:

@@ -41,14 +41,14 @@ _PIECE = 1 << 20
 class Activations:
     """Streams of hidden states ``[N, W, E]``: the inputs of the next layer are read, and its outputs are written.
 
-    Nothing is held in memory; the operating system caches the files where there is room. `commit` replaces the inputs
-    by the outputs, for all streams at once or not at all, and a run that continues a killed one starts from the last
-    commit. Processes that share a conversion share the folder, each with its own windows.
+    Nothing is held in memory; the operating system caches the files where memory is free. `commit` replaces the
+    inputs by the outputs, for all streams at once or not at all, and a run that continues a killed one starts from
+    the last commit. Processes that share a conversion share the folder, each with its own windows.
 
     Args:
         folder: the folder of the files; made if it is missing.
         streams: the streams' names, such as ``source`` and ``converted``.
-        shape: N, W and E.
+        shape: the numbers N of windows, W of tokens and E of channels.
         dtype: the dtype of the states.
         run: the identity of the run; states of another run are discarded.
 
@@ -87,7 +87,7 @@ class Activations:
 
         Raises:
             CheckpointError: the file is cut short.
-            StorageError: it cannot be read.
+            StorageError: the file cannot be read.
         """
         assert self.layer is not None, "nothing was committed yet"
         assert 0 <= start < stop <= len(self), (start, stop)
@@ -144,7 +144,7 @@ class Activations:
         return self.folder / f"{stream}-{layer}.activations"
 
     def _last_commit(self) -> int | None:
-        """The last commit's layer, if this run's and whole: a power cut may keep a commit and lose its states."""
+        """The last commit's layer, if it is this run's and complete: a power cut may lose states of a commit."""
         try:
             state = json.loads((self.folder / _STATE).read_text())
             if not isinstance(state, dict) or state | self._about != state:
@@ -172,7 +172,7 @@ class Spill:
 
     Args:
         path: the file's path; an existing file is overwritten window by window.
-        shape: N, W and E.
+        shape: the numbers N of windows, W of tokens and E of channels.
     """
 
     def __init__(self, path: Path, shape: tuple[int, int, int]) -> None:
@@ -197,7 +197,7 @@ class Spill:
 
         Raises:
             CheckpointError: the file is cut short.
-            StorageError: it cannot be read.
+            StorageError: the file cannot be read.
         """
         states = torch.empty(self.shape[1:], device=CPU)
         with storage_errors("activations", self.path, "read"), self.path.open("rb") as file:
@@ -225,7 +225,7 @@ _DAMAGED = (OSError, SafetensorError, KeyError, ValueError, TypeError, Attribute
 
 
 class LayerFiles:
-    """Solved layers and other results by number or by name, one file each, written whole or not at all.
+    """Solved layers and other results by number or by name, one file each, which is written completely or not at all.
 
     A layer must be saved before the activations pass it (`Activations.commit`): then every layer that the activations
     have passed can be loaded.
@@ -242,8 +242,8 @@ class LayerFiles:
 
         Args:
             key: the layer's number, or the result's name.
-            tensors: its weights by name.
-            about: other facts of it, as JSON-able values: spec, channels, errors, ….
+            tensors: the tensors of the layer or the result, by name.
+            about: the other facts about it, as JSON-able values: spec, channels, errors, ….
 
         Raises:
             StorageError: the disk is full, or the file cannot be written.
@@ -307,7 +307,7 @@ def _tensors_checksum(tensors: Mapping[str, Tensor], about: str) -> str:
 
 
 _CODE = "cache code."
-"""Before the names of a code's tensors, which no tensor of a model has."""
+"""The prefix of the names of a code's tensors, which no tensor of a model has."""
 
 
 @dataclass(frozen=True)
@@ -315,11 +315,11 @@ class ConvertedLayer:
     """One converted layer.
 
     Attributes:
-        place: its place in the model.
-        tensors: its tensors by the folder's names, in the folder's dtype; each is removed when it is written.
-        channels: the model frequency of each rotary pair (MLA).
-        about: its measurements: ``errors``, ``chosen``, ``shared``, ``own``.
-        code: the code of its cache, if there is one.
+        place: the layer's place in the model.
+        tensors: the layer's tensors by the folder's names, in the folder's dtype; each is removed when it is written.
+        channels: the model frequency of each rotary pair of an MLA layer; empty for other layers.
+        about: the layer's measurements, by the names ``errors``, ``chosen``, ``shared`` and ``own``.
+        code: the code of the layer's cache; None for a cache without codes.
     """
 
     place: Place
@@ -336,8 +336,8 @@ class LayerStore:
         folder: the folder of the files, such as one within `FolderWriter.work`; None to save nothing.
 
     Attributes:
-        read_seconds: seconds spent on reading.
-        write_seconds: seconds spent on writing.
+        read_seconds: the seconds spent on reading.
+        write_seconds: the seconds spent on writing.
     """
 
     def __init__(self, folder: Path | None) -> None:

@@ -1,6 +1,6 @@
 """Carry out a plan: calibrate, size the layers, convert one after the other, and write the folder.
 
-`convert_layer` is the whole way of one layer: what is known of it, its solution, the best of further steps on disk,
+`convert_layer` does all steps of one layer: what is known of it, its solution, the best of further steps on disk,
 and on to the next layer. `convert_layers` takes the folder's tensors in their order, and each layer at its first one.
 """
 
@@ -46,8 +46,8 @@ def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStor
 
     Args:
         layout: the layout of the output folder, with the plan.
-        calibrator: what is known of each layer.
-        store: saves converted layers, for a run that continues this one if it is killed.
+        calibrator: the calibrator, which knows the evidence of each layer.
+        store: the store of converted layers, for a run that continues this one if it is killed.
         place: the layer's place in the model.
 
     Raises:
@@ -79,12 +79,12 @@ def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStor
 def later_steps(
     plan: ConversionPlan, place: Place, statistics: Statistics | None, *, on_text: bool
 ) -> dict[str, Step]:
-    """What is done with a layer's solution, by name and in order; see `select`.
+    """The steps that follow a layer's solution, by name and in order; see `select`.
 
     Args:
-        plan: the conversion.
+        plan: the plan of the conversion.
         place: the layer's place in the model.
-        statistics: those that the layer was solved from.
+        statistics: the statistics that the layer was solved from.
         on_text: whether there are windows of a text; all steps but the removal of biases need them.
     """
     steps: dict[str, Step] = {}
@@ -105,7 +105,7 @@ def later_steps(
 def _without_biases(
     candidate: Candidate, *, plan: ConversionPlan, place: Place, statistics: Statistics | None
 ) -> Iterator[Candidate]:
-    """The layer without biases, for engines. Their small caches round it, which its rotary pairs are made to bear."""
+    """The layer without biases, for engines; its rotary pairs are made to bear the rounding of small caches."""
     assert statistics is not None
     layer, rope = candidate.layer, plan.before.layers[place.index].rope
     first_tokens = None if candidate.data is None else candidate.data.first_tokens
@@ -124,10 +124,10 @@ def convert_layers(
 
     Args:
         layout: the layout of the folder.
-        calibrator: see `convert_layer`.
-        store: see `convert_layer`.
+        calibrator: the calibrator, which knows the evidence of each layer.
+        store: the store of converted layers.
         writer: the open writer of the folder.
-        progress: told of each layer.
+        progress: the callback that is told of each layer.
 
     Returns:
         The rotary channels of each layer, for the folder's config, and the code of each layer's cache.
@@ -176,7 +176,7 @@ TOKENS = 512
 SHARED_CHANNELS, CALIBRATED = "shared-channels", "calibrated"
 """The names of what an exported folder's run keeps beside its layers: the rotary channels that all layers share; and
 the number of calibration tokens with the losses of sharing channels, once the folder in headwise's own format is
-whole."""
+complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ class ConversionInputs:
         statistics: the statistics of an earlier calibration, in place of a text.
         evaluation_set: the windows that two formats are compared on; may be empty.
         run: the identity of the conversion, by which a killed run is continued.
-        progress: told of windows and layers.
+        progress: the callback that is told of windows and layers.
     """
 
     texts: CalibrationTexts = NO_TEXTS
@@ -201,7 +201,7 @@ class ConversionInputs:
         """Start the calibrator of the conversion, before layer 0 or where an earlier run stopped.
 
         Args:
-            plan: the conversion.
+            plan: the plan of the conversion.
             writer: the writer of the folder, whose working folder holds activations.
         """
         if plan.is_exact:
@@ -219,11 +219,11 @@ class WrittenFolder:
         config: the folder's config.
         tensors: the folder's tensors.
         tokens: the number of calibration tokens.
-        window: tokens in each calibration window.
-        read_seconds: seconds spent on reading saved layers and statistics.
-        write_seconds: seconds spent on writing saved layers.
-        stock: the loss by an exported format; None for headwise's own.
-        spread: the allocation of the cache to layers; None if none was searched.
+        window: the number of tokens in each calibration window.
+        read_seconds: the seconds spent on reading saved layers and statistics.
+        write_seconds: the seconds spent on writing saved layers.
+        stock: the loss that an exported format causes; None for headwise's own.
+        spread: the rank allocation to layers; None if none was searched.
         code_bytes: cache bytes a token, all layers, of a cache that is stored in codes; None without codes.
     """
 
@@ -251,8 +251,8 @@ def write_folder(
     """Write the output folder of a plan, except for its card.
 
     Args:
-        plan: the conversion.
-        inputs: its inputs.
+        plan: the plan of the conversion.
+        inputs: the inputs of the conversion.
         writer: the open writer of the folder.
         output_format: the format of the folder.
     """

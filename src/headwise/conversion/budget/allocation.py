@@ -28,9 +28,9 @@ class Node(NamedTuple):
     """The loss of a layer at one size.
 
     Attributes:
-        rank: R, the width of the latent.
-        rotary: P, the width of the rotary key.
-        loss: nats a token.
+        rank: the width R of the latent.
+        rotary: the width P of the rotary key.
+        loss: the loss in nats a token.
         token_bytes: bytes of a token's codes; None for a cache without codes.
     """
 
@@ -66,7 +66,7 @@ def curve(nodes: Sequence[Node], share: int, step: int) -> list[Choice]:
     Args:
         nodes: the measured sizes: one has the even share, and every rotary width has the smallest and the largest
             of all ranks.
-        share: the layer's even share, in values.
+        share: the layer's even share, in cached values a token.
         step: `step_of` the even shares of all layers.
     """
     lines = {
@@ -105,14 +105,16 @@ def coded_curve(
     The loss is that of the size and that of the rounding in sum. The rounding's depends on the bits of a value alone.
 
     Args:
-        nodes: the losses at some sizes, without codes; every rotary width has a smallest and a largest rank.
-        rounding: numbers of bits a value, rising, and the rounding's loss at each.
+        nodes: the measured sizes with their losses, without codes; every rotary width has a smallest and a largest
+            rank.
+        rounding: pairs of a number of bits a value, rising, and the loss of rounding at it in nats a token.
         share: the layer's even share, in bytes a token of codes.
-        step: bytes of a step.
-        values: the values of the even size. The first tokens are stored wide, and a smaller size may spend what it
-            saves of them.
-        refined: the part of a size's loss that counts.
+        step: the size of a step, in bytes a token.
+        values: the number of cached values a token of the even size. The first tokens are stored unquantised, so that
+            a smaller size saves bytes of them, which it may spend on codes.
+        refined: the part of a size's loss that is left after the layer's refinement, and counts.
     """
+    # Sizes between the measured ones: rotary widths in steps of 16, ranks in steps of 8.
     sizes: dict[tuple[int, int], float] = {}
     lines = {width: _falling(sorted(n for n in nodes if n.rotary == width)) for width in {n.rotary for n in nodes}}
     widths = sorted(lines)
@@ -126,6 +128,7 @@ def coded_curve(
     best: dict[int, Node] = {}
     for (rank, rotary), loss in sizes.items():
         count = rank + rotary
+        # A smaller size stores fewer unquantised values of the first tokens; those bytes go to its codes.
         saved = unquantised_bytes(values) - unquantised_bytes(count)
         for steps in range(-(share * 3 // 4) // step, 2 * share // step):
             token_bytes = math.floor(share + steps * step + saved)
@@ -147,13 +150,14 @@ def allocate(curves: Sequence[Sequence[Choice]]) -> list[Node]:
     layer gets the first of its possible choices, then the layer before it, and so on.
 
     Args:
-        curves: each layer's choices; see `curve`.
+        curves: the choices of each layer, as `curve` or `coded_curve` lists them.
 
     Raises:
         ArgumentError: a layer has no choices, or no choice of sizes has steps that sum to 0.
     """
     if not all(curves):
         raise ArgumentError("sizes", len(curves), "must have at least one choice each")
+    # Steps are counted from each layer's smallest choice, so that sums are indices from 0 to ``total``.
     lowest = [min(choice.steps for choice in choices) for choices in curves]
     total = -sum(lowest)
     loss = torch.full((total + 1,), math.inf, dtype=torch.float64) if total >= 0 else torch.empty(0)
@@ -208,8 +212,8 @@ def _loss_at(lines: Mapping[int, Sequence[Node]], rank: int, rotary: int) -> flo
 
 
 def _interpolate(low: int, at_low: float, high: int, at_high: float, position: int) -> float:
-    """The value at a position between ``low`` and ``high``, exponentially, where neither counts as below `LEAST_PART`
-    of the other: towards a size that loses nothing, losses fall more like a parabola.
+    """The value at a position between ``low`` and ``high``, interpolated exponentially. Neither end counts as less
+    than `LEAST_PART` of the other: towards a size that loses nothing, losses fall more like a parabola.
     """
     most = max(at_low, at_high)
     if position in (low, high) or most <= 0:

@@ -1,9 +1,10 @@
-"""Spread one total of cached values over layers, and choose rotary channels for all of them.
+"""The rank allocation: divide one total of cached values among layers, and choose rotary channels for all of them.
 
 The losses of single layers at several sizes (`trials`) give the best allocation of the total to latents and rotary
 keys (`allocation`). The sum of single layers' losses leaves out what errors of several layers do together, so that
-the whole model with that allocation is held against the even one on held-out text; the even one stays unless it is
-beaten. An allocation that is not predicted to save `MARGIN` is not tried, and with codes the prediction decides.
+the model with all layers of that allocation is compared with the even one on held-out text; the even one stays unless
+it is beaten. An allocation that is not predicted to save `MARGIN` is not tried, and with codes the prediction
+decides.
 
 deepseek_v3 needs one list of rotary channels for all layers. A layer's channels are mixtures of its key heads, at
 each frequency in falling order of energy (`rope_channels.concentrate`). The list says which channels keep their
@@ -64,13 +65,13 @@ def choose_shared_channels(
 
     A layer's loss is the error of its scores, weighted by how much its output depends on them in the metric of the
     loss: nats, so that layers add up. With a text it is measured on the windows that sensitivities are measured on,
-    which go once through the source. Without one, layers count alike.
+    which go once through the source. Without a text, all layers count equally.
 
     Args:
-        plan: a conversion to MLA, with one rotary width for all layers.
-        calibrator: gives the evidence of each layer.
-        progress: told of each layer.
-        keep: chooses the channels by all layers' energies and losses; see `keep_rotation`.
+        plan: the plan of a conversion to MLA, with one rotary width for all layers.
+        calibrator: the calibrator that gives the evidence of each layer.
+        progress: the callback that is told of each layer.
+        keep: the function that chooses the channels by all layers' energies and losses; see `keep_rotation`.
     """
     energies, losses, pairs = [], [], 0
     layers = plan.before.num_layers
@@ -82,7 +83,7 @@ def choose_shared_channels(
         longest = plan.layer_target(plan.places[index]).longest
         statistics = evidence.statistics or Statistics.nothing(spec.hidden_size, spec.num_heads, longest)
         energy, loss = rotary_losses(source.state, spec, target, statistics, mix=plan.mixes_heads)
-        # Without a text, layers count alike; one whose keys are zero does not count.
+        # Without a text, layers count equally; one whose keys are zero does not count.
         scale = max(float(energy.sum()), NOTHING) if evidence.statistics is None else 1.0
         pairs = target.qk_rope_head_dim // 2
         energies.append(energy / scale)
@@ -107,14 +108,15 @@ def compare_own_channels(
 
     Args:
         method: the method that solved the layer.
-        source: the layer.
+        source: the source layer with its weights.
         target: the converted layer, with shared channels.
-        evidence: the layer's evidence.
+        evidence: the layer's measurements on a text, if there is one.
         shared: the solution with shared channels.
         data: the layer on the windows of a text, if there is one.
 
     Returns:
-        ``shared`` and ``own``, nats a token on held-out windows; empty without a text or without shared channels.
+        The losses ``shared`` and ``own`` in nats a token on held-out windows; empty without a text or without shared
+        channels.
     """
     if target.rotary_channels is None or data is None:
         return {}
@@ -123,7 +125,7 @@ def compare_own_channels(
 
 
 TOKENS = 512
-"""Tokens in a piece of held-out text. Single layers are tried on one piece, or with codes on all; whole allocations
+"""Tokens in a piece of held-out text. Single layers are tried on one piece, or with codes on all; allocations
 on others."""
 
 PIECES = 2
@@ -141,7 +143,7 @@ TRUST = 0.5
 it lost least on two texts."""
 
 _LEAST_PART = 1e-6
-"""The least part of the largest layer's loss by rounding that any layer's counts as."""
+"""The least loss by rounding that a layer counts with, as a part of the largest layer's."""
 
 MARGIN = 0.02
 """The share of the even allocation's loss that another allocation must be predicted to save to be tried."""
@@ -152,12 +154,14 @@ class Spread:
     """An allocation of the cache to layers, with its predicted and measured losses.
 
     Attributes:
-        sizes: R and P of each layer.
-        key_weights: for each layer, the cost of an error of its keys relative to one of its values.
-        even: R and P of each layer in the even allocation, in which all layers have one key weight.
-        predicted: the sum of single layers' losses, in nats a token: of the even allocation, and of the best one.
-        measured: the mean KL from the source, in nats, of the whole model without refits, likewise; None where the
-            best allocation was not predicted to save enough to be tried.
+        sizes: the rank R and the rotary width P of each layer.
+        key_weights: the key weight of each layer: the cost of an error of its keys relative to one of its values.
+        even: the rank R and the rotary width P of each layer in the even allocation, in which all layers have one key
+            weight.
+        predicted: the sums of single layers' losses, in nats a token: first of the even allocation, then of the best
+            one.
+        measured: the mean KL from the source, in nats a token, of the model with all layers replaced and none
+            refitted, in the same order; None where the best allocation was not predicted to save enough to be tried.
         token_bytes: the bytes of a token's codes in each layer's cache; None for a cache without codes.
     """
 
@@ -206,10 +210,10 @@ def find_spread(plan: ConversionPlan, calibrator: TextCalibrator, folder: Path, 
     """Find the allocation for a conversion to MLA; a later run in the same folder reads it from there.
 
     Args:
-        plan: the conversion, with the even sizes.
-        calibrator: before layer 0, with sensitivities.
+        plan: the plan of the conversion, with the even sizes.
+        calibrator: the calibrator, before layer 0 and with sensitivities.
         folder: the folder that the allocation is saved in, and statistics while it is searched.
-        progress: told of each layer, twice.
+        progress: the callback that is told of each layer, twice.
 
     Raises:
         CheckpointError: the text makes the model compute NaN or infinite values.
@@ -260,8 +264,9 @@ def _search(trials: LayerTrials) -> Spread:
 def _trial(trials: LayerTrials, pieces: Tensor) -> Trial:
     """A trial of pieces of text, and of as many that repeat passages of themselves.
 
-    Text seldom asks which of several passages that begin alike to go on with. By text alone, the layers that find
-    the right one would get too little of the cache. (With codes neither passages nor more rows were measured.)
+    Ordinary text seldom asks which of several passages that begin with the same words to go on with. By text alone,
+    the layers that find the right one would get too little of the cache. (With codes neither passages nor more rows
+    were measured.)
     """
     model = trials.calibrator.model
     if trials.plan.spends_bytes:
@@ -302,7 +307,7 @@ def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
 
 
 def _roundings(layers: Sequence[LayerLosses]) -> list[list[tuple[float, float]]]:
-    """What rounding loses in each layer at each number of bits, out of measurements on little text.
+    """The loss by rounding in each layer at each number of bits, from measurements on little text.
 
     All layers get the mean course over bits; of its own level, each keeps the power `TRUST` of the distance from the
     mean (both means are geometric).

@@ -1,4 +1,4 @@
-"""The loss of each layer at several sizes and bits, and of the whole model with an allocation.
+"""The loss of each layer at several sizes and bits, and of the model with an allocation.
 
 Layers are solved once, without refits, and replaced in the model. Each layer's loss is estimated on held-out text by
 its sensitivity, which covers its own output alone; so each layer at its even size also replaces the source's in the
@@ -61,9 +61,9 @@ class Trial:
     """Pieces of text that go through a model whose layers are replaced.
 
     Args:
-        model: the source.
-        pieces: ``[N, T]`` token ids.
-        weights: ``[N]``, what an error costs in each piece beside the others; the same in all when left out.
+        model: the source model.
+        pieces: the token ids of the pieces, ``[N, T]``.
+        weights: the weight of an error in each piece, ``[N]``; the same for all when left out.
         rows: the number of tokens of each piece at which errors are measured, and next-token distributions compared.
     """
 
@@ -101,7 +101,7 @@ class Trial:
         Args:
             index: the layer's number.
             module: the layer's module.
-            metric: ``[E, E]``, the root of the sensitivity.
+            metric: the root of the layer's sensitivity, ``[E, E]``.
         """
         call, _ = self.model.trace(index, module, self.source)
         rotation = rotation_tables(self._source_spec(index), torch.arange(self.pieces.shape[1]))
@@ -151,7 +151,7 @@ class LayerLosses(NamedTuple):
         even: the loss at its even size and the usual key weight.
         key_weight: the key weight that loses least at that size.
         nodes: the losses at several sizes, with that key weight, without codes.
-        rounding: numbers of bits a value, on average, and the further loss with such codes; empty without codes.
+        rounding: pairs of the mean number of bits a value and the further loss with such codes; empty without codes.
     """
 
     even: Node
@@ -165,12 +165,12 @@ class LayerTrial:
     """The trial of one layer.
 
     Attributes:
-        trial: pieces of text, before the layer.
+        trial: the pieces of text, as they arrive at the layer.
         index: the layer's number.
         module: the layer's module.
-        source: its attention, float32.
-        evidence: its measurements on a text.
-        inputs: the inputs ``[W, E]`` of its attention on some calibration windows.
+        source: the layer's attention in the source, float32.
+        evidence: the layer's measurements on a text.
+        inputs: the inputs of the layer's attention, ``[W, E]``, on some calibration windows, by the window's number.
     """
 
     trial: Trial
@@ -197,13 +197,13 @@ class LayerTrial:
 
 @dataclass(frozen=True)
 class LayerTrials:
-    """Trials of single layers and of whole allocations, saved to disk as they are finished.
+    """Trials of single layers and of allocations, saved to disk as they are finished.
 
     Attributes:
-        plan: the conversion, with the even sizes.
-        calibrator: before layer 0, with sensitivities.
+        plan: the plan of the conversion, with the even sizes.
+        calibrator: the calibrator, before layer 0 and with sensitivities.
         files: the files of each layer's statistics, whose folder also gets the finished trials.
-        progress: told of each layer, twice.
+        progress: the callback that is told of each layer, twice.
     """
 
     plan: ConversionPlan
@@ -267,7 +267,7 @@ class LayerTrials:
         ]
 
     def divergences(self, trial: Trial, allocations: Sequence[Sequence[LayerSize]]) -> list[float]:
-        """Measure the KL from the source, in nats a token, of the whole model with each allocation, without refits.
+        """Measure the KL from the source, in nats a token, of the model with each allocation, without refits.
 
         Processes take allocations in turn.
         """
@@ -332,9 +332,10 @@ class LayerTrials:
         """A layer's losses: its estimates, scaled by the divergence of the model with the layer at its even size.
 
         Args:
-            sizes: R and P of each size, the even size first.
-            estimates: the estimate of each size with the usual key weight, then of the first with the others.
-            divergences: the logits' divergence, in nats a token, with each of the trial's streams.
+            sizes: the rank R and the rotary width P of each size, the even size first.
+            estimates: the estimated loss of each size with the usual key weight, then of the first size with each
+                other one.
+            divergences: the divergence of the logits, in nats a token, with each of the trial's streams.
         """
         usual, by_weight = estimates[0], [estimates[0], *estimates[len(sizes) :]]
         scale = max(divergences[0], 0.0) / usual if usual > 0 else 0.0
@@ -382,10 +383,10 @@ def scaled_nodes(
     """The losses of a layer's sizes with the key weight that loses least, and that weight.
 
     Args:
-        sizes: R and P of each size.
-        estimates: the estimate of each size with the usual key weight.
-        by_weight: the estimate of the first size with each of `KEY_WEIGHTS`.
-        scale: what estimates are multiplied by.
+        sizes: the rank R and the rotary width P of each size.
+        estimates: the estimated loss of each size with the usual key weight.
+        by_weight: the estimated loss of the first size with each of `KEY_WEIGHTS`.
+        scale: the factor that estimates are multiplied by to give nats a token.
     """
     usual, least = by_weight[0], min(by_weight)
     gain = least / usual if usual > 0 else 1.0  # of the best key weight; measured at one size, applied to all
@@ -405,7 +406,7 @@ CODE_BITS = (2.0, 2.5, 3.0, 4.0, 5.0, 6.5)
 """The numbers of bits a value, on average, of the codes that are tried at a layer's even size."""
 
 EVEN_BITS = 3.0
-"""The one of them at which a layer's rounding is also measured through the whole model, by the KL of its logits."""
+"""The one of `CODE_BITS` at which a layer's rounding is also measured by the KL of the model's logits."""
 
 FITTED = 1024
 """The tokens that the scales of a trial's codes are fitted to, once: half as many as a conversion's."""
@@ -435,6 +436,7 @@ class CodedTrials(LayerTrials):
                 coded = trial.replaced(layers[CODE_BITS.index(EVEN_BITS)])
         losses = [by_size[size] for size in sizes]
         number = _smaller(losses, code_losses[CODE_BITS.index(EVEN_BITS)])
+        # Solved once more: solutions come one at a time, as each may be large, and none was kept.
         at = self._solutions(trial.index, trial.source, [sizes[number]], trial.evidence, KEY_WEIGHT)
         streams = torch.stack([coded, *(trial.replaced(layer) for _, layer in at)])
         losses += [*self._by_key_weight(trial, error), *code_losses, float(number)]
@@ -458,12 +460,13 @@ class CodedTrials(LayerTrials):
     def _corrected(
         self, sizes: Sequence[tuple[int, int]], estimates: Sequence[float], divergences: Sequence[float]
     ) -> LayerLosses:
-        """A layer's losses, those of sizes and of rounding scaled by the divergence of one of each.
+        """A layer's losses: those of sizes and those of rounding, each scaled by a divergence that was measured.
 
         Args:
-            sizes: R and P of each size, the first size first.
-            estimates: as `_try` gives them.
-            divergences: of the model with the layer coded, and at a smaller size, in nats a token.
+            sizes: the rank R and the rotary width P of each size, the even size first.
+            estimates: the estimated losses in the order in which `_try` returns them.
+            divergences: the divergences of the logits, in nats a token: with the even size in codes, then with a
+                smaller size and no codes.
         """
         weights = len(sizes) + len(KEY_WEIGHTS) - 1
         number, coded = int(estimates[-1]), estimates[weights:-1]
@@ -492,7 +495,7 @@ ROTARY_PARTS = (1, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 def coded_sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
     """R and P of each of a layer's trials with codes, the even size first.
 
-    Codes of few bits leave room for a latent as wide as the source's cache, which loses nothing.
+    Codes of few bits cost so little that a latent as wide as the source's cache, which loses nothing, can be tried.
     """
     R, P = even.kv_lora_rank, even.qk_rope_head_dim
     values, rotary = R + P, rotary_width(source)

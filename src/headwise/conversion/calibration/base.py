@@ -19,7 +19,7 @@ class Calibrator:
 
     Attributes:
         tokens: the number of calibration tokens, held-out tokens included.
-        window: tokens in each window.
+        window: the number of tokens in each window.
         is_sequential: whether layers must be converted in order, each once, because a text goes through them.
         has_evidence: whether layers are solved from more than their weights.
         read_seconds: seconds spent on reading evidence from disk.

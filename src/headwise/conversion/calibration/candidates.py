@@ -36,12 +36,12 @@ class LayerData:
         module: the source's layer with its weights.
         spec: the spec of its attention.
         windows: the windows, of which the first are trained on, and the others held out.
-        inputs: the inputs of its attention on every window.
-        wanted: the outputs that its attention should have on every window.
+        inputs: the inputs of its attention on every window, ``[N, W, E]``.
+        wanted: the outputs that its attention should have on every window, ``[N, W, E]``.
         cost: the cost of an error of an output.
-        first_tokens: tokens that begin a text each; None where they are not calibrated on.
+        first_tokens: the tokens that each begin a text; None where they are not calibrated on.
         descent_steps: the number of steps of its descent.
-        seconds: the time that its parts take.
+        seconds: the seconds that the parts of the conversion have taken, by name.
     """
 
     index: int
@@ -74,7 +74,7 @@ class LayerData:
         return float(costs.mean())
 
     def limited(self, candidate: Candidate) -> LayerData:
-        """With limits to the cost of one token, by the errors of a candidate: see `Cost.limited`.
+        """The layer's data with limits to the cost of one token, by the errors of a candidate: see `Cost.limited`.
 
         First tokens have a limit of their own, because their errors are far larger.
         """
@@ -87,10 +87,10 @@ class Candidate:
     """A layer that may be chosen. On a text it is run at most once on each window.
 
     Attributes:
-        step: the step that made it.
-        layer: the layer; float32 on a text.
+        step: the name of the step that made it.
+        layer: the layer with its tensors; float32 on a text.
         data: the windows of the text that it is run on; None without a text.
-        spill: the file of the inputs of its output projection.
+        spill: the file of the inputs of its output projection, ``[N, W, H·V]``; None without a text.
         spilled_windows: the windows whose inputs are in the file.
     """
 
@@ -141,7 +141,7 @@ class Candidate:
 
 
 Step = Callable[[Candidate], Iterable[Candidate]]
-"""What is done with a candidate: each result is another one."""
+"""A function that makes other candidates out of one."""
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ class SavedCalibrator(Calibrator):
     Attributes:
         folder: the folder of the statistics.
         tokens: the number of calibration tokens.
-        window: tokens in each window.
+        window: the number of tokens in each window.
         identity: a digest that tells these statistics from others.
         texts: the names of the calibration texts.
         text_identities: the `text_identity` of each calibration text.
@@ -95,9 +95,9 @@ def read_evidence(results: LayerFiles, index: int, *, inputs: int | None = None)
     """Read what `save_layer` saved.
 
     Args:
-        results: the files.
+        results: the files that the layer was saved in.
         index: the layer's number.
-        inputs: the number of inputs that the statistics are of; those of the layer, E, when None.
+        inputs: the number of inputs that the statistics are of; when None, the number E of the layer's own inputs.
 
     Raises:
         CheckpointError: the layer's file is missing or damaged, or does not hold statistics of a layer.
@@ -131,7 +131,7 @@ def write_statistics(
     Args:
         folder: the folder to write.
         results: the saved layers, whose files are linked where the disk allows it and copied otherwise.
-        checkpoint: the model.
+        checkpoint: the model that the statistics are of.
         texts: the calibration texts; of a path only the last name is written.
         windows: the calibration windows.
 
@@ -170,7 +170,7 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
     Args:
         folder: a folder that `headwise.calibrate` wrote.
         checkpoint: the model that the statistics must belong to.
-        progress: told of each layer.
+        progress: the callback that is told of each layer.
 
     Raises:
         ArgumentError: the folder's name is empty.
@@ -223,7 +223,7 @@ def _check_begin(begin: object, folder: Path, checkpoint: Checkpoint) -> None:
     """Refuse statistics of texts that began otherwise than the model's tokenizer begins one.
 
     Raises:
-        CheckpointError: they did.
+        CheckpointError: the texts began otherwise.
     """
     try:
         tokenizer = load_tokenizer(checkpoint.path)
@@ -251,13 +251,14 @@ def _fault(tensors: Mapping[str, Tensor], inputs: int | None) -> str | None:
     """Why tensors are not one layer's statistics, ending with a tensor's name; None when they are.
 
     Args:
-        tensors: by name.
-        inputs: see `read_evidence`.
+        tensors: the tensors of the layer's file, by name.
+        inputs: the number of inputs; see `read_evidence`.
     """
     names = {"sensitivity", *(field.name for field in fields(Statistics))}
     for name in sorted(names ^ tensors.keys()):
         return f"{'lacks' if name in names else 'has a tensor too many:'} {name}"
     width, heads = math.isqrt(tensors["sensitivity"].numel()), tensors["head_weight"].numel()
+    # Behind norms the solver sees other inputs than the layer's own; the constant input comes on top.
     own = width if inputs is None else inputs
     shapes: dict[str, tuple[int, ...]] = {
         "sensitivity": (width, width),

@@ -50,10 +50,10 @@ def output_sensitivities(
     Layers run one at a time, forward and then backward; in between, their inputs are in files beside the results.
 
     Args:
-        model: the source.
-        windows: the windows.
-        results: the files to save to.
-        progress: told of each layer, forward and backward.
+        model: the source model.
+        windows: the windows of text to measure on.
+        results: the files that sensitivities are saved to.
+        progress: the callback that is told of each layer, forward and backward.
     """
     if process_index() == 0:
         for leftover in results.folder.parent.glob(f"{_TEMPORARY}*"):  # from a killed run
@@ -117,8 +117,8 @@ def _passed_back(index: int, module: nn.Module, item: tuple[LayerwiseModel, Tens
     Args:
         index: the layer's number.
         module: the layer's module.
-        item: the model for a window's positions, the window's inputs of the layer, and the gradient of the layer's
-            output, ``[W, E]``.
+        item: the model for the positions of a window, the window's inputs of the layer, and the gradient of the
+            layer's output, both ``[W, E]``.
     """
     model, window, gradient = item
     inputs = window[None].requires_grad_()  # [1, W, E]
@@ -142,7 +142,7 @@ def kept_sensitivity(results: LayerFiles, index: int) -> Tensor:
     """A layer's sensitivity ``[E, E]``, float32, that `output_sensitivities` saved.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the file cannot be read.
     """
     result = results.load(index)
     if result is None:
@@ -154,7 +154,7 @@ def refuse_no_numbers(states: Tensor, index: int) -> None:
     """Refuse hidden states of a text that are not finite.
 
     Args:
-        states: ``[N, W, E]``, before a layer.
+        states: the hidden states before a layer, ``[N, W, E]``.
         index: the layer's number, for the message.
 
     Raises:

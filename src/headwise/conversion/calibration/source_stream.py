@@ -24,16 +24,17 @@ from headwise.models.specs import ModelSpec
 from headwise.runtime.hf import AttentionCall, LayerwiseModel
 
 SENSITIVITY_TOKENS = 2048
-"""Tokens that sensitivities are measured on, in whole windows; at least as many as a layer has inputs."""
+"""The number of tokens that sensitivities are measured on, rounded up to windows; at least as many as a layer has
+inputs."""
 
 
 class SourceStream:
     """The hidden states of windows, in memory, which are moved through the source layer by layer.
 
     Args:
-        model: the source.
-        windows: of which each process takes a share.
-        for_mla: whether statistics are those that MLA is solved from; see `seen_by_mla`.
+        model: the source model.
+        windows: the windows of the text, of which each process takes a share.
+        for_mla: whether the statistics are those that MLA is solved from; see `seen_by_mla`.
     """
 
     def __init__(self, model: LayerwiseModel, windows: CalibrationWindows, *, for_mla: bool) -> None:
@@ -44,13 +45,14 @@ class SourceStream:
         model.release()
 
     def statistics(self, index: int, module: nn.Module, source: Layer, sensitivity: Tensor | None) -> Statistics:
-        """Move the windows past the next layer; its statistics.
+        """Move the windows past the next layer, and return the statistics of that layer.
 
         Args:
             index: the layer's number.
             module: the layer's module.
             source: the layer's attention, float32.
-            sensitivity: ``[E, E]``, see `headwise.conversion.methods.Evidence`.
+            sensitivity: the cost of an error of the layer's output, ``[E, E]``; see
+                `headwise.conversion.methods.Evidence`.
         """
         for window, call in self._pass(index, module):
             self.inputs[window] = call.inputs[0]
@@ -81,10 +83,11 @@ def measured(
 
     Args:
         source: the layer's attention, float32.
-        sensitivity: ``[E, E]``, see `headwise.conversion.methods.Evidence`.
-        inputs: this process's windows: each one's number, and the attention's inputs ``[W, E]``.
-        windows: all windows.
-        for_mla: see `SourceStream`.
+        sensitivity: the cost of an error of the layer's output, ``[E, E]``; see
+            `headwise.conversion.methods.Evidence`.
+        inputs: the windows of this process: the number of each, and the attention's inputs ``[W, E]``.
+        windows: the windows of all processes.
+        for_mla: whether the statistics are those that MLA is solved from; see `seen_by_mla`.
     """
     seen, see = seen_by_mla(source) if for_mla else (source, lambda states: states)
     pairs = ((window, see(states)) for window, states in inputs)
@@ -102,8 +105,8 @@ def begin_streams(
     """Open streams of hidden states, before layer 0 or where an earlier run in the same folder stopped.
 
     Args:
-        model: the source; the weights of its embeddings are released.
-        windows: the windows.
+        model: the source model; the weights of its embeddings are released.
+        windows: the windows of the text.
         folder: the folder of activations.
         streams: the streams' names.
         run: the identity of the run; activations of another run are discarded.
@@ -133,11 +136,12 @@ def traced(
     """Move windows past a layer of the source, in their order; the next ones are computed meanwhile.
 
     Args:
-        model: the source.
-        windows: all windows.
+        model: the source model.
+        windows: the windows of the text, all of them.
         index: the layer's number.
         module: the layer's module.
-        states: some windows' numbers, and their inputs of the layer, ``[1, W, E]``; of first tokens ``[W, 1, E]``.
+        states: the numbers of some windows, and their inputs of the layer, ``[1, W, E]``; for first tokens ``[W, 1,
+            E]``.
 
     Returns:
         Each window's number, its inputs, its attention's call and the layer's output of the same shape, float32.

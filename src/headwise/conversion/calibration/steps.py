@@ -29,7 +29,7 @@ STEPS = 5
 """The number of steps that a layer's descent takes on every `STRETCH` tokens of the training windows."""
 
 SHORT_STEPS = 7
-"""The number of steps on every window that is shorter."""
+"""The number of steps on every window of fewer than `STRETCH` tokens."""
 
 STRETCH = 512
 """The number of tokens from which a window counts by its tokens."""
@@ -61,10 +61,11 @@ def descend(layer: Layer, data: LayerData) -> Layer:
 
     Args:
         layer: the layer, float32.
-        data: the windows.
+        data: the layer on the windows of the text.
     """
     generator = torch.Generator().manual_seed(0)
     width = data.windows.width
+    # A window without `QUERIES` tokens in each half is not divided.
     parts = 2 if layer.spec.is_causal and width >= 2 * QUERIES else 1
     bounds = [width * part // parts for part in range(parts + 1)]
     order: list[int] = []
@@ -97,8 +98,8 @@ def coded(candidate: Candidate, *, token_bytes: int) -> Iterator[Candidate]:
     """The layer with a code of its cache, in that code's basis; see `headwise.conversion.codes.design`.
 
     Args:
-        candidate: the layer.
-        token_bytes: the bytes of a token's codes.
+        candidate: the candidate that gets a code.
+        token_bytes: the bytes of a token's codes in this layer.
     """
     data = candidate.on_text
     numbers = range(min(data.windows.train, CODE_WINDOWS))

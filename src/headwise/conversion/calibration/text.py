@@ -60,18 +60,19 @@ class TextCalibrator(Calibrator):
     stopped.
 
     Args:
-        model: the source.
+        model: the source model.
         windows: the windows of the text.
         folder: the folder of activations, from which a killed run continues.
-        stages: those of `STAGES` that are carried out.
+        stages: the stages of `STAGES` that are carried out.
         steps: the number of steps of each layer's descent; `descent_steps` when None.
         for_mla: whether layers are converted to MLA; see `SourceStream`.
         run: the identity of the run; activations of another run are discarded.
-        progress: told of the layers whose sensitivities are measured.
+        progress: the callback that is told of the layers whose sensitivities are measured.
 
     Attributes:
         streams: the hidden states of both streams.
-        seconds: the time that windows, the descent and codes have taken, by ``windows``, ``descent`` and ``code``.
+        seconds: the seconds that the windows, the descent and the codes have taken, by ``windows``, ``descent`` and
+            ``code``.
 
     Raises:
         CheckpointError: the text makes the model compute NaN or infinite values.
@@ -121,7 +122,7 @@ class TextCalibrator(Calibrator):
 
     @torch.no_grad()
     def collect(self, place: Place, source: Layer) -> tuple[Evidence, LayerData]:
-        """Move the source's stream past the next layer; its evidence, and the layer on the windows.
+        """Move the source's stream past the next layer; return its evidence, and the layer on the windows.
 
         Raises:
             CheckpointError: an earlier run converted the layer, and its result is lost.
@@ -207,7 +208,7 @@ class TextCalibrator(Calibrator):
         return sensitivity_windows(self.model.checkpoint.spec, self.windows)
 
     def _collect_windows(self, index: int, module: nn.Module, mine: range) -> None:
-        """Move the source's stream past a layer, and write the layer's inputs and the outputs it should have.
+        """Move the source's stream past a layer, and write the layer's inputs and the outputs that it should have.
 
         The inputs are of the stream that layers are solved for. Where that is the converted one, the wanted output
         also makes up for the difference between the streams before the layer.
@@ -238,11 +239,11 @@ def start_on_text(
     """Prepare calibration on a text, before layer 0 or where an earlier run in the same folder stopped.
 
     Args:
-        plan: the conversion.
+        plan: the plan of the conversion.
         texts: the calibration texts.
         folder: the folder of activations.
         run: the conversion's identity; activations of another one are discarded.
-        progress: told of layers.
+        progress: the callback that is told of layers.
 
     Raises:
         ArgumentError: see `open_calibration`.

@@ -8,8 +8,8 @@ the same as a long text does: to find a passage far back, and to go on as it wen
 One more window has tokens that begin a text each. Many models rest their attention on the first token of a text,
 whatever it is: within a few layers its state grows to hundreds of times the size of any other, and later tokens
 attend to it where they look for nothing. At that token attention returns the token's own values. Where these are
-wrong, its state does not grow, and the whole text is predicted badly; and windows begin with so few different tokens
-that nothing else keeps a conversion from that.
+wrong, its state does not grow, and every later token is predicted badly; and windows begin with so few different
+tokens that nothing else keeps a conversion from that.
 
 Shapes: N windows, W tokens in each, E hidden size.
 """
@@ -31,16 +31,16 @@ EVERY = 3
 """One window in so many repeats passages."""
 
 FIRST = 2
-"""The number of the first one that does."""
+"""The number of the first window that repeats passages."""
 
 FIRST_HELD = 1
-"""The number of the first one that does among the held-out windows."""
+"""The number of the first window among the held-out ones that repeats passages."""
 
 PASSAGES = 8
 """The number of passages that half of a window is cut into."""
 
 ALIKE = 4
-"""The number of passages that begin alike, where some do."""
+"""The number of passages that begin with the same tokens, where some do."""
 
 _ALIKE_TOKENS = 32
 _SHORT_TOKENS = 16
@@ -53,13 +53,13 @@ class CalibrationWindows:
     """Windows of tokens, and the positions of these tokens.
 
     Attributes:
-        ids: ``[N, W]``, token ids.
-        positions: ``[N, W]``, rising in every window.
-        repeats: bool ``[N]``, whether a window repeats passages of itself.
+        ids: the token ids, ``[N, W]``.
+        positions: the positions of the tokens, ``[N, W]``, rising in every window.
+        repeats: whether a window repeats passages of itself, bool ``[N]``.
         held: the number of windows at the end that decide between solutions and are not trained on.
-        first_tokens: ``[W]``, token ids that begin a text each; None where none are calibrated on. They go through
-            the model as one more window, which is the last.
-        begin: how many of the first tokens of each window are those that the tokenizer puts before any text.
+        first_tokens: the ids of tokens that each begin a text, ``[W]``; None where none are calibrated on. They go
+            through the model as one more window, which is the last.
+        begin: the number of tokens at the beginning of each window that the tokenizer puts before any text.
     """
 
     ids: Tensor
@@ -146,17 +146,18 @@ def recall_windows(
 ) -> CalibrationWindows:
     """Make one window in `EVERY` repeat passages of itself from far behind; an encoder's stay as they are.
 
-    Where passages are alike, each `ALIKE` of them begin with the same tokens but for two: whoever goes on as one of
-    them went on has to find the right one, as where several facts of a kind stand in a text.
+    With ``alike``, each `ALIKE` of the passages begin with the same tokens but for two: to continue one of them as it
+    continued, a model has to find the right one, as where several facts of a kind stand in a text.
 
     For example ``recall_windows(ids, 2, open_checkpoint("./model").spec)``. Equal arguments give equal windows.
 
     Args:
-        ids: ``[N, W]``, of a text.
+        ids: the token ids of a text, ``[N, W]``.
         held: the number of windows at the end that are held out.
-        model: the source. Its RoPE and number of positions say how far behind passages can be.
-        alike: whether passages begin alike. They are of `_ALIKE_TOKENS` tokens then.
-        begin: see `CalibrationWindows`; passages are text.
+        model: the spec of the source, whose RoPE and number of positions say how far behind passages can be.
+        alike: whether passages begin with the same tokens. They are then of `_ALIKE_TOKENS` tokens.
+        begin: the number of tokens before the text in each window (see `CalibrationWindows`); passages are cut behind
+            them.
     """
     windows = plain_windows(ids.clone(), held, begin)
     half = windows.width // 2
@@ -182,8 +183,10 @@ def repeating_pieces(ids: Tensor, begin: int = 0) -> Tensor:
     ``(1, 512)``; equal arguments give equal pieces.
 
     Args:
-        ids: ``[N, T]``, of a text. Where T is too short for `ALIKE` passages twice, the result is ``[0, T]``.
-        begin: see `CalibrationWindows`; passages are text.
+        ids: the token ids of a text, ``[N, T]``. Where T is too short for `ALIKE` passages twice, the result is ``[0,
+            T]``.
+        begin: the number of tokens before the text in each piece (see `CalibrationWindows`); passages are cut behind
+            them.
     """
     count = (ids.shape[1] // 2 - begin) // _SHORT_TOKENS
     if count < ALIKE:
@@ -229,7 +232,7 @@ DRAWN = 64
 """The number of first tokens that each step of the descent draws at random."""
 
 SHARE = 0.05
-"""The weight of their mean cost, beside that of the tokens of windows."""
+"""The weight of the mean cost of first tokens, beside that of the tokens of windows."""
 
 _BOS_EVERY = 4
 """One first token in so many is the one that the tokenizer puts before any text, if it puts one."""
@@ -256,8 +259,8 @@ class FirstTokens:
     """The first tokens in the layer that is being converted.
 
     Attributes:
-        inputs: ``[W, E]``, the attention's inputs.
-        wanted: ``[W, E]``, the outputs that the attention should have.
+        inputs: the inputs of the attention, ``[W, E]``.
+        wanted: the outputs that the attention should have, ``[W, E]``.
         rotation: the rotary tables of any window.
         cost: the cost of an error of an output.
     """
@@ -276,11 +279,11 @@ class FirstTokens:
         return self.output(layer).float() - self.wanted
 
     def limited(self, layer: Layer) -> FirstTokens:
-        """With a limit to the cost by a layer's errors; see `Cost.limited`."""
+        """The first tokens with a limit to the cost of one, by a layer's errors; see `Cost.limited`."""
         return replace(self, cost=self.cost.limited(self.cost.plain(self.error(layer))))
 
     def drawn(self, count: int, generator: torch.Generator) -> FirstTokens:
-        """Some of the tokens, at random."""
+        """A number of the tokens, drawn at random."""
         rows = to_device(torch.randperm(len(self.inputs), generator=generator, device=CPU)[:count])
         return replace(self, inputs=self.inputs[rows], wanted=self.wanted[rows])
 

@@ -36,15 +36,15 @@ TARGETS = (
 
 
 class Tried(Protocol):
-    """What a point needs of what was tried; see `Candidate`."""
+    """The facts that a point needs about the candidate that was tried; see `Candidate`."""
 
     @property
     def target(self) -> str:
-        """Its name."""
+        """The name of the target."""
 
     @property
     def kind(self) -> Kind:
-        """What is done to the cache."""
+        """The kind of change that is made to the cache."""
 
     @property
     def way(self) -> str:
@@ -56,7 +56,7 @@ class Candidate:
     """One conversion, or one format of the source's cache, to try.
 
     Attributes:
-        target: as `read_target` spells it.
+        target: the target as `read_target` spells it.
         method: the spelling of a method; headwise's own when None.
         without: the stages to leave out.
     """
@@ -72,7 +72,7 @@ class Candidate:
 
     @property
     def kind(self) -> Kind:
-        """What is done to the cache."""
+        """The kind of change that is made to the cache."""
         mechanism, _, fraction = self.target.partition("@")
         if self.cache is not None or mechanism == "same":
             return "quantised"
@@ -125,7 +125,7 @@ def read_target(text: str) -> str:
     """A user's target in its one spelling, such as ``mla:0.5`` for ``MLA: .50`` and ``int8`` for ``int8/int8``.
 
     Raises:
-        ArgumentError: it is no target.
+        ArgumentError: the text is no target.
     """
     target = re.sub(r"\s", "", text).lower()
     if _is_format(target) or target.partition(":")[0] in ENGINES:
@@ -163,7 +163,7 @@ _METHODS_AT = "mla:0.5"
 """The target that methods are compared at where the user names none."""
 
 _TRIED = 256
-"""Tokens of a cache by which a format is found to suit a model."""
+"""The number of tokens of a cache by which a format is found to suit a model."""
 
 
 def list_candidates(

@@ -40,7 +40,8 @@ _LARGEST = 10.0
 """A ladder's plot ends at this ratio of perplexities, so that those near 1 are told apart."""
 
 _LEAST_LOSS = 0.001
-"""What loses less is drawn as if it lost this: a ladder's plot is logarithmic in what is lost, ratio - 1."""
+"""The least loss that is drawn; smaller ones are drawn as this one: a ladder's plot is logarithmic in what is lost,
+ratio - 1."""
 
 _FAINT = 0.4
 _LADDER_TICKS = (*(1 + loss for loss in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)), 2, 3, 5)
@@ -155,7 +156,7 @@ def _methods(frontier: Frontier) -> Figure:
 
 
 def _lost(ratio: float) -> float:
-    """Where a ratio of perplexities lies on a ladder's plot."""
+    """The place of a ratio of perplexities on a ladder's plot."""
     return max(ratio - 1, _LEAST_LOSS)
 
 

@@ -40,7 +40,7 @@ class Point:
         perplexity_ratio: the conversion's perplexity over the source's, on all texts.
         ratios: the ratio on each text.
         kl: the mean KL(source ‖ point) a token, in nats; NaN where only perplexity was measured.
-        top1_agreement: the fraction of positions where both predict the same token first; NaN likewise.
+        top1_agreement: the fraction of positions where both predict the same token first; NaN as for ``kl``.
         held_out_loss: nats a token on windows that the calibration held out, by which the best variant of a method
             is chosen; None for methods without variants.
         seconds: the seconds of the conversion without its evaluation; of a continued conversion, the last run's; 0
@@ -82,7 +82,7 @@ class Frontier:
         texts: the evaluation texts.
         perplexities: the source's perplexity on each text.
         tokens: the number of scored predictions, on all texts.
-        window: tokens in each evaluation window.
+        window: the number of tokens in each evaluation window.
         cache_bytes_per_token: the source's cache bytes a token, in bfloat16.
         dtype: the dtype that models were run in.
         threads: the number of torch's threads.
@@ -179,9 +179,9 @@ def _point(
     """The point of one result.
 
     Args:
-        candidate: what was tried.
-        result: what `result_of` returned for it.
-        label: the source's.
+        candidate: the candidate that was tried.
+        result: the result that `result_of` returned for the candidate.
+        label: the mechanism and sizes of the source's layers.
         source_bytes: bytes a token of the source's cache, in bfloat16.
         others: the bytes and ratios of the source and of all results.
     """
@@ -294,13 +294,13 @@ _VERBS: dict[Kind, str] = {
 
 
 class Measured(NamedTuple):
-    """What a verdict needs of a point.
+    """The numbers of a point that a verdict needs.
 
     Attributes:
-        target: its name.
-        kind: what is done to the cache.
-        fraction: its bytes as a fraction of the source's cache in bfloat16.
-        ratio: its perplexity over the source's.
+        target: the name of the point's target.
+        kind: the kind of change that is made to the cache.
+        fraction: the bytes of its cache as a fraction of the source's cache in bfloat16.
+        ratio: the ratio of its perplexity to the source's.
         kl: the mean KL(source ‖ point) a token, in nats.
     """
 
@@ -378,7 +378,7 @@ def _at(least: float, most: float, points: Iterable[Measured], tokens: int) -> S
 
 
 def _loss(point: Measured) -> tuple[float, float]:
-    """By perplexity; of equal ones the smaller cache is the better."""
+    """The key that orders points by perplexity; of equal ones the smaller cache is the better."""
     return point.ratio, point.fraction
 
 
@@ -390,7 +390,7 @@ def verdict_lines(verdict: Sequence[SizeRange]) -> list[str]:
     more than chance, the sentence names the one that takes the least work, and the line all of them.
 
     Args:
-        verdict: of `size_ranges`.
+        verdict: the ranges that `size_ranges` returned.
     """
     if not verdict:
         return []

@@ -58,7 +58,7 @@ STAGE = "rounding caches"
 """The name of the work, for progress."""
 
 _PIECE = 16
-"""Positions of all windows whose logits are in memory at once."""
+"""The number of positions, of all windows, whose logits are in memory at once."""
 
 
 @torch.no_grad()
@@ -77,14 +77,14 @@ def stream_losses(
 
     Args:
         model: a decoder all of whose layers have keys and values of heads.
-        ids: windows of tokens, ``[B, W]``.
+        ids: the token ids of the windows, ``[B, W]``.
         references: the formats that whole windows are run in, from the one that loses least on.
-        formats: those that streams are run in.
-        positions: ``[S]``, rising, of a stream's tokens in their window; all of them when None.
-        progress: told of each layer.
+        formats: the formats that streams are run in.
+        positions: the positions of a stream's tokens in their window, ``[S]``, rising; all of them when None.
+        progress: the callback that is told of each layer.
 
     Returns:
-        Of each reference ``[B, W]``, and of each format ``[B, S]``.
+        The losses in nats of each reference, ``[B, W]``, and of each format, ``[B, S]``, by name.
     """
     every = torch.arange(ids.shape[1])
     positions = every if positions is None else positions
@@ -129,13 +129,13 @@ class _Given:
     """Gives attention the keys and values of whole windows as a format stores them, layer after layer.
 
     Attributes:
-        latest: keys and values ``[B, K, W, D]`` of the latest call, before they were stored.
-        store: what stores them; None where they stay as they are.
+        latest: the keys and values of the latest call before they were stored, ``[B, K, W, D]`` each.
+        store: the function that stores and reads back keys and values; None where they stay as they are.
 
     Args:
-        positions: of the tokens that call attention, ``[S]``.
-        exact: has the keys and values of whole windows with a full cache.
-        rounded: have those in each reference; none where all tokens call attention.
+        positions: the positions of the tokens that call attention, ``[S]``.
+        exact: the object that has the keys and values of all tokens with a full cache.
+        rounded: the objects that have those of each reference; none where all tokens call attention.
     """
 
     def __init__(self, positions: Tensor, exact: _Given | None = None, rounded: Sequence[_Given] = ()) -> None:
@@ -168,7 +168,7 @@ class _Given:
 
 
 TOKENS = 2048
-"""Tokens of the text that are read where the user says nothing."""
+"""The number of tokens of the text that are read where the user names none."""
 
 LEAST = 256
 """The fewest tokens of a text that are enough to predict anything."""
@@ -182,14 +182,15 @@ _OWN = (*(f"int{bits}{turned}" for turned in ("", HADAMARD) for bits in BITS if 
 
 @dataclass(frozen=True, kw_only=True)
 class QuickPoint:
-    """A format of a model's cache, and what it is predicted to lose.
+    """A format of a model's cache, and its predicted loss.
 
     Attributes:
         target: the format, as ``headwise evaluate --cache`` takes it.
         runs_in: the program that has such a cache.
-        cache_bytes_per_token: what the cache takes, with what is in no codes in bfloat16.
-        cache_fraction: the same, of the model's cache in bfloat16.
-        kl: KL(full cache ‖ format), in nats a token; infinite where logits are not finite.
+        cache_bytes_per_token: the bytes a token that the cache takes, where numbers that are not in codes are
+            bfloat16.
+        cache_fraction: these bytes as a fraction of the model's cache in bfloat16.
+        kl: the predicted mean KL(full cache ‖ format), in nats a token; infinite where logits are not finite.
     """
 
     target: str
@@ -201,17 +202,17 @@ class QuickPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class QuickFrontier:
-    """What the formats of a model's cache are predicted to lose.
+    """The predicted losses of the formats of a model's cache.
 
     Attributes:
         source: the model, as the user named it.
-        label: the mechanism and sizes of its layers.
+        label: the mechanism and sizes of the model's layers.
         calibrate: the texts that were read.
-        tokens: how many of their tokens.
+        tokens: the number of the texts' tokens that were read.
         points: the formats, from what loses least on.
-        error: how far such predictions were off where they were measured, in words.
-        notes: what a user should know; formats that are left out are named.
-        seconds: that it took.
+        error: the error of such predictions where they were measured, in words.
+        notes: notes for the user; formats that are left out are named.
+        seconds: the seconds that the prediction took.
     """
 
     source: str
@@ -254,7 +255,7 @@ def quick_frontier(
             targets may be formats alone.
         output: the folder to write ``predicted.json`` into, if any: new, empty, or an earlier frontier's. What it
             keeps of other formats, from the same text, stays and is in the result.
-        progress: told of each layer.
+        progress: the callback that is told of each layer.
 
     Raises:
         ArgumentError: an argument is outside its rule, a text is too short, or a target is no format.
@@ -305,7 +306,7 @@ def quick_frontier(
 
 
 def _kept(file: Path, source: str, texts: CalibrationTexts, tokens: int) -> dict[str, QuickPoint]:
-    """What is kept of the same model on the same text, by target; empty where nothing is.
+    """The kept predictions of the same model on the same text, by target; empty where there are none.
 
     Raises:
         ArgumentError: other predictions are kept, which this run would replace.
@@ -329,7 +330,7 @@ def check_heads(checkpoint: Checkpoint) -> None:
     """Refuse a model that predicts no next token of a text, or has a layer without keys and values of heads.
 
     Raises:
-        SpecError: it is one.
+        SpecError: the model is one of these.
     """
     if not checkpoint.spec.is_causal or checkpoint.spec.cross_layers:
         raise SpecError("model_type", checkpoint.spec.model_type, "must be of a decoder of text")
@@ -345,7 +346,7 @@ def list_formats(checkpoint: Checkpoint, targets: Sequence[str] = ()) -> tuple[d
 
     Args:
         checkpoint: the model.
-        targets: formats that the user names; all of headwise's and of all engines without any.
+        targets: the formats that the user names; without any, all formats of headwise's and of the engines.
 
     Raises:
         ArgumentError: a target is no format, or does not suit the model's heads.
@@ -408,10 +409,10 @@ def predict(
 
     Args:
         checkpoint: the model.
-        ids: windows of tokens, ``[B, W]``.
-        formats: to predict.
-        device: to compute on; the CPU when None.
-        progress: told of each layer.
+        ids: the token ids of the windows, ``[B, W]``.
+        formats: the formats to predict.
+        device: the device to compute on; the CPU when None.
+        progress: the callback that is told of each layer.
     """
     window = ids.shape[1]
     generator = torch.Generator().manual_seed(0)
@@ -436,18 +437,18 @@ def _references(spec: ModelSpec, window: int) -> list[str]:
 
 
 def _typical(losses: torch.Tensor) -> float:
-    """The square of the mean root of what tokens lose: of few tokens, the mean is that of a few which lose most."""
+    """The square of the mean root of tokens' losses: the mean of few tokens is that of the few that lose most."""
     return float(losses.double().clamp_min(0.0).sqrt().mean().square())
 
 
 def _corrected(typical: float, known: Sequence[tuple[float, float]]) -> float:
-    """The mean loss of all tokens, from what is typical of few: by the ratios of the formats that both are known of.
+    """The mean loss of all tokens from the typical loss of few, by the ratios that are known of other formats.
 
     Between two formats the logarithm of the ratio is interpolated.
 
     Args:
-        typical: of the format.
-        known: what is typical of each reference, and its mean, from the least on.
+        typical: the typical loss of the format, as `_typical` computes it.
+        known: the typical loss and the mean loss of each reference, from the least on.
     """
     (low, of_low), (high, of_high) = known[0], known[-1]
     if typical <= 0 or low <= 0:

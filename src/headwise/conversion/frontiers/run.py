@@ -72,7 +72,7 @@ class Setting:
         calibrate: the calibration texts.
         evaluation_set: the windows to evaluate on.
         dtype: the dtype of the conversions; the source's when None.
-        progress: told of layers and windows.
+        progress: the callback that is told of layers and windows.
     """
 
     checkpoint: Checkpoint
@@ -167,14 +167,14 @@ def _convert(candidate: Candidate, model: Path, setting: Setting) -> dict[str, A
 
 
 def kept_model(model: Path, run: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What is known of a model folder, which is made where it is not there, or of another run.
+    """The facts about a model folder, which is made where it is missing or of another run.
 
     The run is saved beside the folder once it is made, so that a later run can tell whose model it is.
 
     Args:
-        model: the folder.
-        run: the identity of the run that makes it.
-        make: makes the folder, and returns what is to be known of it as JSON-able values.
+        model: the path of the folder.
+        run: the identity of the run that makes the folder.
+        make: the function that makes the folder, and returns the facts to keep as JSON-able values.
     """
     stamp = read_document(_stamp(model))
     if stamp is not None and stamp.get("run") == run and (model / MODEL).is_file():
@@ -233,7 +233,7 @@ def refuse_output(folder: Path) -> None:
     """Refuse an output that is no folder, cannot be made, or holds anything but a frontier, measured or predicted.
 
     Raises:
-        ArgumentError: it is one of those.
+        ArgumentError: the output is one of those.
     """
     refuse_file(folder)
     try:
@@ -269,7 +269,7 @@ def frontier(
         source: a model folder, ``.gguf``, ``smollm2-135m`` or ``hf://owner/name``; a decoder.
         output: the folder to write: new, empty, or an earlier frontier's.
         options: the keywords below as one object, in place of them.
-        progress: told of each conversion, layer and window.
+        progress: the callback that is told of each conversion, layer and window.
 
     Raises:
         ArgumentError: an argument is outside its rule, or a text is too short.

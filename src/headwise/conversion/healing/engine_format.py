@@ -24,12 +24,12 @@ def trained_format(checkpoint: Checkpoint, cache: str) -> EngineFormat:
     For example ``trained_format(open_checkpoint("./model"), "llama.cpp:q4_0")``.
 
     Args:
-        checkpoint: the model.
-        cache: as the user spells it.
+        checkpoint: the model that is trained.
+        cache: the format as the user spells it, such as ``llama.cpp:q4_0``.
 
     Raises:
-        ArgumentError: it is no format of an engine, rounds nothing, or its blocks do not divide the model's heads; or
-            the model's cache is in codes of its own.
+        ArgumentError: the name is no format of an engine, the format rounds nothing, or its blocks do not divide the
+            model's heads; or the model's cache is in codes of its own.
         SpecError: a layer's cache is not one of keys and values of heads.
     """
     code = parse_engine_format(cache, name="cache")
@@ -54,10 +54,10 @@ def check_file_cache(cache: str | None) -> None:
     For example ``check_file_cache("llama.cpp:q4_0")``.
 
     Args:
-        cache: as the user spells it.
+        cache: the format as the user spells it, such as ``llama.cpp:q4_0``.
 
     Raises:
-        ArgumentError: it is None, no format of an engine, or of an engine that loads no ``.gguf``.
+        ArgumentError: the format is None, no format of an engine, or of an engine that loads no ``.gguf``.
     """
     if cache is None:
         rule = "is required for a .gguf, whose few plain numbers can make up for no more: such as llama.cpp:q4_0"
@@ -73,9 +73,9 @@ def round_in_training(model: Any, checkpoint: Checkpoint, code: EngineFormat) ->
     For example ``round_in_training(load("./model"), checkpoint, trained_format(checkpoint, "llama.cpp:q4_0"))``.
 
     Args:
-        model: a transformers model.
-        checkpoint: that it was loaded from.
-        code: of `trained_format`.
+        model: the transformers model.
+        checkpoint: the checkpoint that the model was loaded from.
+        code: the format that `trained_format` returned.
     """
     model.set_attn_implementation(NAME)
     place, count = checkpoint.family.bare().place, checkpoint.spec.num_layers

@@ -62,7 +62,7 @@ NOTHING_GAINED = (
     "no step lowered the held-out loss, so the result is the model it was given: train on more tokens, or at a lower "
     "learning rate"
 )
-"""Said of a run that changed nothing."""
+"""The note of a run that changed nothing."""
 
 
 @takes_options(HealOptions)
@@ -83,7 +83,7 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
         output: the folder to write, which must not exist, or be empty, unless ``overwrite``; a ``.gguf`` for a
             ``.gguf``.
         options: the keywords below as one object, in place of them.
-        progress: told of each step.
+        progress: the callback that is told of each step.
 
     Raises:
         ArgumentError: an argument is outside its rule, or the vocabularies differ.
@@ -139,13 +139,13 @@ class _Prepared:
         model: the converted model, as the user named it.
         output: the folder to write.
         options: the user's options.
-        checkpoint: of the converted model.
-        teacher: of the teacher.
-        windows: to train on.
+        checkpoint: the checkpoint of the converted model.
+        teacher: the checkpoint of the teacher.
+        windows: the windows to train on.
         evaluation_set: the windows to evaluate on; may be empty.
-        device: of this process.
-        dtype: of matrix products.
-        code: the engine's format that keys and values are rounded to.
+        device: the device of this process.
+        dtype: the dtype that matrix products are computed in.
+        code: the engine's format that keys and values are rounded to; None where they are not.
     """
 
     model: str

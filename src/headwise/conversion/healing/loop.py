@@ -41,14 +41,14 @@ Part = TypeVar("Part")
 def add_gradients(
     loss_of: Callable[[Part], Tensor], parts: Sequence[Part], parameters: Sequence[nn.Parameter], *, apart: bool
 ) -> float:
-    """Add the gradients of several parts of a loss to those of the parameters; the sum of the parts.
+    """Add the gradients of several parts of a loss to those of the parameters, and return the sum of the parts.
 
     For example ``add_gradients(lambda window: loss(model(window)), windows, [*model.parameters()], apart=True)``.
 
     Args:
-        loss_of: computes a part.
-        parts: what it is called with.
-        parameters: that are trained.
+        loss_of: the function that computes a part of the loss.
+        parts: the arguments that the function is called with, one for each part.
+        parameters: the parameters that are trained.
         apart: whether parts are computed side by side, each thread a fixed share of them with gradients of its own,
             so that sums do not depend on which thread is finished first.
     """
@@ -97,9 +97,9 @@ RATE_OF_LOSS = 1.8e-4
 """The learning rate of a divergence of 1 nat. A divergence is quadratic in how far weights are from the best ones."""
 
 SHOWN = 10
-"""Steps whose mean loss is shown beside the progress."""
+"""The number of steps whose mean loss is shown beside the progress."""
 ROLLBACKS = 3
-"""A run is given up when its loss was not finite so many times."""
+"""The number of times that a loss may be not finite before a run is given up."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,12 +108,12 @@ class Loop:
 
     Attributes:
         model: the transformers model that is trained, its weights float32.
-        teacher: the transformers model that it learns from, its likeliest tokens on disk, or None for cross-entropy
-            alone.
-        parameters: that are trained, by name.
-        windows: of text.
-        options: of the run.
-        dtype: of matrix products.
+        teacher: the transformers model that it learns from, or the teacher's likeliest tokens on disk; None for
+            cross-entropy alone.
+        parameters: the parameters that are trained, by name.
+        windows: the windows of text.
+        options: the options of the run.
+        dtype: the dtype that matrix products are computed in.
     """
 
     model: Any
@@ -127,9 +127,9 @@ class Loop:
         """Train to the end, from where an earlier run was stopped.
 
         Args:
-            state: of this run, with what an earlier one saved.
-            optimizer: of the parameters.
-            progress: told of each step.
+            state: the state of this run, with what an earlier one saved.
+            optimizer: the optimizer of the parameters.
+            progress: the callback that is told of each step.
 
         Raises:
             CheckpointError: the loss stays not finite.
@@ -174,10 +174,10 @@ class Loop:
         """Say how the training goes.
 
         Args:
-            progress: is told.
-            done: so far.
-            pace: steps in a second of training.
-            step_seconds: seconds a step, with all that is done between steps.
+            progress: the callback that is told of the loss, the pace and the time that is left.
+            done: the progress of the run so far.
+            pace: the steps in a second of training.
+            step_seconds: the seconds a step, with all that is done between steps.
         """
         shown = done.losses[-SHOWN:]
         progress.report_training(
@@ -188,7 +188,7 @@ class Loop:
         )
 
     def _step(self, optimizer: torch.optim.Optimizer, done: Progressed) -> float:
-        """One step, and its loss over all processes; the parameters stay as they are where the loss is not finite."""
+        """Do one step, and return its loss over all processes; where it is not finite, no parameter changes."""
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(self.options, done.held_out[0][1]) * done.rate * self._schedule(done.step)
         optimizer.zero_grad(set_to_none=True)
@@ -203,7 +203,7 @@ class Loop:
         return total
 
     def _differentiate(self, windows: CalibrationWindows) -> float:
-        """The mean loss of this process's windows; its gradients are set."""
+        """Set the gradients of this process's windows, and return their mean loss."""
         together = self._together(len(windows))
         parts = [windows[start : start + together] for start in range(0, len(windows), together)]
 
@@ -226,7 +226,7 @@ class Loop:
         return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(self.windows.steps - warm, 1)))
 
     def _together(self, count: int) -> int:
-        """How many of this process's windows are computed at once."""
+        """The number of this process's windows that are computed at once."""
         if self.options.micro_batch is not None:
             return self.options.micro_batch
         return 1 if self.model.device.type == "cpu" else count
@@ -268,7 +268,7 @@ class Loop:
         windows = (plain_windows(row[None]) for row in self.windows.held_out)
         costs = [float(cost) for cost in each(self._loss, windows)]
         reshard(self.model)
-        # The mean over processes, which decide alike by it, however their sums are rounded.
+        # The mean over processes: all of them stop or go on by the same number, however their sums are rounded.
         return float(all_sum(torch.tensor(sum(costs) / len(costs), dtype=torch.float64))) / process_count()
 
     def _is_flat(self, done: Progressed) -> bool:
@@ -312,7 +312,7 @@ def learning_rate(options: HealOptions, before: float) -> float:
     A rate that suits a conversion that has lost much undoes what one of little loss has.
 
     Args:
-        options: of the run.
+        options: the options of the run.
         before: the loss on held-out windows before training, in nats a token.
     """
     if options.learning_rate is not None:
@@ -323,13 +323,13 @@ def learning_rate(options: HealOptions, before: float) -> float:
 
 
 def run_model(model: Any, window: CalibrationWindows, dtype: torch.dtype, *, with_states: bool = False) -> Any:
-    """Run a transformers model on some windows ``[B, W]``; what it returns.
+    """Run a transformers model on some windows ``[B, W]``, and return what it returns.
 
     Args:
-        model: the model.
-        window: token ids and positions.
-        dtype: of matrix products.
-        with_states: return every layer's output too.
+        model: the transformers model.
+        window: the token ids and positions of the windows.
+        dtype: the dtype that matrix products are computed in.
+        with_states: whether every layer's output is returned too.
     """
     device = model.device
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):

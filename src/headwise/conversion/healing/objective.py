@@ -30,7 +30,7 @@ _TEACHER_ROWS = 256
 
 
 def bytes_per_token(count: int) -> int:
-    """The bytes that so many tokens take for each token of a text: numbers, logarithms, and one of all others."""
+    """The bytes on disk a token of a text: ids and log-probabilities of ``count`` tokens, and one for others."""
     return count * (4 + 2) + 4
 
 
@@ -38,8 +38,8 @@ class StoredTeacher:
     """The likeliest tokens of a teacher after each token of some windows, one file for each window.
 
     Args:
-        folder: of the files; what an earlier run has stored there is used.
-        count: k.
+        folder: the folder of the files; what an earlier run has stored there is used.
+        count: the number k of tokens that are kept at each position.
     """
 
     def __init__(self, folder: Path, count: int) -> None:
@@ -49,10 +49,10 @@ class StoredTeacher:
         """Run the teacher on windows ``[1, W]`` that are not stored yet.
 
         Args:
-            teacher: called with one window; returns logits ``[W, V]``.
-            windows: which may repeat.
-            total: their number, for progress.
-            progress: told of each.
+            teacher: the function that is called with one window and returns logits ``[W, V]``.
+            windows: the windows ``[1, W]`` of the run, which may repeat.
+            total: the number of the windows, for progress.
+            progress: the callback that is told of each window.
 
         Raises:
             StorageError: the disk is full, or a file cannot be written.
@@ -76,7 +76,8 @@ class StoredTeacher:
     def top(self, windows: CalibrationWindows) -> tuple[Tensor, Tensor, Tensor]:
         """The likeliest tokens of B windows one after another, and logarithms of probabilities, float32.
 
-        These are int64 ``[B·W, k]``; ``[B·W, k]`` of the tokens; and ``[B·W, 1]`` of all others together.
+        The token ids are int64 ``[B·W, k]``, their logarithms ``[B·W, k]``, and that of all other tokens together
+        ``[B·W, 1]``.
         """
         stored = [self._read(self._file(windows[row : row + 1])) for row in range(len(windows))]
         tokens, log_probs, rest = (
@@ -105,10 +106,11 @@ def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _ROWS = 256
-"""Positions whose distributions are in memory at once on a GPU: those of a whole window take gigabytes."""
+"""The number of positions whose distributions are in memory at once on a GPU: those of a window take gigabytes."""
 
 _NUMBERS = 1 << 19
-"""Numbers of such a piece for each thread of a CPU, few enough to stay in its caches while they are read again."""
+"""The number of logits in such a piece for each thread of a CPU, few enough to stay in its caches while they are read
+again."""
 
 
 def divergence(logits: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
@@ -118,9 +120,9 @@ def divergence(logits: Tensor, teacher: Tensor, temperature: float = 1.0) -> Ten
     its size (Hinton et al., 2015). For example ``divergence(model(ids).logits[0], teacher(ids).logits[0])``.
 
     Args:
-        logits: ``[N, V]``, of the model.
-        teacher: ``[N, V]``, of the teacher; no gradient is computed for it.
-        temperature: above 0.
+        logits: the logits of the model, ``[N, V]``.
+        teacher: the logits of the teacher, ``[N, V]``; no gradient is computed for them.
+        temperature: the temperature, above 0.
     """
     return _Divergence.apply(logits, teacher, temperature)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -132,10 +134,10 @@ def divergence_from_top(logits: Tensor, tokens: Tensor, log_probs: Tensor, log_r
     ``divergence_from_top(model(ids).logits[0], *stored.top(window))``.
 
     Args:
-        logits: ``[N, V]``, of the model.
-        tokens: int64 ``[N, k]``, the teacher's likeliest tokens.
-        log_probs: ``[N, k]``, the teacher's logarithms of their probabilities.
-        log_rest: ``[N, 1]``, that of all others together; −infinity where there are none.
+        logits: the logits of the model, ``[N, V]``.
+        tokens: the teacher's likeliest tokens, int64 ``[N, k]``.
+        log_probs: the teacher's logarithms of their probabilities, ``[N, k]``.
+        log_rest: the logarithm of the probability of all others together, ``[N, 1]``; −infinity where there are none.
     """
     return _FromTop.apply(logits, tokens, log_probs, log_rest)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -146,8 +148,8 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     For example ``cross_entropy(model(ids).logits[0, :-1], ids[0, 1:])``.
 
     Args:
-        logits: ``[N, V]``.
-        targets: int64 ``[N]``.
+        logits: the logits of the model, ``[N, V]``.
+        targets: the tokens that follow in the text, int64 ``[N]``.
     """
     return F.cross_entropy(logits.float(), targets)
 
@@ -158,8 +160,8 @@ def hidden_error(states: tuple[Tensor, ...], teacher: tuple[Tensor, ...]) -> Ten
     For example ``hidden_error(model(ids, output_hidden_states=True).hidden_states, others)``.
 
     Args:
-        states: one tensor ``[..., E]`` for each layer.
-        teacher: likewise.
+        states: the outputs of the model's layers, one tensor ``[..., E]`` each.
+        teacher: the outputs of the teacher's layers, in the same shapes.
     """
     errors = []
     for own, other in zip(states, teacher, strict=True):
@@ -169,7 +171,7 @@ def hidden_error(states: tuple[Tensor, ...], teacher: tuple[Tensor, ...]) -> Ten
 
 
 class _Divergence(torch.autograd.Function):
-    """KL with its gradient computed beside it, some positions at a time: autograd would keep whole distributions."""
+    """KL with its gradient computed beside it, some positions at a time: autograd would keep all distributions."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:

@@ -27,7 +27,7 @@ from headwise.base.threads import map_in_threads
 
 
 def shard(model: Any) -> None:
-    """Give every process its share of each of a model's tensors; a single process keeps them whole.
+    """Give every process its share of each of a model's tensors; a single process keeps all of them.
 
     Layers are gathered one at a time while they compute, and gradients are averaged over processes.
 
@@ -44,7 +44,7 @@ def shard(model: Any) -> None:
 
 
 def reshard(model: Any) -> None:
-    """Share out again what a forward pass without a backward pass has left whole."""
+    """Share out again what a forward pass without a backward pass has left gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -62,7 +62,7 @@ def gathered_tensor(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A whole tensor, known to all processes, shared out as a parameter is, on its device."""
+    """A tensor that all processes know, shared out as a parameter is, on the parameter's device."""
     tensor = tensor.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return tensor
@@ -78,14 +78,14 @@ def _mesh(device: torch.device) -> DeviceMesh:
 
 
 BETAS = (0.9, 0.95)
-"""AdamW's."""
+"""The decay rates of AdamW's two moments."""
 
 MOMENTUM = 0.95
-"""Muon's."""
+"""The share of a step's moving mean that Muon keeps."""
 
 _ITERATIONS = 5
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration, chosen by Jordan et al. so that small singular values rise fastest."""
+"""The coefficients of the quintic iteration, chosen by Jordan et al. so that small singular values rise fastest."""
 
 _SIZE = 0.2
 """The root mean square of a step at rate 1, which is about AdamW's (Liu et al., 2025), so that both share a rate."""
@@ -102,11 +102,11 @@ def optimizer_of(
     """The optimizer of a run.
 
     Args:
-        model: whose embeddings and output head are told from its other matrices.
-        parameters: that are trained, by name.
-        kind: ``muon``, or ``adamw`` for all parameters.
+        model: the model, whose embeddings and output head are told from its other matrices.
+        parameters: the parameters that are trained, by name.
+        kind: the kind of optimizer: ``muon``, or ``adamw`` for all parameters.
         rate: the learning rate; a `Loop` sets it anew before each step.
-        dtype: of Muon's matrix products.
+        dtype: the dtype of Muon's matrix products.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     output = getattr(model, "get_output_embeddings", lambda: None)()
@@ -123,14 +123,14 @@ class Muon(torch.optim.AdamW):
     """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) for matrices, AdamW for the others.
 
     A matrix moves along the semi-orthogonal matrix nearest to the moving mean of its gradients: nearly all its
-    directions move alike, and not those of the largest gradients alone. torch has Muon from 2.9 on, for single
+    directions move equally far, and not those of the largest gradients alone. torch has Muon from 2.9 on, for single
     matrices in bfloat16; this one also moves stacks of experts' matrices, shared-out ones, and in float32.
 
     Args:
-        matrices: ``[out, in]`` each, or stacks of them ``[N, out, in]``.
-        others: parameters of any shape.
+        matrices: the parameters that Muon moves, ``[out, in]`` each, or stacks of them ``[N, out, in]``.
+        others: the parameters that AdamW moves, of any shape.
         rate: the learning rate.
-        dtype: of the products that make a mean semi-orthogonal.
+        dtype: the dtype of the products that make a mean semi-orthogonal.
     """
 
     def __init__(
@@ -168,11 +168,11 @@ class Muon(torch.optim.AdamW):
 def semi_orthogonal(matrix: Tensor) -> Tensor:
     """About the nearest semi-orthogonal matrix: the same singular vectors, and singular values of about 0.7 to 1.2.
 
-    Those that were below a five-hundredth of the matrix's norm stay smaller. By a Newton–Schulz iteration, which
-    needs products alone. For example ``semi_orthogonal(torch.randn(64, 32))``.
+    Singular values that were below a five-hundredth of the matrix's norm stay smaller. The result is computed by a
+    Newton–Schulz iteration, which needs products alone. For example ``semi_orthogonal(torch.randn(64, 32))``.
 
     Args:
-        matrix: ``[out, in]``, or a stack of them; a zero matrix stays zero.
+        matrix: the matrix ``[out, in]``, or a stack of them; a zero matrix stays zero.
     """
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     turned: Tensor = matrix.mT.contiguous() if is_tall else matrix  # products of transposed ones are slower

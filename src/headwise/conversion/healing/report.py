@@ -24,30 +24,31 @@ class Healing:
     Attributes:
         model: the given model, as the user named it.
         output: the folder or file of the result.
-        teacher: the model it learnt from, as the user named it.
+        teacher: the model that it learnt from, as the user named it.
         objective: ``distill`` or ``cross-entropy``.
         objective_settings: ``temperature``, ``hidden`` and ``text_weight``, as far as they are not the defaults.
-        texts: that it was trained on.
-        trained: what was trained: ``all``, ``attention``, ``new`` or ``lora``.
+        texts: the texts that it was trained on.
+        trained: the parameters that were trained: ``all``, ``attention``, ``new`` or ``lora``.
         trained_parameters: the number of trained parameters.
         optimizer: ``muon`` or ``adamw``.
-        learning_rate: after warm-up.
+        learning_rate: the learning rate after warm-up.
         cache: the engine's format that keys and values were rounded to; None where they were not.
         steps: the number of steps that were done.
         planned_steps: the number of steps that were asked for.
         tokens: the number of tokens that were trained on, passages that a text was read again for included.
-        window: tokens in each window.
-        batch: windows in each step.
-        losses: the loss of each step, by the objective, with all its terms: in nats a token, without settings of it.
-        held_out: step and loss of each measurement on held-out windows; the first is before any step.
+        window: the number of tokens in each window.
+        batch: the number of windows in each step.
+        losses: the loss of each step, by the objective with all its terms; in nats a token where the objective has
+            its default settings.
+        held_out: the step and the loss of each measurement on held-out windows; the first is before any step.
         best_step: the step whose weights the result has, the one of the lowest held-out loss.
         stopped: whether it ended early, as the held-out loss fell no more.
-        rollbacks: how often a loss that was not finite made it return to what was saved.
+        rollbacks: the number of times that a loss that was not finite made it return to what was saved.
         seconds: the seconds of training, without measurements.
-        peak_rss_bytes: the peak resident memory of the process.
+        peak_rss_bytes: the peak resident memory of the process, in bytes.
         before: the model that was given, with its own cache or ``cache``, beside the teacher; None if nothing was
             evaluated.
-        after: the result beside the teacher, on the same text; likewise.
+        after: the result beside the teacher, on the same text; None if nothing was evaluated.
         notes: notes for the user.
     """
 
@@ -95,9 +96,9 @@ class Healing:
 
     @property
     def slope(self) -> float | None:
-        """How the held-out loss changed in the last quarter of the steps, in nats for 100,000 tokens.
+        """The change of the held-out loss in the last quarter of the steps, in nats for 100,000 tokens.
 
-        Below 0 where it still fell; None for a curve of fewer than three measurements.
+        It is below 0 where the loss still fell; None for a curve of fewer than three measurements.
         """
         return late_slope(self.held_out, self.steps, self.batch * self.window)
 
@@ -110,9 +111,9 @@ def late_slope(curve: Sequence[tuple[int, float]], steps: int, tokens_per_step: 
     """See `Healing.slope`.
 
     Args:
-        curve: step and held-out loss of each measurement.
-        steps: that were done.
-        tokens_per_step: trained on.
+        curve: the step and the held-out loss of each measurement.
+        steps: the number of steps that were done.
+        tokens_per_step: the number of tokens that a step trains on.
     """
     earlier = [one for one in curve if one[0] <= 0.75 * steps]
     if len(curve) < 3 or not earlier:
@@ -131,9 +132,9 @@ def healed_card(folder: Path, config: Mapping[str, Any], report: Healing) -> str
     """The text of a healed folder's ``README.md``; its conversion is told by `CONVERSION`, where there is a card.
 
     Args:
-        folder: of the converted model, whose card has the licence and the base model.
-        config: of the healed model.
-        report: of the healing.
+        folder: the folder of the converted model, whose card has the licence and the base model.
+        config: the config of the healed model.
+        report: the report of the healing.
     """
     model_type = str(config["model_type"])
     coded = (folder / CODES).is_file()

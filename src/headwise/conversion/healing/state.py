@@ -20,20 +20,20 @@ _BEST = 2, 3
 """The numbers of the files with the best parameters."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""AdamW's and Muon's, by the names of torch."""
+"""The names that torch gives AdamW's and Muon's moments."""
 
 
 @dataclass
 class Progressed:
-    """What a run has done.
+    """The progress of a run.
 
     Attributes:
         step: the number of finished steps.
         rate: the factor of the learning rate, halved whenever a loss is not finite.
-        rollbacks: how often that happened.
-        seconds: spent on training, in all runs together.
-        losses: of every finished step, by the objective.
-        held_out: ``(step, loss)`` of every measurement on held-out windows.
+        rollbacks: the number of times that this happened.
+        seconds: the seconds spent on training, in all runs together.
+        losses: the loss of every finished step, by the objective.
+        held_out: the step and the loss of every measurement on held-out windows.
         stopped: whether the run ended early, as the held-out loss fell no more.
     """
 
@@ -54,14 +54,14 @@ class Progressed:
 class TrainingState:
     """Parameters, the optimizer's moments and what has been done, saved and loaded together.
 
-    Two files are written in turn, each whole or not at all, so that one is always there to go on from. The parameters
-    of the lowest held-out loss are in one of two others: it stays until a save that names the next one is
+    Two files are written in turn, each completely or not at all, so that one is always there to go on from. The
+    parameters of the lowest held-out loss are in one of two others. It stays until a save that names the next one is
     on disk, because a run that is killed between the two may find another loss when it goes on.
 
     Args:
-        folder: of the files.
-        parameters: that are trained, by name.
-        optimizer: of them.
+        folder: the folder of the files.
+        parameters: the parameters that are trained, by name.
+        optimizer: the optimizer of these parameters.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TrainingState:
         """Set the parameters to those of the lowest held-out loss.
 
         Raises:
-            CheckpointError: they are lost.
+            CheckpointError: the best parameters are lost.
         """
         if progressed.best_step == progressed.step:
             return

@@ -25,7 +25,7 @@ _ATTENTION = re.compile(r"(^|\.)(self_attn|self_attention|attention|attn)\.")
 
 
 NOTHING_TO_TRAIN = "leaves nothing to train: the teacher has every tensor in its shape"
-"""Said of a model that is the teacher's, where only what is new is trained."""
+"""The error of a model that is the teacher's, where only what is new is trained."""
 
 
 class LowRank(nn.Module):
@@ -35,8 +35,8 @@ class LowRank(nn.Module):
     layers, where it is absorbed.
 
     Args:
-        weight: ``[out, in]``, the matrix.
-        rank: of the change, which is 0 at first.
+        weight: the matrix, ``[out, in]``.
+        rank: the rank of the change, which is 0 at first.
     """
 
     def __init__(self, weight: Tensor, rank: int) -> None:
@@ -59,11 +59,12 @@ def select(model: Any, checkpoint: Checkpoint, trained: str, teacher: Checkpoint
     For example ``select(model, open_checkpoint("./half"), "attention", open_checkpoint("./source"))``.
 
     Args:
-        model: a transformers model.
-        checkpoint: that it was loaded from.
-        trained: ``all``, ``attention``, ``new`` or ``lora``; see `headwise.base.options.HealOptions`.
-        teacher: what ``new`` tensors are told from.
-        rank: of ``lora``.
+        model: the transformers model.
+        checkpoint: the checkpoint that the model was loaded from.
+        trained: the choice of parameters: ``all``, ``attention``, ``new`` or ``lora``; see
+            `headwise.base.options.HealOptions`.
+        teacher: the checkpoint of the teacher, whose tensors ``new`` ones are told from.
+        rank: the rank of the changes of ``lora``.
 
     Raises:
         ArgumentError: nothing is left to train, as where the teacher has every tensor in its shape.
@@ -108,11 +109,11 @@ def refuse_unwritten(model: Any, checkpoint: Checkpoint) -> None:
     """Refuse a model of which a trained parameter has no tensor of its own in the folder, as fused experts have not.
 
     Args:
-        model: a transformers model, with what is trained chosen.
-        checkpoint: of its folder.
+        model: the transformers model, with what is trained chosen.
+        checkpoint: the checkpoint of its folder.
 
     Raises:
-        CheckpointError: there is such a parameter.
+        CheckpointError: the model has such a parameter.
     """
     names = set(stored_names(model, checkpoint))
     for name, parameter in model.named_parameters():
@@ -138,11 +139,11 @@ def trained_numbers(checkpoint: Checkpoint, teacher: Checkpoint, options: HealOp
 
 
 def trained_tensors(model: Any, checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
-    """What computes each tensor of a folder that training changed, by its name there.
+    """The function that computes each tensor of a folder that training changed, by the tensor's name there.
 
     Args:
-        model: a transformers model.
-        checkpoint: of its folder.
+        model: the transformers model.
+        checkpoint: the checkpoint of its folder.
     """
     stored_by_own = stored_names(model, checkpoint)
     changed: dict[str, Callable[[], Tensor]] = {}

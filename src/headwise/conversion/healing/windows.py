@@ -35,10 +35,10 @@ class HealingWindows:
 
     Attributes:
         train: the windows to train on, as a conversion has them: some may repeat passages.
-        held_out: ``[H, W]``, plain text; H is at most `HELD`.
-        batch: windows in each step.
+        held_out: the held-out windows of plain text, ``[H, W]``; H is at most `HELD`.
+        batch: the number of windows in each step.
         steps: the number of steps.
-        seed: of the order.
+        seed: the seed of the order.
         read_tokens: the number of tokens that were read of the texts, from their beginning.
     """
 
@@ -89,9 +89,9 @@ def open_windows(
 
     Args:
         checkpoint: the converted model.
-        options: of the run.
+        options: the options of the run.
         source: the teacher, whose RoPE says how far behind passages can be.
-        name: of the texts in errors.
+        name: the name of the texts in errors.
 
     Raises:
         ArgumentError: a text cannot be read, is named twice or too short, or has tokens outside the vocabulary; or

@@ -30,10 +30,10 @@ class Evidence:
     """Measurements of one layer on a text.
 
     Attributes:
-        statistics: means over a text, of the layer's inputs or, for MLA, of what `seen_by_mla` says; None without
-            a text.
-        sensitivity: ``[E, E]`` float64, the cost of an error of the layer's output; None for equal cost in every
-            direction.
+        statistics: the means over a text, of the layer's inputs or, for MLA, of what `seen_by_mla` makes of them;
+            None without a text.
+        sensitivity: the cost of an error of the layer's output, float64 ``[E, E]``; None where every direction costs
+            the same.
     """
 
     statistics: Statistics | None = None
@@ -50,7 +50,7 @@ class Method(ABC):
         label: the name in tables.
         usage: every spelling of the name, for help and error messages; the name alone when empty.
         targets: the mechanisms that it converts to: ``mha``, ``gqa``, ``mqa``, ``mla``.
-        stages: those of `STAGES` that it has.
+        stages: the stages of `STAGES` that it has.
         variants: the spellings that a comparison of methods tries, of which the best is shown; the name alone when
             empty.
         is_default: whether it is chosen where the user names no method.
@@ -181,8 +181,8 @@ class LatentMethod(Method):
 
         Args:
             source: the source layer, float32.
-            sizes: the latent's and the rotary key's width of each solution.
-            target: the converted layer's settings, whose spec has another size.
+            sizes: the rank R and the rotary width P of each solution.
+            target: the settings of every solution; its spec is of another size.
             evidence: the layer's measurements on a text.
 
         Returns:

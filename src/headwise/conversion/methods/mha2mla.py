@@ -63,8 +63,9 @@ def mha2mla(
         state: the layer's tensors by its own names (``q_proj.weight`` …).
         source: the layer's spec.
         target: the MLA layer's spec, from `headwise.models.specs.as_latent`.
-        moments: ``[E, E]`` or ``[E + 1, E + 1]``, E[x xᵀ]: norms are then those of queries and keys on a text, as in
-            the paper; those of the weights when None. The SVD is of weights in any case.
+        moments: the second moments E[x xᵀ] of the inputs, ``[E, E]`` or ``[E + 1, E + 1]``: norms are then those of
+            queries and keys on a text, as in the paper; those of the weights when None. The SVD is of weights in any
+            case.
 
     Returns:
         The MLA layer's tensors by its own names, float64, and the model frequency of each rotary pair.

@@ -74,7 +74,7 @@ class TransMla(LatentMethod):
     def solve_latent(
         self, state: Mapping[str, Tensor], source: GroupedSpec, target: LayerTarget, evidence: Evidence
     ) -> tuple[dict[str, Tensor], list[int]]:
-        """See `transmla`; without a text, all inputs count alike."""
+        """See `transmla`; without a text, all inputs count equally."""
         assert isinstance(target.spec, LatentSpec)
         statistics = evidence.statistics or Statistics.nothing(source.hidden_size, source.num_heads, 1)
         return transmla(state, source, target.spec, moments=statistics.inputs, freqfold=self.freqfold)
@@ -97,11 +97,11 @@ def transmla(
         state: the layer's tensors by its own names.
         source: the layer's spec.
         target: the MLA layer's spec, from `headwise.models.specs.as_latent`.
-        moments: ``[E, E]`` or ``[E + 1, E + 1]``, E[x xᵀ] on a text: keys and values are linear in x, so that their
-            PCA follows from it.
-        recalibrated: E[x xᵀ] in the same shape, of the model whose layers have all lost the rotations that the
-            targets drop, and no rank: the authors run the text through it a second time before the PCA of the latent.
-            When None, that PCA uses ``moments`` too.
+        moments: the second moments E[x xᵀ] of the inputs on a text, ``[E, E]`` or ``[E + 1, E + 1]``: keys and values
+            are linear in x, so that their PCA follows from it.
+        recalibrated: the second moments E[x xᵀ], in the same shape, in the model whose layers have all lost the
+            rotations that the targets drop, and no rank: the authors run the text through it a second time before the
+            PCA of the latent. When None, that PCA uses ``moments`` too.
         freqfold: the number of neighbouring frequencies that are treated as one. The authors report the best of
             several by perplexity.
 
@@ -127,9 +127,9 @@ def rotate_rope(keys: Tensor, gram: Tensor, pairs: int, *, freqfold: int = 1) ->
     largest); the n components of a fold rotate at n of its frequencies, evenly spaced from the highest.
 
     Args:
-        keys: ``[K, F, E']`` complex.
-        gram: ``[E', E']``, the second moments of the inputs.
-        pairs: P/2, the number of channels that stay rotated.
+        keys: the rotated pairs of the key heads' rows, ``[K, F, E']`` complex.
+        gram: the second moments of the inputs, ``[E', E']``.
+        pairs: the number P/2 of channels that stay rotated.
         freqfold: the number of frequencies in a fold.
 
     Raises:

@@ -46,7 +46,7 @@ class CardFacts:
         calibration_tokens: the number of calibration tokens; 0 without a text.
         calibration_window: tokens in each calibration window.
         evaluation: an `Evaluation` as a dict; None if the result was not evaluated.
-        plain: what plain quantisation of the source loses at about these bytes, in words; None if not measured.
+        plain: the loss by plain quantisation of the source at about these bytes, in words; None if not measured.
         base_model: the source's name on the hub, if it has one (`base_model_of`).
         license: the licence that the source's card names (`source_license`).
         versions: the versions of headwise and its libraries, by name.
@@ -102,12 +102,12 @@ def model_card(facts: CardFacts) -> str:
 
 
 def rendered_card(template: str, metadata: ModelCardData, **values: Any) -> str:
-    """A card by a template of Jinja, which has ``code``, ``line`` and ``named`` to write names as plain text.
+    """The text of a card from a Jinja template, in which ``code``, ``line`` and ``named`` write names as plain text.
 
     Args:
-        template: its file within `headwise.conversion`.
-        metadata: for the hub.
-        values: that the template shows.
+        template: the template's file within `headwise.conversion`.
+        metadata: the metadata that the hub reads.
+        values: the values that the template shows, by name.
     """
     text = (files("headwise.conversion") / template).read_text(encoding="utf-8")
     escapes = {"code": as_code, "line": one_line, "last_name": last_name, "named": named}
@@ -120,9 +120,9 @@ class CalibrationFacts(NamedTuple):
     """The calibration texts of a model.
 
     Attributes:
-        texts: their names.
+        texts: the names of the texts.
         tokens: the number of calibration tokens; 0 without a text.
-        window: tokens in each window.
+        window: the number of tokens in each window.
     """
 
     texts: Sequence[str | Path] = ()
@@ -142,12 +142,12 @@ def card_facts(
     """The card's content for a conversion whose folder is written, without its evaluation.
 
     Args:
-        plan: the conversion.
+        plan: the plan of the conversion.
         config: the result's config.
-        tensors: the result's tensors.
+        tensors: the result's tensors, by name.
         source: the source, as the user named it.
         calibration: the calibration texts.
-        notes: see `CardFacts`.
+        notes: other facts for the user; see `CardFacts`.
     """
     after, base_model = read_config(config), base_model_of(source)
     return CardFacts(
@@ -236,13 +236,13 @@ def _attention(facts: CardFacts) -> dict[str, str | None]:
 
 
 def _change(facts: CardFacts, count: Callable[[ModelSpec, str], int]) -> str | None:
-    """Bytes before and after; None where there were none."""
+    """The bytes before and after; None where there were none."""
     old, new = (count(model, facts.dtype) for model in (facts.before, facts.after))
     return f"{old:,} → {new:,} bytes in {facts.dtype} ({new / old:.1%})" if old else None
 
 
 def _scores(evaluation: Mapping[str, Any]) -> str:
-    """The table of texts, and of all together where they are several."""
+    """The table of texts, with a row for all together where there are several."""
     table = Table(["text", "tokens", "perplexity before", "after", "ratio", "KL, nats", "top-1 agreement"])
     total = {**evaluation, "text": "all"}
     texts = list(evaluation.get("texts") or ())
@@ -260,7 +260,7 @@ def _scores(evaluation: Mapping[str, Any]) -> str:
 
 
 def _measured(evaluation: Mapping[str, Any], plain: str | None) -> Iterator[str]:
-    """What was measured besides."""
+    """The sentences on what else was measured."""
     if plain is not None:
         yield one_line(plain)
     if window := evaluation.get("window"):
@@ -284,9 +284,9 @@ def loading(layout: Layout, auto_class: str, model_type: str, *, coded: bool) ->
     """The part of a card that says how the folder is loaded.
 
     Args:
-        layout: the owner of the classes that load it.
-        auto_class: the class of transformers that loads it.
-        model_type: of its config.
+        layout: the owner of the classes that load the folder.
+        auto_class: the class of transformers that loads the folder.
+        model_type: the ``model_type`` of the folder's config.
         coded: whether the cache is stored in codes.
     """
     if coded:

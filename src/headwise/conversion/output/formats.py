@@ -36,9 +36,9 @@ def logits_difference(
 
     Args:
         first: a folder whose layers have Llama's names.
-        second: the other folder, likewise.
-        ids: ``[B, W]`` token ids.
-        device: to compute on; the CPU when None.
+        second: the other folder, whose layers have Llama's names too.
+        ids: the token ids, ``[B, W]``.
+        device: the device to compute on; the CPU when None.
     """
     models, states = [], []
     for checkpoint in (first, second):
@@ -67,7 +67,8 @@ class OutputFormat(ABC):
         pads: whether its layers can be filled up with zeros.
         pad_to: the R and P that they are filled up to; None where they are not.
         has_constant: whether a latent of the size that the user asks for has a constant channel among its own.
-        block: the channels that MLA's latent and rotary key are multiples of, where a budget has room for it.
+        block: the number of channels that MLA's latent and rotary key are multiples of, where a budget is large
+            enough.
     """
 
     name: ClassVar[str]
@@ -117,7 +118,7 @@ class OutputFormat(ABC):
         return self.tensors(layout)
 
     def weight_bytes(self, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], plan: ConversionPlan) -> int:
-        """Bytes that the weights take on the disk."""
+        """The bytes that the weights take on the disk."""
         return sum(info.nbytes for info in tensors.values())
 
     def exported_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,7 +183,7 @@ class DeepseekFormat(OutputFormat):
         """Refuse rotary keys that plain RoPE cannot have.
 
         Raises:
-            ArgumentError: one has more pairs than a head has frequencies.
+            ArgumentError: a rotary key has more pairs than a head has frequencies.
             SpecError: the source's frequencies are scaled.
         """
         for before, after in zip(plan.before.layers, plan.after.layers, strict=True):
@@ -270,7 +271,7 @@ class GgufFormat(OutputFormat):
         return tensors_of(self.config(layout), layout.plan.dtype)
 
     def announced(self, layout: OutputLayout) -> dict[str, TensorInfo]:
-        """None."""
+        """No tensors: the file is written at once, by `export`."""
         return {}
 
     def check(self, layout: OutputLayout) -> None:
@@ -323,11 +324,11 @@ FORMATS = tuple(_FORMATS)
 
 
 def output_format(name: str, pad_to: str | None = None) -> OutputFormat:
-    """The format with a name.
+    """The output format that has a name.
 
     Args:
-        name: of the format.
-        pad_to: ``R+P`` to fill layers up to with zeros.
+        name: the name of the format, as a user gives it.
+        pad_to: the sizes ``R+P`` to fill layers up to with zeros; None where layers are not filled up.
 
     Raises:
         ArgumentError: no format has the name, or it cannot be filled up.
@@ -344,13 +345,13 @@ def output_format(name: str, pad_to: str | None = None) -> OutputFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class StockReport:
-    """The loss by a stock folder's format.
+    """The loss that a stock folder's format causes.
 
     Attributes:
         text: the text that the two formats were compared on; None if there was none.
         tokens: the number of its tokens.
         logits_difference: the largest difference between the two formats' logits, in float32.
-        shared_plan_error: the loss of the layers with shared rotary channels, before any refit: nats a token on
+        shared_plan_error: the loss of the layers with shared rotary channels, before any refit: in nats a token on
             held-out windows, estimated and summed over layers (without sensitivities, half the squared error of their
             outputs); None without a text.
         own_plan_error: the loss that the layers would have if each kept its own choice of channels.

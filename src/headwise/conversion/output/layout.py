@@ -27,7 +27,7 @@ _OF_A_LOADED_MODEL = {
     "_experts_implementation_internal",
     "_name_or_path",
 }
-"""Fields of a config that say where a model came from and how it was run, and not what it is."""
+"""The fields of a config that say where a model came from and how it was run, and not what it is."""
 
 FORMAT = 1
 """The version of the ``headwise`` block in a converted ``config.json``."""
@@ -38,7 +38,7 @@ class OutputLayout:
     """The folder of a plan's result, in its own family's format or, where that cannot hold it, in headwise's.
 
     Attributes:
-        plan: the conversion.
+        plan: the plan of the conversion.
     """
 
     plan: ConversionPlan
@@ -66,7 +66,8 @@ class OutputLayout:
         """The folder's ``config.json``.
 
         Args:
-            channels: the model frequency of each rotary pair, by MLA layer; zeros for layers that are not solved yet.
+            channels: the model frequency of each rotary pair, by MLA layer; zeros stand for layers that are not
+                solved yet.
         """
         checkpoint, after = self.plan.checkpoint, self.plan.after
         family = checkpoint.family

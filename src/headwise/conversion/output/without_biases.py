@@ -1,4 +1,4 @@
-"""What is done to an MLA layer for engines: rotary pairs that bear rounding, and no biases.
+"""What engines need of an MLA layer: rotary pairs that survive rounding in blocks, and no biases.
 
 Engines round a cached key in blocks of channels, each with a step that its largest number sets. A complex factor of a
 rotary pair commutes with RoPE, and the queries undo it. Of a pair whose rotary key has a large constant part, which
@@ -45,8 +45,9 @@ def with_even_pairs(layer: Layer, moments: Tensor, frequencies: Tensor) -> Layer
 
     Args:
         layer: MLA without norms of queries and keys, its tensors in any dtype.
-        moments: ``[E', E']``, float64, means over a text.
-        frequencies: ``[P/2]``, the angle by which each pair of the rotary key turns from a token to the next.
+        moments: the second moments of the inputs on a text, float64 ``[E', E']``.
+        frequencies: the angle by which each pair of the rotary key turns from a token to the next, in radians,
+            ``[P/2]``.
     """
     spec, state = layer.spec, {name: tensor.double() for name, tensor in layer.state.items()}
     assert isinstance(spec, LatentSpec)
@@ -81,13 +82,13 @@ def _with_bias(state: dict[str, Tensor], name: str) -> Tensor:
 
 
 def _squares(rows: Tensor, moments: Tensor) -> Tensor:
-    """The mean square of each pair ``[P/2]`` of a projection ``[P, E']``, real parts first."""
+    """The mean square of each pair of a projection ``[P, E']``, whose real parts come first: ``[P/2]``."""
     squares = torch.unflatten(((rows @ moments) * rows).sum(-1), 0, (2, -1)).sum(0)
     return squares.clamp_min(_PAIRS_RIDGE * squares.mean() + NOTHING)
 
 
 def _times(rows: Tensor, factors: Tensor) -> Tensor:
-    """Rows ``[P, …]`` of pairs, real parts first, times complex factors ``[P/2]``."""
+    """The rows ``[P, …]`` of pairs, real parts first, times complex factors ``[P/2]``."""
     real, imaginary = torch.unflatten(rows, 0, (2, -1))
     pairs = torch.complex(real, imaginary) * factors.view(-1, *[1] * (rows.dim() - 1))
     return torch.cat((pairs.real, pairs.imag))
@@ -103,12 +104,13 @@ def constant_of_inputs(statistics: Statistics, starts: Tensor | None = None) -> 
     For example ``inputs @ constant_of_inputs(statistics)`` is 1 but for a few percent.
 
     Each of these has the same weight: all tokens, tokens by how much depends on their keys, and the first tokens of
-    texts. A first token is unlike the others, and attention rests on it. Where the function is far from 1 there, the
-    whole text is predicted badly, and the windows of a text begin with few different tokens.
+    texts. A first token is unlike the others, and attention rests on it. Where the function is far from 1 there,
+    every token of the text is predicted badly, and the windows of a text begin with few different tokens.
 
     Args:
-        statistics: means over a text, with its constant input last.
-        starts: ``[W, E]``, the layer's inputs at tokens that begin a text each, where they are known.
+        statistics: the means over a text, with its constant input last.
+        starts: the layer's inputs at first tokens, which each begin a text, ``[W, E]``; None where they are not
+            known.
     """
     seen = [(moments[:-1, :-1], moments[:-1, -1]) for moments in (statistics.inputs, statistics.keys)]  # [E, E], [E]
     if starts is not None:
@@ -128,9 +130,9 @@ def without_biases(layer: Layer, constant: Tensor, gain: Tensor, dtype: torch.dt
     not see. Biases of queries and the rotary key become the constant function of the inputs.
 
     Args:
-        layer: the layer, without a norm of its latent.
-        constant: from `constant_of_inputs`.
-        gain: ``[E]``, see `with_norm`.
+        layer: the MLA layer, without a norm of its latent.
+        constant: the weights ``[E]`` that `constant_of_inputs` returned.
+        gain: the weight of the norm that the layer's inputs come from, ``[E]``; see `with_norm`.
         dtype: the dtype that the weights will be rounded to.
     """
     spec, state = layer.spec, {name: tensor.double() for name, tensor in layer.state.items()}

@@ -26,12 +26,14 @@ class Change:
     """Powers of two, and quarter turns, of the keys of a layer; its queries get the opposite powers.
 
     Attributes:
-        exponents: float64 ``[K, G]``; keys are multiplied by 2 to these, queries by 2 to their negatives.
-        turns: int64 ``[K, G]`` from 0 to 3; how often a pair (a, b) of keys and queries becomes (−b, a). A channel
-            by itself has 0 or 2, by which it is negated.
-        cut: by how many powers of two a factor is smaller or larger than wanted, at most, because the weights' type
-            has no room for it; 0 where all fit.
-        shift: ``[K, D]``, what is added to the bias of keys before all that; None where it stays as it is.
+        exponents: the base-2 exponents, float64 ``[K, G]``; keys are multiplied by 2 to these, queries by 2 to their
+            negatives.
+        turns: the number of quarter turns, int64 ``[K, G]`` from 0 to 3; each makes (−b, a) of a pair (a, b) of keys
+            and queries. A channel by itself has 0 or 2, by which it is negated.
+        cut: the number of powers of two by which a factor is smaller or larger than wanted, at most, because it would
+            leave the range of the weights' type; 0 where all fit.
+        shift: the numbers that are added to the bias of keys before all that, ``[K, D]``; None where it stays as it
+            is.
     """
 
     exponents: Tensor
@@ -49,8 +51,8 @@ class Change:
         """Queries or keys ``[K, N, D]`` as they are after the change, but for the shift.
 
         Args:
-            states: of each key–value head; queries of all its heads together. Keys are shifted before they are
-                rotated.
+            states: the states of each key–value head, ``[K, N, D]``; its queries are those of all its query heads
+                together. Keys are shifted before they are rotated.
             layer: the layer's spec.
             side: ``q`` or ``k``.
         """
@@ -74,20 +76,20 @@ def channels(layer: GroupedSpec) -> Tensor:
 
 
 def num_pairs(layer: GroupedSpec) -> int:
-    """The groups that are pairs, which are the first ones."""
+    """The number of groups that are pairs, which are the first ones."""
     return 0 if layer.rope is None else layer.rope.dim // 2
 
 
 def row_plan(change: Change, layer: GroupedSpec, side: str) -> tuple[Tensor, Tensor, Tensor]:
-    """What a change does to the rows of a projection: which row is taken for each, its sign and its factor.
+    """The effect of a change on the rows of a projection: which row is taken for each, its sign and its factor.
 
     Args:
-        change: of the layer.
-        layer: its spec.
+        change: the change of the layer.
+        layer: the layer's spec.
         side: ``q`` or ``k``.
 
     Returns:
-        Tensors ``[heads, D]``: channels and signs, int64, and positive factors, float64.
+        The channels and signs, int64, and positive factors, float64, each ``[heads, D]``.
     """
     groups = channels(layer)
     heads = layer.num_heads if side == "q" else layer.num_kv_heads
@@ -105,13 +107,13 @@ def row_plan(change: Change, layer: GroupedSpec, side: str) -> tuple[Tensor, Ten
 
 
 def by_head(changes: Sequence[Change], losses: Tensor, layer: GroupedSpec) -> Change:
-    """The change that has for each key–value head what the one of several has that loses least there.
+    """The change that takes for each key–value head the one of several changes that loses least there.
 
     Args:
-        changes: of one layer.
-        losses: logarithms of what each loses at each head, ``[changes, K]``; nothing is worse than NaN. Heads with a
-            norm of their own weights get one change together, by the mean.
-        layer: its spec.
+        changes: several changes of one layer.
+        losses: the logarithms of what each change loses at each head, ``[changes, K]``; nothing is worse than NaN.
+            Heads with a norm of their own weights get one change together, by the mean.
+        layer: the layer's spec.
     """
     if layer.qk_norm == "head":
         losses = losses.mean(-1, keepdim=True).expand_as(losses)
@@ -129,10 +131,10 @@ def by_head(changes: Sequence[Change], losses: Tensor, layer: GroupedSpec) -> Ch
 
 
 def powers(exponents: Tensor) -> Tensor:
-    """2 to the power of each, in float64; exact where they are whole.
+    """The powers of two with these exponents, in float64; exact where exponents are integers.
 
     Args:
-        exponents: of any shape.
+        exponents: the exponents, of any shape.
     """
     exponents = exponents.double()
     whole = exponents.floor()
@@ -143,9 +145,9 @@ def changed(state: Mapping[str, Tensor], change: Change, layer: GroupedSpec) -> 
     """A layer's attention with its queries and keys changed: weights and biases, or the weights of their norms.
 
     Args:
-        state: the attention under headwise's names, ``q_proj.weight`` ``[H·D, E]`` and so on.
-        change: of the layer.
-        layer: its spec.
+        state: the tensors of the attention under headwise's names, ``q_proj.weight`` ``[H·D, E]`` and so on.
+        change: the change of the layer.
+        layer: the layer's spec.
     """
     new = dict(state)
     if change.shift is not None:

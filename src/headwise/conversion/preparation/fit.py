@@ -5,7 +5,7 @@ scores lose is the mean square of the step times that of the queries' channels i
 steps follow from the mean square of a rotated head, the best factor of a pair has the fourth power Q/K, of the mean
 squares of its queries and keys. Real steps follow from the largest number of a block, so the sum itself is minimised:
 first over any factors by gradient descent, then over those that weights can have and quarter turns, one pair after
-another. Which turns are found depends on those at the start, so that several starts are made.
+another. Which turns are found depends on those at the start, so that the search starts several times.
 
 Numbers that have an exponent each, as 8-bit floats, lose nothing by their size but where they are too large or too
 small for their format. Then pairs are moved one after the other from no change on, and only those that gain by it.
@@ -27,11 +27,11 @@ from headwise.runtime.quantization.formats import EngineFormat
 
 STEPS = 100
 KEYS = 256
-"""Keys of a head that the steps of blocks are computed of. Of queries only second moments count, of all samples."""
+"""The number of keys of a head whose blocks' steps are computed. Of queries only second moments count, of all."""
 
 OFFSETS = (0.0, 0.25, 0.5, 0.75)
-"""What is added to the base-2 logarithms of factors before they are rounded: all factors of a head may be multiplied
-by one number, which changes no rounding of the cache, and leads to other powers of two."""
+"""The numbers that are added to the base-2 logarithms of factors before they are rounded: all factors of a head may
+be multiplied by one number, which changes no rounding of the cache, and leads to other powers of two."""
 
 _RATE = 0.07
 _SWEEPS = 4
@@ -55,14 +55,15 @@ def fit(
     For example ``fit(queries, keys, layer, [parse_format("llama.cpp:q4_0")]).exponents``.
 
     Args:
-        queries: ``[K, N, D]`` in float32, all queries of a key–value head together.
-        keys: ``[K, T, D]``.
-        layer: its spec; one with a norm of each query and key head gets one change for all heads, and no layer with
-            norms gets turns.
-        formats: at least one; of several, the product of their losses is minimised.
+        queries: the queries of a key–value head's query heads together, float32 ``[K, N, D]``.
+        keys: the keys, ``[K, T, D]``.
+        layer: the layer's spec; one with a norm of each query and key head gets one change for all heads, and no
+            layer with norms gets turns.
+        formats: the formats of the cache, at least one; of several, the product of their losses is minimised.
         turns: whether pairs may be turned, and channels negated.
-        grain: the factors between a number and its double.
-        starts: to search from, where channels share steps; the first ones have no turns, and the others random ones.
+        grain: the number of factors from one power of two to the next that weights can be multiplied by.
+        starts: the number of starts of the search, where channels share steps; the first ones have no turns, and the
+            others random ones.
     """
     problem = Problem(queries, keys, layer, formats, turns=turns, grain=grain)
     size = problem.heads, len(problem.groups)
@@ -81,14 +82,14 @@ def fit(
 def where_it_helps(
     change: Change, queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat]
 ) -> Change:
-    """The change of the heads in which formats lose less by it, and none of the others.
+    """The change at the heads in which formats lose less by it, and no change at the others.
 
     Args:
-        change: that weights have room for.
-        queries: all samples; see `fit`.
-        keys: all samples.
-        layer: its spec.
-        formats: see `fit`.
+        change: a change that fits in the range of the weights.
+        queries: the queries of all samples, ``[K, N, D]``; see `fit`.
+        keys: the keys of all samples, ``[K, T, D]``.
+        layer: the layer's spec.
+        formats: the formats of the cache; see `fit`.
     """
     before = torch.stack([score_loss(queries, keys, code).log() for code in formats]).sum(0)
     gain = before - losses_after(change, queries, keys, layer, formats)
@@ -107,12 +108,12 @@ def losses_after(
 
 
 def score_loss(queries: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:
-    """What scores lose by rounding keys, ``[K]``, but for a factor that depends on the format alone.
+    """The loss of scores by rounding keys, ``[K]``, but for a factor that depends on the format alone.
 
     Args:
-        queries: ``[K, N, D]``.
-        keys: ``[K, T, D]``.
-        code: the format.
+        queries: the queries, ``[K, N, D]``.
+        keys: the keys, ``[K, T, D]``.
+        code: the format of the cache.
     """
     block = code.keys.block(queries.shape[-1])
     weights = torch.unflatten(code.keys.turned(queries).square().mean(-2), -1, (-1, block)).sum(-1)  # [K, b]
@@ -157,8 +158,8 @@ class Problem:
         """The loss of each format, ``[…, K]``.
 
         Args:
-            moments: of queries, ``[…, K, D, D]``.
-            seen: keys as each format sees them, ``[…, K, T, D]``.
+            moments: the second moments of queries, ``[…, K, D, D]``.
+            seen: the keys as each format sees them, ``[…, K, T, D]``.
         """
         return [
             code.keys.loss(keys, torch.einsum("...de,bde->...b", moments, blocks))
@@ -171,7 +172,7 @@ class Problem:
         return total.mean(-1, keepdim=True) if self.heads == 1 else total
 
     def wide(self, of_groups: Tensor) -> Tensor:
-        """Numbers of groups ``[heads, G]`` for each channel, ``[heads, D]``."""
+        """Numbers of groups ``[heads, G]``, repeated for each channel: ``[heads, D]``."""
         wide = torch.ones(len(of_groups), self.keys.shape[-1])
         for column in (0, 1):
             wide = wide.index_copy(-1, self.groups[:, column], of_groups)
@@ -183,11 +184,11 @@ class Problem:
         return of_channels[:, first] + torch.where(first == second, 0.0, of_channels[:, second])
 
     def scaled(self, factors: Tensor, keys: Tensor | None = None) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Moments of queries, keys as the formats see them, and keys, all times factors of groups.
+        """Second moments of queries, keys as the formats see them, and keys, all times factors of groups.
 
         Args:
-            factors: ``[heads, G]``.
-            keys: ``[K, T, D]``, in place of the problem's own.
+            factors: the factors of the groups, ``[heads, G]``.
+            keys: the keys ``[K, T, D]``, in place of the problem's own.
         """
         wide = self.wide(factors)
         keys = (self.keys if keys is None else keys) * wide[:, None]
@@ -202,6 +203,7 @@ class Problem:
             by_group = [part.mean(0, keepdim=True) for part in by_group]
         Q, K = (part.clamp_min(1e-12 * float(part.max()) + 1e-30) for part in by_group)
         best = (Q / K).log2() / 4
+        # A factor that all groups share changes no score: the search starts without it.
         best = best - best.mean(-1, keepdim=True)
         least = torch.full((self.heads,), torch.inf)
         logarithms = best.clone().requires_grad_()
@@ -232,6 +234,7 @@ class Problem:
         seen = [keys @ matrix for matrix in self.maps]
         least = self._losses(moments, seen)
         every = torch.arange(len(keys))
+        # The first move changes nothing; ``least`` stands for it.
         moves = [(move, turn) for turn in range(4) for move in (0.0, step, -step)]
         for _ in range(sweeps):
             before = least
@@ -263,7 +266,7 @@ class Problem:
         return torch.multinomial(self.turns.float(), self.heads, True, generator=generator).T
 
     def _change(self, exponents: Tensor, turns: Tensor) -> Change:
-        """The change of all heads, of what those have that are changed by themselves, ``[heads, G]``."""
+        """The change of all heads, from exponents and turns ``[heads, G]`` of those that change by themselves."""
         every = len(self.keys), -1
         return Change(exponents.expand(every).clone(), turns.expand(every).clone())
 
@@ -275,7 +278,7 @@ def _moved(pair: Tensor, move: float, turn: int) -> Tensor:
 
 
 def _moved_rows(moments: Tensor, pair: list[int], move: float, turn: int) -> Tensor:
-    """Second moments ``[K, D, D]`` after the same of one group's channels."""
+    """Second moments ``[K, D, D]`` after the same move of one group's channels."""
     moved = moments.clone()
     moved[..., pair] = _moved(moved[..., pair], move, turn)
     moved[:, pair] = _moved(moved[:, pair].mT, move, turn).mT

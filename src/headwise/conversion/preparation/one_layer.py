@@ -32,16 +32,16 @@ from headwise.runtime.quantization.formats import EngineFormat
 
 _DRAWN = 4096
 _EVERY = 4
-"""One query in so many is looked at."""
+"""One query in so many is drawn from."""
 
 
 def drawn(projected: Projected, state: Mapping[str, Tensor], shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Draw rotated queries ``[K, N, D]`` of all heads that share a key–value head together, and keys ``[K, N, D]``.
 
     Args:
-        projected: the layer's queries, keys and values.
-        state: its attention under headwise's names.
-        shift: added to the keys before they are rotated, ``[K, D]``.
+        projected: the layer's queries, keys and values before RoPE.
+        state: the tensors of its attention under headwise's names.
+        shift: the numbers that are added to the keys before they are rotated, ``[K, D]``.
     """
     layer, positions = projected.layer, projected.positions
     W, generator = len(positions), torch.Generator().manual_seed(0)
@@ -82,15 +82,15 @@ def _distances(values: Tensor, outputs: Tensor, metric: Tensor) -> Tensor:
 
 
 QUERIES = 64
-"""Queries of each window whose output is compared, evenly spread."""
+"""The number of queries of each window whose output is compared, evenly spread."""
 
 
 class Output:
-    """The output of a layer's attention, and how far changes take it off.
+    """The output of a layer's attention, and the errors that changes cause in it.
 
     Args:
-        projected: its queries, keys and values before they are rotated.
-        state: its attention under headwise's names.
+        projected: the layer's queries, keys and values before they are rotated.
+        state: the tensors of its attention under headwise's names.
 
     Attributes:
         size: the mean square of the output of each key–value head's query heads, ``[K]``.
@@ -113,8 +113,8 @@ class Output:
         """The mean square error of the output of each key–value head's query heads, ``[K]``.
 
         Args:
-            change: of the layer.
-            code: the format of the cache; a full one when None.
+            change: the change of the layer.
+            code: the format of the cache; None for a full cache.
         """
         layer, keys, queries = self._projected.layer, self._keys, self._queries
         if change.shift is not None:
@@ -135,13 +135,13 @@ class Output:
 
 
 def best_of(changes: Sequence[Change], output: Output, layer: GroupedSpec, formats: Sequence[EngineFormat]) -> Change:
-    """For each key–value head, the change by which the output of its query heads is off least.
+    """The change that, for each key–value head, has the least error of the output of its query heads.
 
     Args:
-        changes: to choose from, of which heads with a norm of their own weights get one together.
-        output: of the layer's attention.
+        changes: the changes to choose from; heads with a norm of their own weights get one of them together.
+        output: the output of the layer's attention.
         layer: the layer's spec.
-        formats: that the cache has; of several, the product of the errors is compared.
+        formats: the formats of the cache; of several, the product of the errors is compared.
     """
     errors = torch.stack([_errors(change, output, formats) for change in changes])  # [C, K]
     return by_head(changes, errors, layer)
@@ -158,8 +158,8 @@ def output_weight(state: Mapping[str, Tensor], layer: GroupedSpec) -> Tensor:
     """The output projection ``[E, H·V]``; the identity where there is none.
 
     Args:
-        state: the attention under headwise's names.
-        layer: its spec.
+        state: the tensors of the attention under headwise's names.
+        layer: the layer's spec.
     """
     if (weight := state.get("o_proj.weight")) is not None:
         return weight.float()
@@ -170,7 +170,7 @@ Samples = tuple[Tensor, Tensor]
 """Queries ``[K, N, D]`` and keys ``[K, T, D]``."""
 
 _STARTS = 24
-"""Starts of the search on a text."""
+"""The number of starts of the search on a text."""
 
 
 def best_change(
@@ -186,17 +186,18 @@ def best_change(
     """Find the change under which the layer's attention loses least.
 
     Args:
-        projected: the layer's queries, keys and values.
-        state: its attention under headwise's names.
-        formats: that its cache has; without any, nothing is changed.
-        room: of its weights.
+        projected: the layer's queries, keys and values before RoPE.
+        state: the tensors of its attention under headwise's names.
+        formats: the formats of its cache; without any, nothing is changed.
+        room: the exponents that the layer's stored weights can take.
         shifts: whether the bias of keys may be shifted, which is not exact.
-        longest: the most tokens of a text.
+        longest: the number of tokens of the longest text.
         on_text: whether the projected inputs are those of a text, so that attention's weights mean something.
 
     Returns:
-        The change; what scores lose by each format after it, over what they lost before, by its spelling; and how far
-        the attention's output is off with a full cache, over its size (root mean squares), 0 without a shift.
+        The change; for each format, by its spelling, the ratio of what scores lose after the change to what they lost
+        before; and the error of the attention's output with a full cache over the output's size (root mean squares),
+        0 without a shift.
     """
     layer, starts = projected.layer, _STARTS if on_text else len(OFFSETS)
     tried = [Change.none(layer)]
@@ -206,6 +207,7 @@ def best_change(
         moved = None
         if shifts and why_no_shift(layer) is None:
             moved = shift(projected, formats, longest=longest)
+        # Fitted on the samples that matter, but chosen below by the attention's own output.
         samples = drawn(projected, state, moved) if on_text else _samples(projected, moved)
         wanted = fit(*samples, layer, formats, turns=room.turns, grain=room.grain, starts=starts)
         fitted = where_it_helps(within(wanted, layer, room), *samples, layer, formats)
@@ -220,13 +222,13 @@ def best_change(
 
 
 def _loss(before: Samples, after: Samples, change: Change, layer: GroupedSpec, code: EngineFormat) -> float:
-    """What scores lose after a change, over what they lost before it: the geometric mean over heads."""
+    """The ratio of what scores lose after a change to what they lost before: the geometric mean over heads."""
     queries, keys = (change.applied(states, layer, side) for side, states in zip("qk", after, strict=True))
     return float((score_loss(queries, keys, code) / score_loss(*before, code)).log().mean().exp())
 
 
 def _samples(projected: Projected, shift: Tensor | None = None) -> Samples:
-    """Rotated queries of all heads that share a key–value head together, ``[K, N, D]``, and keys ``[K, T, D]``."""
+    """Rotated queries ``[K, N, D]``, those of heads that share a key head together, and keys ``[K, T, D]``."""
     queries = projected.rotated("q", projected.positions)
     keys = projected.rotated("k", projected.positions, shift)
     return queries.reshape(len(keys), -1, keys.shape[-1]), keys.flatten(1, 2)

@@ -46,16 +46,16 @@ from headwise.serving.exports.gguf import export_gguf
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedLayer:
-    """What preparing did to one layer.
+    """The report of one prepared layer.
 
     Attributes:
-        layer: its number.
-        loss: what scores lose by each format's rounding afterwards, over what they lost before; by the format's
-            spelling. It is the geometric mean over the key–value heads. Formats that keep this layer's cache as it is
-            are left out.
-        cut: how many powers of two the layer's weights have too little room for, at most; 0 where all fit.
-        off: how far the attention's output is off with a full cache, over its size (root mean squares), because the
-            biases of its keys were shifted; 0 where they were not.
+        layer: the layer's number.
+        loss: the ratio of what scores lose by each format's rounding afterwards to what they lost before, by the
+            format's spelling. It is the geometric mean over the key–value heads. Formats that keep this layer's cache
+            as it is are left out.
+        cut: the number of powers of two that the range of the layer's weights is short of, at most; 0 where all fit.
+        off: the error of the attention's output with a full cache over the output's size (root mean squares), because
+            the biases of its keys were shifted; 0 where they were not.
     """
 
     layer: int
@@ -73,10 +73,10 @@ class Preparation:
         output: the file or folder that was written; of a split model the first of its files.
         cache: the formats that it was prepared for.
         calibrate: the texts that it was fitted on; none where the weights alone were.
-        layers: what was done to each layer.
-        proof: what was found out of the prepared model after it was written.
-        notes: what a user should know.
-        seconds: that it took, without the measurement on a text.
+        layers: the report of each layer.
+        proof: the measurements of the prepared model after it was written.
+        notes: notes for the user.
+        seconds: the seconds that it took, without the measurement on a text.
     """
 
     source: str
@@ -115,10 +115,10 @@ def prepare(
         source: a model folder, or a ``.gguf`` of any type for an engine that loads one.
         output: a ``.gguf`` for a ``.gguf``; for a folder either a folder or the ``.gguf`` that `export_gguf` makes.
         options: the keywords below as one object, in place of them.
-        progress: told of each layer.
+        progress: the callback that is told of each layer.
 
     Returns:
-        What was done.
+        The report of the preparation.
 
     Raises:
         ArgumentError: the output cannot be written, or a cache is none that a model can be prepared for.
@@ -231,15 +231,16 @@ def _fitted(
     options: PrepareOptions,
     progress: Progress,
 ) -> tuple[list[Change], list[PreparedLayer]]:
-    """The change of each layer, and what it does.
+    """The change of each layer, and what it achieves.
 
     Args:
         checkpoint: the source.
-        stored: its layers in the form that they are written in, whose types say how far weights can be scaled.
-        formats: that the model is prepared for.
-        texts: to fit on; none where the weights alone say what inputs are like.
-        options: of `prepare`.
-        progress: told of each layer.
+        stored: the source's layers in the form that they are written in, whose types say how far weights can be
+            scaled.
+        formats: the formats that the model is prepared for.
+        texts: the texts to fit on; none where inputs are modelled from the weights alone.
+        options: the options of `prepare`.
+        progress: the callback that is told of each layer.
     """
     spec = checkpoint.spec
     longest = options.context or spec.max_position_embeddings or POSITIONS
@@ -285,7 +286,7 @@ def read_formats(caches: str | Sequence[str]) -> list[EngineFormat]:
     For example ``read_formats("llama.cpp:q4_0")``.
 
     Raises:
-        ArgumentError: one is no format of an engine, or keeps keys as they are.
+        ArgumentError: a cache is no format of an engine, or keeps keys as they are.
     """
     formats = []
     for spelling in dict.fromkeys([caches] if isinstance(caches, str) else caches):
@@ -301,8 +302,8 @@ def check_layers(checkpoint: Checkpoint, formats: Sequence[EngineFormat], output
 
     Args:
         checkpoint: the model.
-        formats: that it is to be prepared for.
-        output: what is to be written.
+        formats: the formats that the model is to be prepared for.
+        output: the file or folder that is to be written.
 
     Raises:
         SpecError: a layer has no keys of heads, or shares them with another layer.
@@ -333,7 +334,7 @@ def check_biases(checkpoint: Checkpoint) -> None:
     """Refuse to refit a model none of whose layers has keys with a bias that can be shifted.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: the model has no such layer.
     """
     reasons = [why_no_shift(layer) for layer in checkpoint.spec.layers if isinstance(layer, GroupedSpec)]
     if None not in reasons:
@@ -356,7 +357,7 @@ def check_output(checkpoint: Checkpoint, output: Path, *, overwrite: bool) -> No
     """Refuse an output that cannot be written, or that would replace the source.
 
     Raises:
-        ArgumentError: it is of the wrong kind, exists, or is the source.
+        ArgumentError: the output is of the wrong kind, exists, or is the source.
     """
     is_file = isinstance(checkpoint, GgufCheckpoint)
     if is_file or output.suffix == ".gguf":

@@ -37,13 +37,13 @@ from headwise.serving.engines.in_engine import evaluate_windows_in_engine, is_in
 from headwise.serving.exports.gguf import export_gguf
 
 RANDOM_INPUTS = 16
-"""Random inputs of a layer."""
+"""The number of random inputs that a layer is given."""
 
 APART = 7
-"""Positions from one input to the next: neighbours alone would not see slow pairs turn."""
+"""The number of positions from one input to the next: neighbours alone would not see slow pairs turn."""
 
 ROUNDING = 2.0**-8
-"""What products may be off by, in parts of their size. Powers of two are exact but where float16 is too small for a
+"""The largest error of products, in parts of their size. Powers of two are exact but where float16 is too small for a
 scale, or 16 bits hold a shifted bias; a row in a wrong place, or a factor, is off by about as much as its size."""
 
 _TINY = 1e-300
@@ -58,18 +58,18 @@ def check_written(
     small it is beside others of its head.
 
     Args:
-        source: the model.
-        written: what was written, opened anew.
-        changes: of each layer; biases that they shift are shifted in the source first.
-        output: what the user knows the written model by.
-        progress: told of each layer.
+        source: the source model.
+        written: the model that was written, opened anew.
+        changes: the change of each layer; biases that it shifts are shifted in the source first.
+        output: the path by which the user knows the written model.
+        progress: the callback that is told of each layer.
 
     Returns:
-        The largest root mean square of a difference over that of the source's numbers, of all layers and heads; of
-        products over the lengths of the pairs of queries and keys, which may be nearly at right angles.
+        The largest ratio, over all layers and heads, of the root mean square of a difference to that of the source's
+        numbers; for products, to the lengths of the pairs of queries and keys, which may be nearly at right angles.
 
     Raises:
-        CheckpointError: it is beyond rounding.
+        CheckpointError: the ratio is beyond rounding.
     """
     generator = torch.Generator().manual_seed(1)
     largest = 0.0
@@ -95,11 +95,12 @@ def check_written(
 
 @dataclass(frozen=True, eq=False)
 class _Parts:
-    """What a layer's attention makes of inputs.
+    """The products and values that a layer's attention computes from some inputs.
 
     Attributes:
-        parts: each pair's part of the products of queries and keys, ``[H, T · T, G]``, and values ``[K, T, V]``.
-        sizes: of both, root mean squares over tokens, ``[H, G]`` and ``[K, V]``.
+        parts: the part of each group in the products of queries and keys, ``[H, T · T, G]``, and the values ``[K, T,
+            V]``, by ``products`` and ``values``.
+        sizes: the sizes of both, root mean squares over tokens, ``[H, G]`` and ``[K, V]``, by the same names.
     """
 
     parts: dict[str, Tensor]
@@ -126,7 +127,8 @@ class _Parts:
 
 
 TOKENS = 256
-"""Tokens of a text that log-probabilities are compared on; what is measured on fewer is said to tell little."""
+"""The number of tokens of a text that log-probabilities are compared on; what is measured on fewer is said to tell
+little."""
 
 SAME = 1e-3
 """Mean KL in float32, in nats a token, beyond which a model that should be its source is none. Rounding alone makes
@@ -137,13 +139,13 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far a prepared model's log-probabilities are from its source's, both with a full cache.
+    """The difference of a prepared model's log-probabilities from its source's, both with a full cache.
 
     Attributes:
-        dtype: that both were run in.
-        tokens: of the text.
+        dtype: the dtype that both were run in.
+        tokens: the number of tokens of the text.
         largest: the largest difference of a token's log-probability, over all of the vocabulary, in nats.
-        kl: mean KL(source ‖ prepared), in nats a token.
+        kl: the mean KL(source ‖ prepared), in nats a token.
     """
 
     dtype: str
@@ -154,14 +156,14 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What a model with a small cache loses, beside the source with a full one.
+    """The loss of a model with a small cache, beside the source with a full one.
 
     Attributes:
-        perplexity: on the text.
-        perplexity_ratio: over that of the source with a full cache.
-        kl: mean KL(source with a full cache ‖ model), in nats a token.
-        kl_999: its 99.9 % quantile, which the few tokens that lose most decide.
-        top1_agreement: fraction of positions where both rank the same token first.
+        perplexity: the model's perplexity on the text.
+        perplexity_ratio: the ratio of the perplexity to that of the source with a full cache.
+        kl: the mean KL(source with a full cache ‖ model), in nats a token.
+        kl_999: the 99.9 % quantile of this KL, which the few tokens that lose most decide.
+        top1_agreement: the fraction of positions where both rank the same token first.
     """
 
     perplexity: float
@@ -173,13 +175,13 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLoss:
-    """What a small cache loses of a model as it is, and prepared.
+    """The loss that a small cache causes in a model as it is, and prepared.
 
     Attributes:
         cache: the format.
-        engine: that ran both, with its version; None where the format was simulated.
-        before: of the source.
-        after: of the prepared model.
+        engine: the engine that ran both, with its version; None where the format was simulated.
+        before: the loss of the source.
+        after: the loss of the prepared model.
     """
 
     cache: str
@@ -190,17 +192,18 @@ class CacheLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What was found out of a prepared model after it was written.
+    """Measurements of a prepared model after it was written.
 
     Attributes:
-        products: how far products of queries and keys are off in any layer of what was written, over their size;
+        products: the largest error of products of queries and keys in any layer of what was written, over their size;
             beside those of the source with its biases shifted, where ``refit`` shifts them.
         text: the texts that the rest was measured on, joined by commas; None where none was named.
-        window: tokens in each window of them.
-        tokens: predictions that caches were scored on.
-        differences: in float32, and in the dtype of the weights where that is another; on the beginning of the text.
-        caches: what each format loses, simulated; and in its engine, where that is installed.
-        notes: what was not measured or on too little text, and why.
+        window: the number of tokens in each window of these texts; None without a text.
+        tokens: the number of predictions that caches were scored on; None without a text.
+        differences: the differences of log-probabilities on the beginning of the text: in float32, and in the dtype
+            of the weights where that is another.
+        caches: the loss that each format causes, simulated; and in its engine, where that is installed.
+        notes: notes on what was not measured, or on too little text, and why.
     """
 
     products: float
@@ -213,10 +216,10 @@ class Proof:
 
 
 def check_engines(formats: Sequence[EngineFormat], python: str | Path | None, *, is_measured: bool) -> None:
-    """Refuse an interpreter that is named for nothing.
+    """Refuse an engine's interpreter that the user names where it would not be used.
 
     Args:
-        formats: that the model is prepared for.
+        formats: the formats that the model is prepared for.
         python: the interpreter of an engine's environment; None where none is named.
         is_measured: whether there is a text.
 
@@ -251,17 +254,17 @@ def prove(
     """Measure a prepared model beside its source.
 
     Args:
-        source: the model, as the user named it.
-        output: the prepared one.
-        products: what `check_written` found.
-        evaluation_set: windows of text; nothing is measured without any.
-        formats: that the model was prepared for.
+        source: the source model, as the user named it.
+        output: the path of the prepared model.
+        products: the ratio that `check_written` returned.
+        evaluation_set: the windows of text to measure on; nothing is measured without any.
+        formats: the formats that the model was prepared for.
         python: the interpreter that has an engine; this process's own when None.
-        is_exact: whether it should compute what its source does.
-        progress: told of each window.
+        is_exact: whether the prepared model should compute what its source does.
+        progress: the callback that is told of each window.
 
     Raises:
-        CheckpointError: it should, and does not.
+        CheckpointError: the prepared model should compute what its source does, and does not.
     """
     if not evaluation_set:
         return Proof(products=products)
@@ -301,7 +304,7 @@ def prove(
 
 @contextmanager
 def _noting(notes: list[str], output: Path, where: str = "") -> Iterator[None]:
-    """Note an error of the block: none of them is to cost the user what is written."""
+    """Turn an error of the block into a note: no error is to cost the user what is written."""
     try:
         yield
     except KeyboardInterrupt as stopped:
@@ -313,7 +316,7 @@ def _noting(notes: list[str], output: Path, where: str = "") -> Iterator[None]:
 
 
 def _opened(source: str | Path, output: Path, dtype: str | None, progress: Progress) -> Pair:
-    """Both models; weights are read at their first use.
+    """Open both models as a pair, of which weights are read at their first use.
 
     Raises:
         StorageError: too little memory is free for them.
@@ -339,7 +342,7 @@ def _difference(pair: Pair, ids: Tensor) -> Difference:
 def _simulated(
     prepared: Pair, evaluation_set: EvaluationSet, formats: Sequence[EngineFormat], progress: Progress
 ) -> Iterator[CacheLoss]:
-    """What formats lose as headwise simulates them, both models in the wider of their dtypes."""
+    """The losses of formats as headwise simulates them, both models in the wider of their dtypes."""
     as_it_is = prepared.of_the_reference()
     for code in formats:
         before, after = (
@@ -358,7 +361,7 @@ def _in_its_engine(
     notes: list[str],
     progress: Progress,
 ) -> list[CacheLoss]:
-    """What a format loses in its engine; nothing where headwise runs none, or it is not installed."""
+    """The loss that a format causes in its engine; nothing where headwise runs none, or it is not installed."""
     if (engine := RUNNABLE.get(code.engine)) is None:
         return []
     if not is_installed(engine.module, str(python or sys.executable)):
@@ -367,6 +370,7 @@ def _in_its_engine(
         return []
     with ExitStack() as stack:
         original: str | Path = source
+        # Both models are measured in one form: a source folder becomes a .gguf for as long as that takes.
         if output.suffix == ".gguf" and not isinstance(open_checkpoint(source), GgufCheckpoint):
             place = tempfile.TemporaryDirectory(prefix=".headwise-partial-", dir=output.resolve().parent)
             original = Path(stack.enter_context(place)) / "source.gguf"

@@ -23,7 +23,7 @@ from headwise.runtime.attention.rope import RotaryEmbedding, rotate
 from headwise.runtime.hf import LayerwiseModel
 
 SAMPLES = 512
-"""Inputs of a layer that are tried."""
+"""The number of a layer's inputs that are tried."""
 
 POSITIONS = 4096
 """Random inputs stand at positions below this, or below the model's last."""
@@ -32,28 +32,28 @@ _EPS = 1e-6
 
 
 def random_inputs(norm: Tensor, *, generator: torch.Generator, embedding: Tensor | None = None) -> Tensor:
-    """Inputs of a layer's attention, ``[N, E]``, where no text is given.
+    """Random inputs of a layer's attention, ``[N, E]``, for where no text is given.
 
     Behind its norm a layer's input has a mean square of 1 times the norm's weights; its directions are taken as
     random. The first layer's inputs are known: the tokens' embeddings.
 
     Args:
         norm: the weights of the norm before the attention, ``[E]``.
-        generator: of random numbers.
-        embedding: rows of the embedding to take in the place of random directions, ``[N, E]``.
+        generator: the generator of random numbers.
+        embedding: the rows of the embedding to take in the place of random directions, ``[N, E]``.
     """
     rows = torch.randn(SAMPLES, len(norm), generator=generator) if embedding is None else embedding
     return rows / (rows.square().mean(-1, keepdim=True) + _EPS).sqrt() * norm
 
 
 def common_tokens(vocabulary: int, *, generator: torch.Generator) -> Tensor:
-    """Token ids ``[N]``, as often as texts have them: the share of token n falls with 1 / n (Zipf's law).
+    """Random token ids ``[N]``, as often as texts have them: the share of token n falls with 1 / n (Zipf's law).
 
     Tokenizers number tokens about in the order of how often they occur.
 
     Args:
-        vocabulary: the number of tokens.
-        generator: of random numbers.
+        vocabulary: the number of tokens in the vocabulary.
+        generator: the generator of random numbers.
     """
     drawn = torch.rand(SAMPLES, generator=generator) * torch.log(torch.tensor(float(vocabulary)))
     return drawn.exp().long().clamp(0, vocabulary - 1)
@@ -64,12 +64,12 @@ class Projected:
     """Queries, keys and values of a layer, before RoPE turns them by their positions.
 
     Attributes:
-        layer: its spec.
-        queries: ``[H, B, W, D]``.
-        keys: ``[K, B, W, D]``.
-        values: ``[K, B, W, V]``.
-        positions: of a window's tokens, ``[W]``.
-        bias: of the projection of keys, ``[K · D]``; None where it has none.
+        layer: the layer's spec.
+        queries: the queries, ``[H, B, W, D]``.
+        keys: the keys, ``[K, B, W, D]``.
+        values: the values, ``[K, B, W, V]``.
+        positions: the positions of a window's tokens, ``[W]``.
+        bias: the bias of the projection of keys, ``[K · D]``; None where it has none.
     """
 
     layer: GroupedSpec
@@ -81,7 +81,7 @@ class Projected:
 
     @property
     def scale(self) -> float:
-        """What multiplies products of queries and keys."""
+        """The factor that multiplies products of queries and keys."""
         own = self.layer.softmax_scale
         return self.layer.head_dim**-0.5 if own is None else own
 
@@ -89,9 +89,9 @@ class Projected:
         """Queries (``q``) or keys (``k``) as they are multiplied, at positions ``[W]``.
 
         Args:
-            side: which.
-            positions: of a window's tokens.
-            shift: added to keys before that, ``[K, D]``.
+            side: the side, ``q`` or ``k``.
+            positions: the positions of a window's tokens, ``[W]``.
+            shift: the numbers that are added to keys before that, ``[K, D]``.
         """
         states = self.queries if side == "q" else self.keys
         return self.turned(states if shift is None else states + shift[:, None, None], positions)
@@ -101,11 +101,11 @@ class Projected:
         return self.turning(positions)(states)
 
     def turning(self, positions: Tensor, *, backwards: bool = False) -> Callable[[Tensor], Tensor]:
-        """What turns states ``[…, W, D]`` of four dimensions as RoPE does, or as its transpose does.
+        """The function that turns states ``[…, W, D]`` of four dimensions as RoPE does, or as its transpose does.
 
         Args:
-            positions: of the tokens, ``[W]``.
-            backwards: the transpose.
+            positions: the positions of the tokens, ``[W]``.
+            backwards: whether the function is the transpose.
         """
         if (rope := self.layer.rope) is None:
             return lambda states: states
@@ -119,11 +119,11 @@ def projected(
     """Queries, keys and values of inputs, in the dtype of these.
 
     Args:
-        state: the layer's attention under headwise's names.
-        layer: its spec.
-        inputs: ``[B, W, E]``, behind the norm before the attention.
-        positions: of a window's tokens, ``[W]``.
-        eps: of the norms of queries and keys.
+        state: the tensors of the layer's attention under headwise's names.
+        layer: the layer's spec.
+        inputs: the inputs, ``[B, W, E]``, behind the norm before the attention.
+        positions: the positions of a window's tokens, ``[W]``.
+        eps: the epsilon of the norms of queries and keys.
     """
 
     def taken(name: str) -> Tensor | None:
@@ -152,8 +152,8 @@ def layer_inputs(checkpoint: Checkpoint, texts: CalibrationTexts) -> Iterator[In
     """Yield the inputs of each layer in turn.
 
     Args:
-        checkpoint: the model.
-        texts: to run it on; without any, its weights alone say what inputs are like.
+        checkpoint: the model whose layers' inputs are wanted.
+        texts: the texts to run the model on; without any, inputs are modelled from its weights alone.
 
     Raises:
         ArgumentError: without a text, the model's family has no single norm before the attention; or the text is too

@@ -25,15 +25,15 @@ from headwise.runtime.quantization.formats import EngineFormat
 
 STEPS = 300
 CAREFUL = 4.0
-"""How many times more an error that the shift makes counts than one that rounding makes: it is the same for all
+"""The weight of an error that the shift makes, beside one that rounding makes: it is the same for all
 tokens, so that it adds up where random ones do not, and it is there with a full cache as well."""
 
 _QUERIES = 48
-"""Queries of a head that attention's weights are computed for, over all windows."""
+"""The number of queries of a head that attention's weights are computed for, over all windows."""
 
 _RATE = 0.05
 _FLOOR = 0.3
-"""Bias of a pair, in keys' own units, below which steps of the descent do not become smaller."""
+"""The bias of a pair, in keys' own units, below which steps of the descent do not become smaller."""
 
 
 def why_no_shift(layer: GroupedSpec) -> str | None:
@@ -51,9 +51,10 @@ def shift(projected: Projected, formats: Sequence[EngineFormat], *, longest: int
     """Find what to add to the bias of a layer's keys, ``[K, D]``.
 
     Args:
-        projected: its queries and keys before they are rotated, of a layer of which `why_no_shift` says nothing.
-        formats: of the cache; of several, the product of what they lose is minimised.
-        longest: the most tokens of a text.
+        projected: the layer's queries and keys before they are rotated; `why_no_shift` must have no objection to the
+            layer.
+        formats: the formats of the cache; of several, the product of what they lose is minimised.
+        longest: the number of tokens of the longest text.
     """
     layer, metric = projected.layer, seen_by_attention(projected, longest)
     K, D = layer.num_kv_heads, layer.head_dim
@@ -103,8 +104,8 @@ def seen_by_attention(projected: Projected, longest: int) -> Tensor:
     stretched as well, up to the longest text, because slopes by distance grow with it.
 
     Args:
-        projected: queries and keys before they are rotated.
-        longest: the most tokens of a text.
+        projected: the queries and keys before they are rotated.
+        longest: the number of tokens of the longest text.
     """
     layer = projected.layer
     K, D = layer.num_kv_heads, layer.head_dim
@@ -135,7 +136,7 @@ def seen_by_attention(projected: Projected, longest: int) -> Tensor:
 
 
 def _stretched(positions: Tensor, layer: GroupedSpec, longest: int) -> list[Tensor]:
-    """The positions themselves, and two times stretched ones, up to the longest text or the layer's window."""
+    """The positions themselves, and stretched half-way and all the way to the longest text or the layer's window."""
     reach = longest if layer.sliding_window is None else min(longest, layer.sliding_window)
     most = max(1.0, reach / (int(positions.max()) + 1))
     return [(positions * most**part).long() for part in dict.fromkeys((0.0, 0.5, 1.0) if most > 1 else (0.0,))]

@@ -1,8 +1,8 @@
-"""Models as they are stored, changed in place: what weights have room for, folders, and GGUF files.
+"""Models as they are stored, changed in place: the range of exponents that weights can take, folders, and GGUF files.
 
-The room of stored weights is what they can be multiplied by before their type rounds or cuts them. A model is copied,
-and the queries and keys of its layers are written over in the copy: dtypes that headwise does not know, metadata and
-the division into files then stay as they are.
+`Room` holds the powers of two that stored weights can be multiplied by before their type rounds or cuts them. A model
+is copied, and the queries and keys of its layers are written over in the copy: dtypes that headwise does not know,
+metadata and the division into files then stay as they are.
 
 Shapes: H query heads, K key–value heads, G groups of channels, D head dim, R rows of a stored matrix.
 """
@@ -33,14 +33,14 @@ from headwise.models.specs import GroupedSpec, read_gguf_header
 from headwise.models.specs.gguf.types import TYPES, tensor_bytes
 
 FAR = 64
-"""Exponents beyond which no type is asked."""
+"""The largest absolute exponent that is looked for in any type."""
 
 _LARGEST = 65504.0
 _ROUNDED = 2.0**-11
 """The largest part of a row that may be lost by rounding its scales: what float16 rounds any number by."""
 
 _TRIED = 128
-"""Numbers of a row that are rounded to see what is lost."""
+"""The number of numbers of a row that are rounded to see what is lost."""
 
 _SHIFTS = sorted(range(-12, 13), key=abs)
 
@@ -50,13 +50,13 @@ Span = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 @dataclass(frozen=True, eq=False)
 class Room:
-    """What the stored queries and keys of a layer have room for.
+    """The exponents of two that the stored queries and keys of a layer can be multiplied by.
 
     Attributes:
         keys: the least and the largest base-2 exponent of each row of keys, int64 ``[K, D]``.
-        queries: those of queries, of all heads that share a key–value head together.
+        queries: the same of each row of queries, of all heads that share a key–value head together.
         turns: whether pairs may be turned by quarters, for which rows are negated.
-        grain: the factors between a number and its double: 1 where each but a power of two would round weights.
+        grain: the number of factors from one power of two to the next; 1 where any other factor would round weights.
     """
 
     keys: tuple[Tensor, Tensor]
@@ -69,7 +69,7 @@ def half_span(scales: npt.NDArray[np.float64]) -> Span:
     """The exponents that rows of float16 numbers can be multiplied by, as 2 to the power of them.
 
     Args:
-        scales: ``[rows, n]``: the numbers of each row, or the scales of its blocks.
+        scales: the numbers of each row, or the scales of its blocks, ``[rows, n]``.
     """
     largest = np.abs(scales).max(1)
     most = np.where(largest > 0, np.floor(np.log2(_LARGEST / np.maximum(largest, 1e-30))), FAR)
@@ -88,13 +88,15 @@ def half_span(scales: npt.NDArray[np.float64]) -> Span:
 
 
 def within(change: Change, layer: GroupedSpec, room: Room) -> Change:
-    """A change that the weights have room for: all exponents of a head shifted alike, which changes no rounding of
-    the cache, and those cut that are still too large.
+    """The change nearest to a wanted one whose exponents the weights can take.
+
+    All exponents of a head are shifted by one number, which changes no rounding of the cache, and those that are
+    still too large are cut.
 
     Args:
-        change: the wanted one.
-        layer: its spec.
-        room: of the layer's weights.
+        change: the wanted change.
+        layer: the layer's spec.
+        room: the exponents that the layer's weights can take.
     """
     first, second = channels(layer).T
     least = torch.maximum(room.keys[0], -room.queries[1])
@@ -153,11 +155,11 @@ class FolderLayers:
             raise CheckpointError("tensor", name, rule)
 
     def room(self, index: int, layer: GroupedSpec) -> Room:
-        """What a layer has room for; where scales are always positive, a row is negated in its codes.
+        """The exponents that a layer's weights can take; where scales must be positive, codes are negated.
 
         Args:
-            index: of the layer.
-            layer: its spec.
+            index: the layer's number.
+            layer: the layer's spec.
         """
         names = [name for side in "qk" for name in self._held(index, layer, side)]
         turns = all(rows.can_turn for name in names if (rows := self._rows(name)) is not None)
@@ -165,7 +167,7 @@ class FolderLayers:
         return Room(keys, queries, turns)
 
     def _span(self, index: int, layer: GroupedSpec, side: str) -> tuple[Tensor, Tensor]:
-        """The least and the largest exponent that each row of a side has room for, ``[K, D]``."""
+        """The least and the largest exponent that each row of a side can take, ``[K, D]`` each."""
         K, D = layer.num_kv_heads, layer.head_dim
         least, most = torch.full((K, D), -FAR), torch.full((K, D), FAR)
         for numbers in self._multiplied(index, layer, side).values():
@@ -190,14 +192,15 @@ class FolderLayers:
 
         Args:
             output: the folder to write.
-            changes: of each layer.
-            check: given the whole folder before it is moved into place; where it raises an error, nothing is left.
-            overwrite: replace a model folder there.
-            progress: told of each layer.
+            changes: the change of each layer.
+            check: the function that is given the complete folder before it is moved into place; where it raises an
+                error, nothing is left.
+            overwrite: whether a model folder that is there is replaced.
+            progress: the callback that is told of each layer.
 
         Raises:
             ArgumentError: the output is taken.
-            StorageError: it cannot be written.
+            StorageError: the output cannot be written.
         """
         source = self._checkpoint
         nbytes = sum(file.stat().st_size for file in source.read_files)
@@ -241,7 +244,7 @@ class FolderLayers:
         return new
 
     def _plan(self, index: int, layer: GroupedSpec, change: Change) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-        """What a change does to the rows of each stored matrix, as `row_plan` tells it of each side, ``[R]``."""
+        """The effect of a change on the rows of each stored matrix, ``[R]``, as `row_plan` gives it for each side."""
         family = self._checkpoint.family
         stored = {
             name: torch.arange(shape[0])[:, None]
@@ -263,7 +266,7 @@ class FolderLayers:
         return {name: (plans[0][name], plans[1][name], plans[2][name]) for name in plans[0]}
 
     def _multiplied(self, index: int, layer: GroupedSpec, side: str) -> State:
-        """What powers of two multiply of a side, under headwise's names: numbers of tensors, or scales of rows."""
+        """The tensors of a side that powers of two multiply, by headwise's names: numbers, or scales of rows."""
         names = self._held(index, layer, side)
         place = self._checkpoint.family.place(index)
         stored = {}
@@ -296,7 +299,7 @@ class FolderLayers:
 
 
 _WIDE = ("F64", "F32", "BF16")
-"""Types that have room for every exponent."""
+"""The types whose range holds every exponent."""
 
 
 class GgufLayers:
@@ -311,14 +314,14 @@ class GgufLayers:
         self._is_interleaved = checkpoint.family.gguf_interleaved
 
     def room(self, index: int, layer: GroupedSpec) -> Room:
-        """What a layer has room for, rows in transformers' order. Every type has signs, of its numbers or its scales.
+        """The exponents that a layer's weights can take, rows in transformers' order.
 
-        Rows of blocks are multiplied by powers of 2^¼, which round float16 scales by far less than codes are off; of
-        other types they would round weights.
+        Every type has signs, of its numbers or its scales. Rows of blocks are multiplied by powers of 2^¼, which
+        round float16 scales by far less than codes are off; of other types they would round weights.
 
         Args:
-            index: of the layer.
-            layer: its spec.
+            index: the layer's number.
+            layer: the layer's spec.
         """
         tensors = [self._header.tensors[name] for side in "qk" for name, _ in self._places(index, layer, side)]
         blocks = [TYPES[tensor.ggml_type][1] for tensor in tensors if len(tensor.shape) > 1]
@@ -326,7 +329,7 @@ class GgufLayers:
         return Room(keys, queries, grain=4 if min(blocks, default=1) > 1 else 1)
 
     def _span(self, index: int, layer: GroupedSpec, side: str) -> tuple[Tensor, Tensor]:
-        """The least and the largest exponent that each row of a side has room for, ``[K, D]``."""
+        """The least and the largest exponent that each row of a side can take, ``[K, D]`` each."""
         D = layer.head_dim
         heads = _stored_heads(layer, side)
         least, most = torch.full((heads, D), -FAR), torch.full((heads, D), FAR)
@@ -349,8 +352,8 @@ class GgufLayers:
         """Change the layers in copies of the model's files.
 
         Args:
-            changes: of each layer.
-            files: the copy of each file.
+            changes: the change of each layer.
+            files: the copy of each of the model's files, by the file.
 
         Raises:
             OSError: a copy cannot be written.
@@ -395,7 +398,7 @@ class GgufLayers:
         """The stored tensors of a side, and the first row of the side in each.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: the model has no such tensor.
         """
         prefix = f"blk.{index}.attn_"
         if layer.qk_norm:
@@ -417,7 +420,7 @@ class GgufLayers:
 
 
 def _stored_heads(layer: GroupedSpec, side: str) -> int:
-    """The heads that a side has numbers for: one where a norm of every head has the same weights."""
+    """The number of heads that a side has numbers for: one where a norm of every head has the same weights."""
     if layer.qk_norm == "head":
         return 1
     return layer.num_heads if side == "q" else layer.num_kv_heads

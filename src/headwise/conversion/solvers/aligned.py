@@ -50,8 +50,8 @@ def align(
             multiplies by.
         source: the layer's spec.
         target: the layer's spec with fewer key–value heads, a divisor of the source's.
-        statistics: means over a text; all inputs count alike when None.
-        sensitivity: ``[E, E]``, the cost of an error of the output; equal in every direction when None.
+        statistics: the means over a text; all inputs count equally when None.
+        sensitivity: the cost of an error of the output, ``[E, E]``; the same in every direction when None.
 
     Returns:
         The converted layer's tensors, float64.
@@ -105,11 +105,11 @@ class _Heads:
     Attributes:
         source: the layer's spec.
         biased: whether the last input is a constant 1, for the biases.
-        queries: ``[K, s, D, E']``.
-        outputs: ``[K, s, E, V]``, each query head's columns of the output projection.
+        queries: the rows of each query head, ``[K, s, D, E']``.
+        outputs: each query head's columns of the output projection, ``[K, s, E, V]``.
         keys: the keys in parts that merge differently: rotated dims and the others, or heads with a norm.
-        values: the values.
-        mean: ``[E']``, the mean of the inputs.
+        values: the values, all of which can be mixed freely.
+        mean: the mean of the inputs, ``[E']``.
     """
 
     source: GroupedSpec
@@ -121,7 +121,7 @@ class _Heads:
     mean: Tensor
 
     def merge(self, group: Group) -> dict[str, Tensor]:
-        """The rows of one merged group.
+        """Merge one group, and return its rows.
 
         Returns:
             ``q_proj`` ``[g, s, D, E']``, ``k_proj`` ``[D, E']``, ``v_proj`` ``[V, E']``, ``o_proj`` ``[g, s, E, V]``,

@@ -31,7 +31,7 @@ def own_device(name: str | None) -> torch.device:
     """The device of a name, to solve layers on; see `as_device`.
 
     Args:
-        name: such as ``cuda``; the CPU when None.
+        name: the name of the device, such as ``cuda``; the CPU when None.
 
     Raises:
         ArgumentError: torch has no such device on this machine, or it is neither a CPU nor a CUDA GPU.
@@ -57,7 +57,7 @@ def to_device(tensor: Tensor) -> Tensor:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most memory of a GPU that tensors of this process have had since `reset_peak`; None for the CPU."""
+    """The most bytes of a GPU that tensors of this process have had since `reset_peak`; None for the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
@@ -97,9 +97,9 @@ def is_quick(device: torch.device) -> bool:
 def quick_products() -> torch.autocast:
     """A context in which float32 matrix products are computed in bfloat16: on a GPU, and on a CPU where `QUICK`.
 
-    For gradients, whose direction is what counts, and for a text's hidden states, whose rounding is far below what a
-    conversion loses. Statistics, refits and what decides between solutions are computed outside of it, in
-    float32 and float64.
+    It serves gradients, whose direction is what counts, and a text's hidden states, whose rounding is far below what
+    a conversion loses. Statistics, refits and what decides between solutions are computed outside of it, in float32
+    and float64.
     """
     device = torch.get_default_device()
     return torch.autocast("cuda" if device.type == "cuda" else "cpu", torch.bfloat16, enabled=is_quick(device))

@@ -28,9 +28,10 @@ class Part(NamedTuple):
     """One map to decode, with the cost ``E[δᵀ M δ]`` of an error δ of its outputs.
 
     Attributes:
-        rows: ``[n, E']``, the map W.
-        metric: M, positive semidefinite: ``[n, n]``, or the blocks on its diagonal, ``[g, n/g, n/g]``.
-        moments: ``[E', E']``, S, the second moments of the inputs, weighted as they count for this map.
+        rows: the map W, ``[n, E']``.
+        metric: the cost M of an error, positive semidefinite: ``[n, n]``, or the blocks on its diagonal, ``[g, n/g,
+            n/g]``.
+        moments: the second moments S of the inputs, weighted as they count for this map, ``[E', E']``.
     """
 
     rows: Tensor
@@ -39,7 +40,7 @@ class Part(NamedTuple):
 
 
 def weighted(metric: Tensor, rows: Tensor) -> Tensor:
-    """``M W`` ``[n, E']``, for a part's metric, or a factor of it, and rows."""
+    """The product ``M W`` ``[n, E']`` of a part's metric, or a factor of it, and rows."""
     blocks = metric.reshape(-1, *metric.shape[-2:])
     return (blocks @ rows.view(*blocks.shape[:2], -1)).view_as(rows)
 
@@ -54,8 +55,8 @@ def joint_latent(parts: list[Part], rank: int) -> tuple[Tensor, list[Tensor]]:
     For example ``joint_latent([Part(w_v, value_metric, moments)], 64)`` is a value latent of 64 channels.
 
     Args:
-        parts: one or two maps.
-        rank: R; where all rows fit in it they are returned as they are.
+        parts: the one or two maps to decode.
+        rank: the rank R of the latent; where all rows fit in it they are returned as they are.
 
     Returns:
         ``down`` ``[R, E']``, and an ``up`` ``[n, R]`` for each part.
@@ -75,7 +76,7 @@ def joint_latent(parts: list[Part], rank: int) -> tuple[Tensor, list[Tensor]]:
     if leading is None:
         leading = _leading_by_inputs(parts, metrics, factor, rank)
     del metrics
-    # Channels are uncorrelated and of mean square 1, so that a cache of few bits rounds them all alike.
+    # Channels are uncorrelated and of mean square 1, so that a cache of few bits rounds all of them equally.
     down = torch.linalg.solve_triangular(factor, leading, upper=False, left=False)
     del factor, leading
     # Rounding would decide between a channel and its negative: the largest weight is made positive.

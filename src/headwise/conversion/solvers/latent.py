@@ -56,12 +56,12 @@ class LatentParts(NamedTuple):
     """A solution for one MLA layer.
 
     Attributes:
-        q_nope: ``[H·D, E']``, each head's query of the keys' content.
-        q_rope: ``[H, P, E']``, each head's query of the shared rotary key.
-        k_rope: ``[P, E']``, the shared rotary key.
-        down: ``[R, E']``, the projection to the latent.
-        key_up: ``[K·D, R]``, the decoder of each key head's content.
-        value_up: ``[K·V, R]``, the decoder of each value head.
+        q_nope: each head's query of the keys' content, ``[H·D, E']``.
+        q_rope: each head's query of the shared rotary key, ``[H, P, E']``.
+        k_rope: the shared rotary key, ``[P, E']``.
+        down: the projection to the latent, ``[R, E']``.
+        key_up: the decoder of each key head's content, ``[K·D, R]``.
+        value_up: the decoder of each value head, ``[K·V, R]``.
     """
 
     q_nope: Tensor
@@ -153,9 +153,9 @@ def convert_to_latent(
         state: the layer's tensors by its own names (``q_proj.weight`` …).
         source: the layer's spec.
         target: the MLA layer's spec, from `headwise.models.specs.as_latent`, and settings.
-        statistics: means over a text; when None, all inputs count alike and near tokens are attended to more.
-        sensitivity: ``[E, E]``, the cost of an error of the output; equal in every direction when None.
-        rotary: what `find_rotary` found, where several sizes are solved.
+        statistics: the means over a text; when None, all inputs count equally and near tokens are attended to more.
+        sensitivity: the cost of an error of the output, ``[E, E]``; the same in every direction when None.
+        rotary: the rotary part that `find_rotary` returned, where several sizes are solved.
 
     Returns:
         The MLA layer's tensors by its own names, float64, and the model frequency of each of its P/2 rotary pairs.
@@ -183,6 +183,7 @@ def convert_to_latent(
         values = Part(w_v, value_metric(state["o_proj.weight"], sensitivity, source), inputs)
         key_weight = target.key_weight
         if statistics is None:
+            # The costs of keys and values have a common unit on a text alone: here their ratio is fixed.
             key_cost = max(cost_without(Part(content, metric, key_moments)), NOTHING)
             key_weight = KEY_BALANCE * cost_without(values) / key_cost
         parts = [Part(content, metric * key_weight, key_moments), values]
@@ -205,10 +206,10 @@ class Rotary(NamedTuple):
     """The rotary part of a layer's queries and keys.
 
     Attributes:
-        queries: ``[H, F, E']`` complex.
-        channels: the channels of its keys.
-        rotation: ``[H, F]`` complex, the mean rotation over the distances that are attended to.
-        lost: ``[F, K]``, the energy of each channel that the scores lose without its rotation.
+        queries: the rotated pairs of the query heads, ``[H, F, E']`` complex.
+        channels: the channels of the layer's keys.
+        rotation: the mean rotation over the distances that are attended to, ``[H, F]`` complex.
+        lost: the energy of each channel that the scores lose without its rotation, ``[F, K]``.
     """
 
     queries: Tensor
@@ -221,11 +222,11 @@ def rotary_channels(w_q: Tensor, w_k: Tensor, source: GroupedSpec, means: Statis
     """Find the rotary channels of a layer's keys, and the loss of dropping each one's rotation.
 
     Args:
-        w_q: ``[H·D, E']``, see `projections`.
-        w_k: ``[K·D, E']``.
+        w_q: the query projection, ``[H·D, E']``; see `projections`.
+        w_k: the key projection, ``[K·D, E']``.
         source: the layer's spec; it has RoPE.
-        means: statistics of a text, or `Statistics.nothing`.
-        mix: see `concentrate`.
+        means: the statistics of a text, or `Statistics.nothing`.
+        mix: whether heads are mixed; see `concentrate`.
     """
     assert source.rope is not None
     inputs, key_moments = (gram[: w_q.shape[1], : w_q.shape[1]] for gram in (means.inputs, means.keys))
@@ -251,11 +252,11 @@ class _Keys(NamedTuple):
     """A layer's keys, divided into the shared rotary key and content.
 
     Attributes:
-        kept: bool ``[F, K]``, the channels that keep their rotation.
-        back: ``[F, K, K]`` complex, see `Channels`.
-        rotation: see `Rotary`.
-        rotary: ``[P, E']``, the shared rotary key.
-        back_to_heads: ``[K·D, m]``, the map from content rows to each head's key; None where content rows are keys.
+        kept: the channels that keep their rotation, bool ``[F, K]``.
+        back: the map from channels back to the heads' pairs, ``[F, K, K]`` complex; see `Channels`.
+        rotation: the mean rotation, ``[H, F]`` complex; see `Rotary`.
+        rotary: the shared rotary key, ``[P, E']``.
+        back_to_heads: the map from content rows to each head's key, ``[K·D, m]``; None where content rows are keys.
     """
 
     kept: Tensor
@@ -351,9 +352,9 @@ def _join_plain(unrotated_up: Tensor, plain: int, K: int) -> Tensor:
     """The map from channels without rotation and plain dims back to each head's key: ``[K·D, 2C + n]``.
 
     Args:
-        unrotated_up: ``[K·D', 2C]``.
-        plain: n, the number of dims of all heads that never rotated; the map copies them.
-        K: key heads.
+        unrotated_up: the map from channels without rotation to each head's key, ``[K·D', 2C]``.
+        plain: the number n of dims of all heads that never rotated; the map copies them.
+        K: the number of key heads.
     """
     columns = unrotated_up.shape[1]
     unrotated = torch.nn.functional.pad(torch.unflatten(unrotated_up, 0, (K, -1)), (0, plain))  # [K, D', 2C + n]
@@ -375,10 +376,10 @@ def solve_sizes(
 
     Args:
         source: the layer, float32.
-        sizes: R and P of each solution.
+        sizes: the rank R and the rotary width P of each solution.
         target: the settings of every solution; its spec is of another size.
         statistics: the statistics of the layer's inputs.
-        sensitivity: ``[E, E]``, the cost of an error of its output.
+        sensitivity: the cost of an error of the layer's output, ``[E, E]``; the same in every direction when None.
 
     Returns:
         Each size with its solution, float64, from the widest rotary key and latent down.
@@ -413,7 +414,7 @@ def narrowed(layer: Layer, target: LatentSpec, statistics: Statistics) -> Layer:
     Args:
         layer: the layer, float64, whose latent channels are in order.
         target: the layer's spec with a smaller rank.
-        statistics: the statistics of its inputs.
+        statistics: the statistics of the layer's inputs.
     """
     spec, state = layer.spec, layer.state
     assert isinstance(spec, LatentSpec)

@@ -55,7 +55,7 @@ def rotation_tables(source: GroupedSpec, positions: Tensor) -> Rotation | None:
 
     Args:
         source: the layer's spec.
-        positions: ``[T]``, those of the tokens, rising.
+        positions: the positions of the tokens, ``[T]``, rising.
     """
     if source.rope is None:
         return None
@@ -82,11 +82,12 @@ def grouped_heads(
     Args:
         state: the layer's tensors; the weights of norms of queries and keys are the factors they multiply by.
         spec: the layer's spec.
-        inputs: ``[T, E]``.
-        rows: ``[S]``, the positions of the queries.
+        inputs: the inputs of the layer's attention, ``[T, E]``.
+        rows: the positions of the queries, ``[S]``.
         rotation: the model's rotary tables.
         norm_eps: the epsilon of the norms of queries and keys.
-        code: rounds the keys before rotation and the values, those of the first tokens excepted.
+        code: the code that rounds the keys before rotation and the values, those of the first tokens excepted; None
+            to round nothing.
     """
     H, K = spec.num_heads, spec.num_kv_heads
     query, key, value = normed_heads(state, spec, inputs, rows, norm_eps, (H, K))  # [H, S, D], [K, T, D], [K, T, V]
@@ -113,12 +114,12 @@ def normed_heads(
     """Projected queries ``[H, S, D]``, keys ``[K, T, D]`` and values ``[K, T, V]``, with norms where there are any.
 
     Args:
-        state: see `grouped_heads`, as for ``inputs``, ``rows`` and ``norm_eps``.
-        spec: of the layer, for its kind of norm.
-        inputs: ``[T, E]``.
-        rows: ``[S]``.
+        state: the layer's tensors; see `grouped_heads`.
+        spec: the spec of the layer, for its kind of norm.
+        inputs: the inputs of the layer's attention, ``[T, E]``.
+        rows: the positions of the queries, ``[S]``.
         norm_eps: the epsilon of the norms.
-        heads: H and K.
+        heads: the numbers of query heads H and of key heads K.
     """
     H, K = heads
     query = _split(_project(state, "q_proj", inputs[rows]), H)
@@ -143,11 +144,11 @@ def latent_heads(
     Args:
         state: the layer's tensors, without a query latent.
         spec: the layer's spec; N is the width of its heads' content.
-        inputs: ``[T, E]``.
-        rows: ``[S]``, the positions of the queries.
+        inputs: the inputs of the layer's attention, ``[T, E]``.
+        rows: the positions of the queries, ``[S]``.
         rotation: the model's rotary tables, of which ``channels`` are taken.
         channels: the model frequency of each of the P/2 pairs.
-        code: rounds the cached values, those of the first tokens excepted.
+        code: the code that rounds the cached values, those of the first tokens excepted; None to round nothing.
         norm_eps: the epsilon of the norms of queries and keys.
     """
     H, R, N = spec.num_heads, spec.kv_lora_rank, spec.qk_nope_head_dim
@@ -218,8 +219,8 @@ class Layer:
 
     Attributes:
         spec: the layer's spec.
-        state: its tensors by its own names.
-        channels: the model frequency of each rotary pair (MLA).
+        state: the layer's tensors by its own names.
+        channels: the model frequency of each rotary pair of an MLA layer; empty for other layers.
         norm_eps: the epsilon of the norms of queries and keys, where there are any.
         code: the code of its cached values; None where they are not rounded.
     """
@@ -255,7 +256,7 @@ class Layer:
         """The inputs of the output projection at tokens that each begin a text, alone: ``[T, H·V]``.
 
         Args:
-            inputs: ``[T, E]``.
+            inputs: the inputs of the layer's attention, ``[T, E]``.
             rotation: the tables of any window of at least T tokens. Rotation changes no value.
         """
         # The first tokens of a text are not rounded.

@@ -36,9 +36,9 @@ class LinearHeads:
     """Heads that may be mixed freely.
 
     Attributes:
-        rows: ``[K, n, E']``, each head's projection.
-        metric: ``[K, n, n]``, the cost of an error of each head.
-        moments: ``[E', E']``, the second moments of the inputs.
+        rows: the projection of each head, ``[K, n, E']``.
+        metric: the cost of an error of each head, ``[K, n, n]``.
+        moments: the second moments of the inputs, ``[E', E']``.
     """
 
     rows: Tensor
@@ -103,11 +103,11 @@ class RotaryHeads:
     """The rotated pairs of key heads, and of their queries, as complex numbers.
 
     Attributes:
-        queries: ``[K, s, F, E']`` complex.
-        keys: ``[K, F, E']`` complex.
-        weight: ``[K, s]``, the cost of a squared error of each query head's scores.
-        inputs: ``[E', E']``, the second moments of the queries' inputs.
-        key_moments: ``[E', E']``, the second moments of the keys' inputs.
+        queries: the pairs of the query heads, ``[K, s, F, E']`` complex.
+        keys: the pairs of the key heads, ``[K, F, E']`` complex.
+        weight: the cost of a squared error of each query head's scores, ``[K, s]``.
+        inputs: the second moments of the queries' inputs, ``[E', E']``.
+        key_moments: the second moments of the keys' inputs, ``[E', E']``.
     """
 
     queries: Tensor
@@ -167,11 +167,11 @@ class NormedHeads:
     for a constant factor; the shared head's own norm corrects its size.
 
     Attributes:
-        rows: ``[K, D, E']``, each head's projection.
-        scale: ``[D]``, the norm's weights.
-        query_energy: ``[K, D]``, the cost of a squared error of each dim.
-        units: ``[D]``, a number for each dim; dims with one number change sign together.
-        moments: ``[E', E']``, the second moments of the inputs.
+        rows: the projection of each head, ``[K, D, E']``.
+        scale: the weights of the norm, ``[D]``.
+        query_energy: the cost of a squared error of each dim, ``[K, D]``.
+        units: a number for each dim, ``[D]``; dims with one number change sign together.
+        moments: the second moments of the inputs, ``[E', E']``.
     """
 
     rows: Tensor
@@ -254,7 +254,7 @@ def _normed_loss(gram: Tensor, weight: Tensor, shares: Tensor, signs: Tensor) ->
 
 
 def _or_one(square: Tensor) -> Tensor:
-    """A mean square to divide by; 1 in place of 0."""
+    """The mean square, to divide by; 1 in place of 0."""
     return torch.where(square > torch.finfo(square.dtype).tiny, square, torch.ones_like(square))
 
 
@@ -271,7 +271,8 @@ def _tail_sum(gram: Tensor, count: int) -> float:
 Group = tuple[int, ...]
 
 _LEAST_GAIN = 1e-9
-"""The least gain that counts, as a share of the whole loss: rounding must not change the order of the heads."""
+"""The least gain that counts, as a share of the loss of all groups: rounding must not change the order of the
+heads."""
 
 
 def group_heads(loss: Callable[[Group], float], heads: int, groups: int) -> list[Group]:
@@ -282,7 +283,7 @@ def group_heads(loss: Callable[[Group], float], heads: int, groups: int) -> list
     neighbours.
 
     Args:
-        loss: the loss of merging some heads, which it gets in rising order.
+        loss: the function that gives the loss of merging some heads, which it gets in rising order.
         heads: the number of heads.
         groups: the number of groups; divides ``heads``.
 

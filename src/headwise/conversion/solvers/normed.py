@@ -31,7 +31,7 @@ def seen_by_mla(layer: Layer) -> tuple[Layer, Callable[[Tensor], Tensor]]:
     Both are the layer itself and its inputs where it has no norms.
 
     Args:
-        layer: MHA, GQA or MQA, float32.
+        layer: the layer, MHA, GQA or MQA, float32.
     """
     if not is_normed(layer):
         return layer, lambda inputs: inputs
@@ -65,8 +65,8 @@ def with_norms(source: Layer, solved: Layer, target: LatentSpec) -> Layer:
     """The MLA layer with norms out of the solution of `of_heads`, float64.
 
     Args:
-        source: the layer with norms.
-        solved: the solution, which reads its queries, keys and values.
+        source: the source layer with norms.
+        solved: the solution, which reads the source's normed queries, normed keys and values.
         target: the converted layer's spec.
     """
     spec = source.spec

@@ -30,9 +30,9 @@ class OrthogonalChannels:
     """Channels ``y = M z`` of all key heads' rotated pairs.
 
     Attributes:
-        matrix: ``[C, K, F]``, M, real; orthogonal as ``[C, K·F]``.
-        kept: bool ``[C]``, whether each channel stays rotated.
-        frequency: ``[C]``, the model frequency that each channel rotates at if it stays rotated.
+        matrix: the real matrix M, ``[C, K, F]``; orthogonal as ``[C, K·F]``.
+        kept: whether each channel stays rotated, bool ``[C]``.
+        frequency: the model frequency that each channel rotates at if it stays rotated, ``[C]``.
     """
 
     matrix: Tensor
@@ -44,7 +44,7 @@ def refuse_partial_rotation(source: ModelSpec, method: str) -> None:
     """Refuse a model with a layer that does not rotate all of its heads' dims.
 
     Args:
-        source: the model.
+        source: the spec of the model.
         method: the method that cannot convert such a layer, for the message.
 
     Raises:
@@ -60,11 +60,11 @@ def share_out(score: Tensor, count: int) -> Tensor:
     """Select the ``count`` best scores, equally many from each row; a remainder goes to the best next scores.
 
     Args:
-        score: ``[rows, columns]``.
-        count: the number to select.
+        score: the scores, ``[rows, columns]``.
+        count: the number of scores to select.
 
     Returns:
-        bool, in the shape of ``score``.
+        Whether each score is selected, bool in the shape of ``score``.
     """
     place = score.argsort(dim=1, descending=True, stable=True).argsort(1).flatten()  # each score's place in its row
     order = score.flatten().argsort(descending=True, stable=True)
@@ -100,11 +100,11 @@ def latent_layer(
         source: the source layer's spec.
         target: the MLA layer's spec.
         channels: the channels of the keys, and which of them stay rotated.
-        gram: ``[E', E']``, the second moments of the PCA.
+        gram: the second moments of the inputs that the PCA is of, ``[E', E']``.
         balance: whether keys and values are scaled to one magnitude of their channels before the PCA.
 
     Returns:
-        Tensors by the MLA layer's names, and the model frequency of each rotary pair.
+        The tensors by the MLA layer's names, and the model frequency of each rotary pair.
     """
     assert source.rope is not None
     K, F = source.num_kv_heads, source.head_dim // 2

@@ -35,8 +35,8 @@ class Cost:
     """The cost of an error of a layer's output, in nats.
 
     Attributes:
-        metric: ``[E, E]``, the root of the sensitivity.
-        limit: the cost that one token's error approaches as it grows.
+        metric: the root of the sensitivity, ``[E, E]``.
+        limit: the cost in nats that one token's error approaches as it grows.
     """
 
     metric: Tensor
@@ -47,7 +47,7 @@ class Cost:
         return self.levelled(self.plain(error))
 
     def levelled(self, nats: Tensor) -> Tensor:
-        """`plain` costs, levelled off at the limit."""
+        """The `plain` costs, levelled off at the limit."""
         return nats / (1 + nats / self.limit)
 
     def weight(self, error: Tensor) -> Tensor:
@@ -67,9 +67,9 @@ class WeighedTokens(NamedTuple):
     """Tokens of a refit.
 
     Attributes:
-        inputs: ``[S, H·V]``, or with a bias one column more, which is 1.
-        weighted: these, each token's times its weight.
-        error: ``[S, E]``, of the output at the start.
+        inputs: the inputs of the output projection, ``[S, H·V]``, or with a bias one column more, which is 1.
+        weighted: the same inputs, each token's times its weight.
+        error: the error of the output at the start, ``[S, E]``.
     """
 
     inputs: Tensor
@@ -81,8 +81,8 @@ class OutputRefit:
     """Ridge regression of the wanted output on the heads' mixed values, starting from a given projection.
 
     Args:
-        weight: ``[E, H·V]``, the projection.
-        bias: ``[E]``, which is refitted too, or None.
+        weight: the projection, ``[E, H·V]``.
+        bias: the bias ``[E]``, which is refitted too, or None.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -96,16 +96,16 @@ class OutputRefit:
         """Weigh tokens by the cost of their error at the start; this may be done side by side.
 
         Args:
-            mixed: ``[S, H·V]``, the inputs of the output projection.
-            wanted: ``[S, E]``, the outputs that it should have.
-            cost: the cost of an error.
+            mixed: the inputs of the output projection, ``[S, H·V]``.
+            wanted: the outputs that it should have, ``[S, E]``.
+            cost: the cost of an error of the output.
         """
         inputs = torch.cat((mixed, mixed.new_ones(len(mixed), 1)), dim=1) if self.has_bias else mixed
         error = wanted - inputs @ self.start.float().mT  # [S, E]
         return WeighedTokens(inputs, inputs * cost.weight(error)[:, None], error)
 
     def add(self, tokens: WeighedTokens) -> None:
-        """Add tokens."""
+        """Add the tokens of a window to the sums that `solve` reads."""
         # Products of a window are float32, whose rounding is far below the ridge; their sums are float64.
         self.moments += tokens.weighted.mT @ tokens.inputs
         self.error += tokens.error.mT @ tokens.weighted
@@ -129,19 +129,20 @@ def refine(
 ) -> dict[str, Tensor]:
     """Lower the layer's own error by gradient descent on all its matrices: Adam, its rate falling linearly to 0.
 
-    The gradients of `WORKERS` steps are taken at one point, side by side, and then stepped along one after another:
-    whole steps keep two cores busier than operations that are divided between them.
+    The gradients of `WORKERS` steps are taken at one point, side by side, and then stepped along one after another: a
+    step for each core keeps two cores busier than operations that are divided between them.
 
     Args:
         state: the converted layer's tensors.
         cost: the cost of the layer's errors on a sample, a function of its tensors and the sample.
-        sample: draws the sample of a step.
+        sample: the function that draws the sample of a step.
         steps: the number of steps.
 
     Returns:
         The tensors after the last step, float32.
     """
     tensors = {name: tensor.detach().float().clone().requires_grad_() for name, tensor in state.items()}
+    # A step of Adam has the size of its rate, whatever the gradient: rates follow the size of each tensor's numbers.
     groups = [
         {"params": [tensor], "lr": RATE * float(tensor.detach().square().mean().sqrt())}
         for tensor in tensors.values()
@@ -157,6 +158,7 @@ def refine(
     with workers() as threads:
         for first in range(0, steps, WORKERS):
             together = range(first, min(first + WORKERS, steps))
+            # Samples are drawn in this thread, in order, so that every run draws the same ones.
             gradients = [*threads.map(gradient, (sample() for _ in together))]
             for step, own in zip(together, gradients, strict=True):
                 factor = min((step + 1) / warmup, 1.0) * (1 - step / steps)

@@ -29,9 +29,9 @@ class Channels:
     """Key channels ``y = M z`` at each frequency, in falling order of energy.
 
     Attributes:
-        keys: ``[F, K, E]`` complex, the projection from the inputs to each channel.
-        back: ``[F, K, K]`` complex, ``z = back y``; its conjugate goes into the queries.
-        energy: ``[F, K]``, the mean square of each channel, weighted by its queries' energy; falling along K.
+        keys: the projection from the inputs to each channel, ``[F, K, E]`` complex.
+        back: the map in ``z = back y``, ``[F, K, K]`` complex; its conjugate goes into the queries.
+        energy: the mean square of each channel, weighted by its queries' energy, ``[F, K]``; falling along K.
     """
 
     keys: Tensor
@@ -78,10 +78,11 @@ def concentrate(queries: Tensor, keys: Tensor, asked: Tensor, gram: Tensor, *, m
     heads of nine query heads by their weights alone.
 
     Args:
-        queries: ``[H, F, E]`` complex; only their number is used, H/K heads for each key head.
-        keys: ``[K, F, E]`` complex.
-        asked: ``[H, F]``, the energy of each query head at each frequency, times its weight.
-        gram: ``[E, E]``, the second moments E[x xᵀ] of the inputs; the identity without statistics.
+        queries: the rotated pairs of the query heads, ``[H, F, E]`` complex; only their number is used, H/K heads for
+            each key head.
+        keys: the rotated pairs of the key heads, ``[K, F, E]`` complex.
+        asked: the energy of each query head at each frequency, times its weight, ``[H, F]``.
+        gram: the second moments E[x xᵀ] of the inputs, ``[E, E]``; the identity without statistics.
         mix: whether heads are mixed; otherwise the heads' own pairs are the channels, ordered and scaled.
     """
     F, K = keys.shape[1], keys.shape[0]
@@ -91,7 +92,7 @@ def concentrate(queries: Tensor, keys: Tensor, asked: Tensor, gram: Tensor, *, m
     del product
     by_key = asked.view(K, len(queries) // K, F).sum(1).clamp_min(0).sqrt().transpose(0, 1)  # [F, K]
     # A head without query energy must stay invertible: its content then comes last and is not lost. If no head has
-    # any, all count alike.
+    # any, all count equally.
     largest = float(by_key.max())
     by_key = by_key.clamp_min(_FLOOR * largest) if largest > NOTHING else torch.ones_like(by_key)
     scale = by_key.to(keys.dtype)
@@ -112,7 +113,7 @@ def mean_rotation(frequencies: Sequence[float], distances: Tensor) -> Tensor:
 
     Args:
         frequencies: the F angles θ, in radians a token.
-        distances: ``[H, T]`` float64, the share of each distance 0 … T − 1; a distance of no share costs nothing.
+        distances: the share of each distance 0 … T − 1, float64 ``[H, T]``; a distance of no share costs nothing.
     """
     steps = torch.nonzero(distances.any(0))[:, 0]  # few, where windows have gaps
     distances, steps = distances[:, steps], steps.double()
@@ -124,9 +125,9 @@ def lost_rotation(channels: Channels, query_energy: Tensor, rotation: Tensor) ->
     """The loss of the scores if a channel's rotation is replaced by its mean: ``[F, K]``, in units of query energy.
 
     Args:
-        channels: from `concentrate`.
-        query_energy: ``[H, F]``, as `concentrate` got it.
-        rotation: ``[H, F]``, from `mean_rotation`.
+        channels: the channels that `concentrate` returned.
+        query_energy: the energy of each query head at each frequency, ``[H, F]``, as `concentrate` got it.
+        rotation: the mean rotation ``[H, F]`` that `mean_rotation` returned.
     """
     variance = query_energy * (1 - rotation.abs().square()).clamp_min(0)  # [H, F], of the rotation
     K = channels.energy.shape[1]
@@ -142,12 +143,12 @@ def keep_comb(energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
     For example ``keep_comb(channels.energy, lost, 16)`` keeps every frequency of the first 16, or every second of 32.
 
     Args:
-        energy: see `keep_rotation`, as for ``lost``.
-        lost: ``[F, K]``.
+        energy: the energy of each channel, ``[F, K]``.
+        lost: the loss of each channel without its rotation, ``[F, K]``, in the same units.
         pairs: the number of channels to choose, at most F.
 
     Returns:
-        bool ``[F, K]``, True for ``pairs`` channels.
+        Whether each channel is chosen, bool ``[F, K]``: True for ``pairs`` channels.
     """
     frequencies = len(energy)
     steps = range(1, (frequencies - 1) // max(pairs - 1, 1) + 1) if pairs > 1 else range(1, 2)
@@ -161,15 +162,15 @@ def keep_comb(energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
 def keep_rotation(energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
     """Choose the channels that keep their rotation: those that lose most without it, ties by energy, then by order.
 
-    For example ``keep_rotation(channels.energy, lost, 16)`` chooses 16 rotary pairs, a rotary key 32 wide.
+    For example ``keep_rotation(channels.energy, lost, 16)`` chooses 16 rotary pairs, a rotary key of 32 channels.
 
     Args:
-        energy: ``[F, K]``, the energy of each channel.
-        lost: ``[F, K]``, the loss of each channel without its rotation, in the same units.
+        energy: the energy of each channel, ``[F, K]``.
+        lost: the loss of each channel without its rotation, ``[F, K]``, in the same units.
         pairs: the number of channels to choose.
 
     Returns:
-        bool ``[F, K]``, True for ``pairs`` channels.
+        Whether each channel is chosen, bool ``[F, K]``: True for ``pairs`` channels.
     """
     # A little energy is added so that channels without any loss are ordered by it.
     score = (lost + torch.finfo(lost.dtype).eps * energy).flatten()

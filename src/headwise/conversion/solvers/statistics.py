@@ -33,14 +33,14 @@ def sampled_queries(heads: int) -> int:
 
 
 class WindowStatistics(NamedTuple):
-    """What one window adds to `Statistics`.
+    """The numbers that one window adds to `Statistics`.
 
     Attributes:
-        inputs: ``[T, E']``.
-        token_weight: ``[T]``, the weight of each token's key.
-        head_weight: ``[H]``, as in `Statistics`.
-        distances: ``[H, …]``, as in `Statistics`.
-        queries: the number of sampled queries.
+        inputs: the attention's inputs and a constant 1, ``[T, E']``.
+        token_weight: the weight of each token's key, ``[T]``.
+        head_weight: the sum of these weights for each head, ``[H]``; see `Statistics`.
+        distances: the sum of these weights by the distance from query to key, ``[H, …]``; see `Statistics`.
+        queries: the number of sampled queries in each head.
     """
 
     inputs: Tensor
@@ -57,9 +57,9 @@ class WindowStatistics(NamedTuple):
 
         Args:
             layer: the source's layer, float32.
-            inputs: ``[T, E]``, the attention's inputs.
-            metric: ``[H, V, V]``, see `output_metric`.
-            positions: ``[T]``, those of the window's tokens.
+            inputs: the attention's inputs, ``[T, E]``.
+            metric: the metric of each head's mixed values, ``[H, V, V]``; see `output_metric`.
+            positions: the positions of the window's tokens, ``[T]``.
             window: the window's number in the text; each window's sample has other queries.
             longest: the number of distances that are counted, more than the last position.
         """
@@ -92,11 +92,11 @@ class Statistics:
     """Sums over a text, or their means (`means`).
 
     Attributes:
-        inputs: ``[E', E']``, ``Σ x xᵀ``.
-        keys: ``[E', E']``, ``Σ w_s x_s x_sᵀ``, where w_s is the weight of token s: how much the output depends on the
-            scores of its key.
-        head_weight: ``[H]``, the sum of w for each head.
-        distances: ``[H, …]``, that sum by the distance from query to key, from 0 up.
+        inputs: the second moments of the inputs, ``Σ x xᵀ``, ``[E', E']``.
+        keys: the second moments ``Σ w_s x_s x_sᵀ``, ``[E', E']``, where w_s is the weight of token s: how much the
+            output depends on the scores of its key.
+        head_weight: the sum of w for each head, ``[H]``.
+        distances: the sum of w for each head by the distance from query to key, from 0 up, ``[H, …]``.
         queries: the number of sampled queries of each head.
     """
 
@@ -155,9 +155,9 @@ def statistics_of(
 
     Args:
         layer: the source's layer, float32.
-        sensitivity: see `output_metric`.
-        windows: this process's windows: each one's number in the text, and the attention's inputs ``[T, E]``.
-        positions: ``[N, T]``, those of the tokens of each window in the text, as the layer sees them.
+        sensitivity: the cost of an error of the layer's output, ``[E, E]``; see `output_metric`.
+        windows: the windows of this process: the number of each in the text, and the attention's inputs ``[T, E]``.
+        positions: the positions of the tokens of each window in the text, ``[N, T]``, as the layer sees them.
     """
     spec = layer.spec
     assert isinstance(spec, GroupedSpec)
@@ -178,10 +178,10 @@ def output_metric(w_o: Tensor, sensitivity: Tensor | None, heads: int) -> Tensor
     """The metric of a change of each head's mixed values, ``(W_oᵀ G W_o)^{1/2}``: ``[H, V, V]``.
 
     Args:
-        w_o: ``[E, H·V]``.
-        sensitivity: G, ``[E, E]``: the expected outer product of the loss's derivative by the attention's output;
-            equal in every direction when None.
-        heads: H.
+        w_o: the weight of the output projection, ``[E, H·V]``.
+        sensitivity: the expected outer product G of the loss's derivative by the attention's output, ``[E, E]``; the
+            same in every direction when None.
+        heads: the number H of query heads.
     """
     by_head = torch.unflatten(w_o.double(), 1, (heads, -1)).transpose(0, 1)  # [H, E, V]
     return root(by_head.mT @ (by_head if sensitivity is None else sensitivity @ by_head))
@@ -195,8 +195,8 @@ def root(matrices: Tensor) -> Tensor:
 
 
 KEY_WEIGHT = 0.5
-"""The share of the predicted cost of an error of the keys that counts: softmax forgives some. A spread of the cache
-over layers tries other shares."""
+"""The share of the predicted cost of an error of the keys that counts: softmax forgives some. The rank
+allocation tries other shares."""
 
 KEY_BALANCE = 4.0
 """The weight of all key energy relative to all value energy, without statistics."""
@@ -219,14 +219,14 @@ def key_metric(queries: Tensor, moments: Tensor, weight: Tensor, source: Grouped
     """The cost of an error of each key head through the scores: ``Σ_h w_h E[q qᵀ]`` of its queries, ``[K, D, D]``.
 
     Args:
-        queries: ``[H, D, E']``.
-        moments: ``[E', E']``, the second moments of the inputs.
-        weight: ``[H]``, `Statistics.head_weight`.
+        queries: the rows of the query heads, ``[H, D, E']``.
+        moments: the second moments of the inputs, ``[E', E']``.
+        weight: the weight of each head's scores, ``[H]``; see `Statistics.head_weight`.
         source: the layer's spec.
     """
     weights = score_weight(weight, source)  # [H]
     grams = torch.stack([w * (rows @ moments @ rows.mT) for w, rows in zip(weights, queries, strict=True)])
-    # [H, D, D] → [K, D, D]
+    # The H/K query heads of a key head add up: [H, D, D] → [K, D, D].
     return torch.unflatten(grams, 0, (source.num_kv_heads, -1)).sum(1)
 
 
@@ -243,6 +243,6 @@ def cost_without(part: Part) -> float:
 
 
 def centred(moments: Tensor) -> Tensor:
-    """Second moments ``[E', E']`` without the inputs' mean, which shifts all scores alike: softmax ignores it."""
+    """Second moments ``[E', E']`` without the mean, which shifts all scores of a query equally, unseen by softmax."""
     constant = moments[:, -1:]
     return moments - constant @ constant.mT / moments[-1, -1].clamp_min(torch.finfo(moments.dtype).tiny)

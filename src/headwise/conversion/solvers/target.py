@@ -18,16 +18,16 @@ class LayerTarget:
     """The target of one layer.
 
     For example ``LayerTarget(as_latent(source, 96, 32), key_weight=1.0)``, where errors of keys and of values count
-    alike.
+    equally.
 
     Attributes:
         spec: the converted layer's spec.
-        key_weight: for MLA, the cost of an error of the keys relative to one of the values, on a text.
-        rotary_channels: for MLA, bool ``[F, K]``, the channels that keep their rotation; when None, the layer keeps
+        key_weight: the cost of an error of the keys relative to one of the values, on a text; for MLA.
+        rotary_channels: the channels that keep their rotation, bool ``[F, K]``, for MLA; when None, the layer keeps
             those that lose most without it.
-        mixes_heads: for MLA, whether key heads are mixed into rotary channels (the stage ``channels``); otherwise
+        mixes_heads: whether key heads are mixed into rotary channels (the stage ``channels``), for MLA; otherwise
             each channel is one head's own.
-        longest: without a text, the distance up to which a dropped rotation is averaged, in tokens.
+        longest: the distance in tokens up to which a dropped rotation is averaged where there is no text.
     """
 
     spec: GroupedSpec | LatentSpec
