@@ -78,7 +78,7 @@ def test_small_layers_have_small_budgets(
     report = headwise.convert(source, tmp_path / "out", kv_bytes=fraction, calibrate=text, **OPTIONS)
     assert 0 < report.kv_bytes_per_token_after <= fraction * report.kv_bytes_per_token_before / 2  # of float32
     cached = HeadwiseCache(headwise.load(tmp_path / "out")).layers
-    assert report.kv_bytes_per_token_after == sum(layer.code.token_bytes for layer in cached)
+    assert report.kv_bytes_per_token_after == sum(layer.codec.code.token_bytes for layer in cached)
 
 
 def test_less_than_a_bit_for_each_value_is_refused(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
