@@ -14,6 +14,7 @@ from headwise.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 BLUE, ORANGE, RED, GREEN, PURPLE, OLIVE = "#3f7fd9", "#d98218", "#c2487f", "#2f9e76", "#8a63d2", "#7a8a2a"
@@ -91,8 +92,25 @@ def _saved(draw: Draw, kind: str, *, is_transparent: bool) -> bytes:
     data, metadata = io.BytesIO(), dict.fromkeys(("Date", "Creator", "Format", "Type")) if kind == "svg" else None
     # Names of elements that do not vary, texts that stay texts, and `$` in a name that begins no formula.
     with mpl.rc_context({"svg.hashsalt": "headwise", "svg.fonttype": "none", "text.parse_math": False}):
-        draw().savefig(data, format=kind, dpi=150, transparent=is_transparent, metadata=metadata)
+        figure = draw()
+        for axes in figure.axes:
+            _label_logarithms(axes.xaxis)
+            _label_logarithms(axes.yaxis)
+        figure.savefig(data, format=kind, dpi=150, transparent=is_transparent, metadata=metadata)
     return data.getvalue()
+
+
+def _label_logarithms(axis: Axis) -> None:
+    """Label a logarithmic axis by numbers, where matplotlib would by formulas, which are not parsed."""
+    from matplotlib.ticker import FuncFormatter, LogFormatter, NullFormatter
+
+    low, high = axis.get_view_interval()
+    if isinstance(axis.get_major_formatter(), LogFormatter):
+        axis.set_major_formatter(
+            FuncFormatter(lambda number, _: f"{number:,.0f}" if 1 <= number < 1e6 else f"{number:g}")
+        )
+    if isinstance(axis.get_minor_formatter(), LogFormatter):
+        axis.set_minor_formatter(FuncFormatter(of_one_digit) if high < 100 * low else NullFormatter())
 
 
 def of_one_digit(number: float, _: int) -> str:

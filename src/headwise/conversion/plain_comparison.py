@@ -37,7 +37,7 @@ class ComparedFormat:
         format: the format.
         bytes_per_token: the bytes a token of the source's cache in this format.
         loses: how the format's loss compares with the conversion's: less, as much or more, by
-            `headwise.measure.evaluation.plain_cache.margin`.
+            `headwise.measure.evaluation.plain_cache.log_perplexity_margin`.
         evaluation: the source with the format beside the source without it.
     """
 

@@ -386,7 +386,7 @@ def test_all_decoders_of_a_place_are_held_at_once(batch: int) -> None:
     step = Pass(batch=batch, total=500, dtype="float32")
     one, other = Decoder(), Decoder(num_kv_heads=1)
     memory_of = {each: peak_memory(each.spec(), step) for each in (one, other)}
-    found = sys.modules["headwise.measure.profiling.check"]._held(
+    found = sys.modules["headwise.measure.profiling.check"]._held_bytes(
         [(one, step), (one, replace(step, cache_bits=8)), (other, step)]
     )
     weights = memory_of[one].weights + memory_of[other].weights

@@ -319,7 +319,7 @@ class SizeRange:
         most: the upper end of the range, as a fraction of the source's cache in bfloat16.
         least: the lower end, which is the size of a point.
         kinds: the kind of the best points, and other kinds whose best points differ from them by no more than chance
-            (`headwise.measure.evaluation.plain_cache.margin`); what takes the least work is first.
+            (`headwise.measure.evaluation.plain_cache.log_perplexity_margin`); what takes the least work is first.
         best: the targets that are best at some size of the range, from the largest, and those of other kinds that
             are as good.
         ratio: the perplexity, over the source's, of the best point at the lower end: the most that the range costs.
