@@ -142,11 +142,13 @@ json.dump({{
     report = json.loads(fresh.stdout)
     assert report["text"].strip()
     assert report["bytes"] / report["tokens"] == 30 * 192 * 4
-    # Half the cache on little calibration hurts, though hardly on the text that it was fitted to; nonsense would be
-    # thousands of times the perplexity.
-    evaluation = headwise.evaluate(out, against=smollm2, text=text, window=512, windows=1, context=64)
+    # Half the cache on little calibration hurts on a text that it was not fitted to; nonsense would be thousands of
+    # times the perplexity.
+    other = out.with_name("end.txt")
+    other.write_text(text.read_text(encoding="utf-8")[-10_000:], encoding="utf-8")
+    evaluation = headwise.evaluate(out, against=smollm2, text=other, window=512, windows=1, context=64)
     assert evaluation.perplexity_ratio is not None
-    assert 0.95 < evaluation.perplexity_ratio < 3
+    assert 1 < evaluation.perplexity_ratio < 3
 
 
 @pytest.mark.parametrize("plan", ["lossless", "lossy"])
