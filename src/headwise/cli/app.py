@@ -26,7 +26,7 @@ ORDER = (
     *("inspect", "compare", "complexity", "predict", "advise", "design", "guide", "report"),
     *("prepare", "convert", "heal", "frontier", "migrate", "calibrate", "sample"),
     *("evaluate", "generate", "profile", "doctor"),
-    *("engines", "export"),
+    *("engines", "export", "serve"),
     *("audit", "bench", "count", "demo"),
 )
 """All commands as ``headwise --help`` and the reference list them, and so the panels, by their first commands."""

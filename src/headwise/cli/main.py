@@ -158,4 +158,5 @@ def register_commands() -> None:
         profile,
         report,
         sample,
+        serve,
     )

@@ -1,0 +1,209 @@
+"""The application behind `headwise serve`: transformers' handlers of OpenAI's requests around one loaded model."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from fastapi import HTTPException, Request
+from fastapi.responses import JSONResponse
+from transformers import StoppingCriteriaList
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import BaseHandler, GenerateManager, GenerationState
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "previous_response_id": (),
+    "background": (False,),
+    "text": ({"format": {"type": "text"}},),
+}
+"""Fields that transformers' server takes and ignores though they change the answer, with the values that do not."""
+
+
+def application(name: str, model: Any, tokenizer: Any) -> Any:
+    """The ASGI application that serves a loaded model.
+
+    For example ``uvicorn.run(application("half", headwise.load("./half"), load_tokenizer(Path("./half"))))``.
+
+    Args:
+        name: the name by which requests may ask for the model.
+        model: what `headwise.load` gives of a decoder.
+        tokenizer: its tokenizer.
+    """
+    manager, state = _OneModel(name, model, tokenizer), _Generations()
+    chat, completions, responses = (kind(manager, state) for kind in (_Chat, _Completions, _Responses))
+    app = build_server(manager, chat, completions, responses, _Refused("audio"), _Refused("decisions"), state)
+    for error in (HTTPException, ValueError, KeyError, TypeError):
+        app.add_exception_handler(error, _said)
+    app.add_middleware(_StopsWithClient)
+    return app
+
+
+async def _said(_request: Request, error: Exception) -> JSONResponse:
+    """An error in OpenAI's form: of transformers' handlers, or because what was asked for cannot be done."""
+    status, text = getattr(error, "status_code", 400), str(getattr(error, "detail", error))
+    if isinstance(error, KeyError):
+        text = f"{error.args[0]} is missing"
+    return JSONResponse({"error": {"message": text, "type": "invalid_request_error"}}, status)
+
+
+class _OneModel(ModelManager):
+    """A loaded model in place of those that transformers' server would load by the name in a request."""
+
+    def __init__(self, name: str, model: Any, tokenizer: Any) -> None:
+        super().__init__(device=str(model.device))
+        self.force_model, self._loaded = name, (model, tokenizer)
+
+    def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
+        return self._loaded
+
+    async def load_model_streaming(self, *_: Any, **__: Any) -> Any:
+        yield 'data: {"status": "ready", "cached": true}\n\n'
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": ""}]
+
+    def shutdown(self) -> None:
+        """Nothing: requests cannot unload the model."""
+
+
+class _Strict(BaseHandler):
+    """A handler that refuses what it would ignore though it changes the answer."""
+
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        super()._validate_request(body)
+        for field, neutral in _NEUTRAL.items():
+            if (value := body.get(field)) is not None and value not in neutral:
+                raise HTTPException(400, f"{field} = {value!r} is not supported")
+
+
+class _Chat(_Strict, ChatCompletionHandler):
+    pass
+
+
+class _Completions(_Strict, CompletionHandler):
+    pass
+
+
+class _Responses(_Strict, ResponseHandler):
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        return await super().handle_request({"stream": False, **body}, request_id)  # as OpenAI's default is
+
+
+class _Refused:
+    """A handler of requests that a text decoder cannot answer."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    async def handle_request(self, *_: Any) -> None:
+        raise HTTPException(501, f"a text model is served here: no {self._kind}")
+
+
+class _Generations(GenerationState):
+    """One queue of requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queue = _Queue()
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> GenerateManager:
+        return self._queue
+
+
+class _Queue(GenerateManager):
+    """Generates for one request at a time; a request whose client is gone stops at its next token."""
+
+    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kw: Any) -> Any:
+        return super().generate_streaming(model, processor, inputs, _within(model, inputs, gen_config), *args, **kw)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> tuple[str, int, Any]:
+        settings, gone = _within(model, inputs, gen_config), threading.Event()
+
+        def generate() -> Any:
+            if gone.is_set():
+                return inputs["input_ids"]
+            stop = StoppingCriteriaList([lambda ids, scores, **_: ids.new_full(ids.shape[:1], gone.is_set()).bool()])
+            return model.generate(**inputs, generation_config=settings, tokenizer=processor, stopping_criteria=stop)
+
+        answer = self.async_submit(generate)
+        try:
+            ids = await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            gone.set()
+            raise
+        count = inputs["input_ids"].shape[-1]
+        return processor.decode(ids[0, count:], skip_special_tokens=True), count, ids[0, count:]
+
+
+def _within(model: Any, inputs: Any, settings: Any) -> Any:
+    """Settings that end generation at the model's last position.
+
+    Raises:
+        HTTPException: the prompt alone is longer.
+    """
+    positions, count = getattr(model.config, "max_position_embeddings", None), inputs["input_ids"].shape[-1]
+    if not isinstance(positions, int):
+        return settings
+    if count >= positions:
+        raise HTTPException(400, f"the prompt has {count} tokens, and prompt and answer must fit {positions}")
+    settings = copy.deepcopy(settings)
+    settings.max_new_tokens = min(settings.max_new_tokens, positions - count)
+    return settings
+
+
+_Scope = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+_Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class _StopsWithClient:
+    """ASGI middleware that cancels the handling of a request when its client closes the connection.
+
+    Starlette cancels streams alone.
+    """
+
+    def __init__(self, app: Callable[[_Scope, _Receive, _Send], Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        messages: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()
+        handling = asyncio.ensure_future(self._app(scope, messages.get, send))
+
+        async def listen() -> None:
+            while True:
+                message = await receive()
+                messages.put_nowait(message)
+                if message["type"] == "http.disconnect":
+                    handling.cancel()
+                    return
+
+        listening = asyncio.ensure_future(listen())
+        try:
+            await asyncio.wait([handling])
+            if not handling.cancelled():
+                handling.result()
+        finally:
+            listening.cancel()
+            handling.cancel()
