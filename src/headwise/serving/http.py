@@ -37,6 +37,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields that transformers' server takes and ignores though they change the answer, with the values that do not."""
 
 
+_MOST_TOKENS = 1024
+"""New tokens where a request does not say how many, as transformers' server has it."""
+
+
 def application(name: str, model: Any, tokenizer: Any) -> Any:
     """The ASGI application that serves a loaded model.
 
@@ -131,7 +135,9 @@ class _Generations(GenerationState):
 class _Queue(GenerateManager):
     """Generates for one request at a time; a request whose client is gone stops at its next token."""
 
-    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kw: Any) -> Any:
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kw: Any
+    ) -> Any:
         return super().generate_streaming(model, processor, inputs, _within(model, inputs, gen_config), *args, **kw)
 
     async def generate_non_streaming(
@@ -167,7 +173,7 @@ def _within(model: Any, inputs: Any, settings: Any) -> Any:
     if count >= positions:
         raise HTTPException(400, f"the prompt has {count} tokens, and prompt and answer must fit {positions}")
     settings = copy.deepcopy(settings)
-    settings.max_new_tokens = min(settings.max_new_tokens, positions - count)
+    settings.max_new_tokens = min(settings.max_new_tokens or _MOST_TOKENS, positions - count)
     return settings
 
 
