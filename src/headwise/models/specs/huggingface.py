@@ -48,7 +48,7 @@ _UNREAD = {
 """Fields that change a layer in any family, and the rule of the error where they are set; `_READ` names the families
 that read them."""
 _READ = {
-    "kv_lora_rank": {*deepseek.READERS, "kimi_linear"},
+    "kv_lora_rank": {*deepseek.LATENT_READERS, "kimi_linear"},
     "num_kv_shared_layers": {"gemma3n_text"},
     "index_topk": {"deepseek_v32", "deepseek_v4", "glm_moe_dsa"},
     "attention_chunk_size": {"llama4_text"},

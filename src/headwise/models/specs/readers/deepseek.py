@@ -1,29 +1,36 @@
-"""Multi-head latent attention: DeepSeek-V2 and V3, and families like them.
+"""Families with latents: DeepSeek-V2 to V4, others with multi-head latent attention, and Step-3's latent of queries.
 
-Their ``num_key_value_heads`` and ``head_dim`` do not describe the cache, and are not read.
+``num_key_value_heads`` and ``head_dim`` of families with MLA do not describe the cache, and are not read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from headwise.models.specs.base import AttentionSpec
+from headwise.errors import SpecError
+from headwise.models.specs.base import AttentionSpec, RopeSpec
+from headwise.models.specs.compressed import CompressedSpec
+from headwise.models.specs.grouped import GroupedSpec
 from headwise.models.specs.indexed_latent import IndexedLatentSpec
 from headwise.models.specs.latent import LatentSpec, latent_bias
+from headwise.models.specs.model import BodySpec
 from headwise.models.specs.readers import body
+from headwise.models.specs.readers.body import read_body
 from headwise.models.specs.readers.fields import (
     Config,
     MissingFieldError,
     Reader,
+    read_count,
     read_flag,
     read_integer,
     read_layer_types,
     read_num_layers,
     read_optional_integer,
+    refuse_value,
 )
-from headwise.models.specs.readers.mixed import read_body
 from headwise.models.specs.readers.positions import read_rope, yarn_softmax_scale
 
 
@@ -42,9 +49,8 @@ def latent_layer(
     nope_dim = _nope_dim(config)
     if "q_lora_rank" not in config:
         # One transformers class is for models with a query latent, which is its default, and without.
-        raise MissingFieldError(
-            "q_lora_rank", None, "is required in config.json, as null where queries have no latent"
-        )
+        rule = "is required in config.json, as null where queries have no latent"
+        raise MissingFieldError("q_lora_rank", None, rule)
     q_lora_rank = read_optional_integer(config, "q_lora_rank")
     if interleaved is None:
         interleaved = read_flag(config, "rope_interleave", True)
@@ -76,10 +82,8 @@ def _layers(config: Config, fraction: float | None = None) -> tuple[AttentionSpe
 def _minicpm3_layers(config: Config) -> tuple[AttentionSpec, ...]:
     """MiniCPM3 rotates halves, and its published file leaves out the width of a value head, which is E/H."""
     if config.get("v_head_dim") is None:
-        config = {
-            **config,
-            "v_head_dim": read_integer(config, "hidden_size") // read_integer(config, "num_attention_heads"),
-        }
+        width = read_integer(config, "hidden_size") // read_integer(config, "num_attention_heads")
+        config = {**config, "v_head_dim": width}
     return (latent_layer(config, interleaved=False),) * read_num_layers(config)
 
 
@@ -109,25 +113,172 @@ def _indexers(config: Config, layers: int) -> list[bool]:
     if types is not None:
         return [kind == "full" for kind in types]
     every = read_optional_integer(config, "index_topk_freq") or 1
-    offset = read_optional_integer(config, "index_skip_topk_offset")
-    offset = 2 if offset is None else offset
+    offset = read_optional_integer(config, "index_skip_topk_offset") or 2
     return [max(index - offset + 1, 0) % every == 0 for index in range(layers)]
 
 
-def _reader(feed_forward: body.Rule) -> Reader:
-    return Reader(_layers, partial(read_body, feed_forward))
+_SLIDING, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+_COMPRESSED_TYPES = {name: name for name in (_SLIDING, _SPARSE, _HEAVY)}
+_RATES = {_SPARSE: 4, _HEAVY: 128}
 
 
-READERS = {
-    "deepseek_v2": _reader(body.deepseek_experts_rule(score_correction=False)),
-    "deepseek_v3": _reader(body.deepseek_experts_rule()),
+def _compressed_layers(config: Config) -> tuple[AttentionSpec, ...]:
+    refuse_value(config, "num_key_value_heads", unless=(None, 1), rule="must be 1: all heads share one key")
+    for name in ("attention_bias", "mlp_bias"):
+        refuse_value(config, name, unless=(None, False), rule="is not understood in a deepseek_v4 model")
+    refuse_value(config, "n_shared_experts", unless=(None, 1), rule="is understood only as 1")
+    plain = CompressedSpec(
+        hidden_size=read_integer(config, "hidden_size"),
+        num_heads=read_integer(config, "num_attention_heads"),
+        head_dim=read_integer(config, "head_dim"),
+        q_lora_rank=read_integer(config, "q_lora_rank"),
+        output_groups=read_integer(config, "o_groups"),
+        o_lora_rank=read_integer(config, "o_lora_rank"),
+        window=read_integer(config, "sliding_window"),
+    )
+    rates = _rates(config)
+    rope = {kind: _compressed_rope(config, plain.head_dim, kind) for kind in ("main", "compress")}
+    heavy = replace(plain, rope=rope["compress"], rate=rates[_HEAVY])
+    specs = {
+        _SLIDING: replace(plain, rope=rope["main"]),
+        _HEAVY: heavy,
+        _SPARSE: replace(
+            heavy,
+            rate=rates[_SPARSE],
+            index_topk=read_integer(config, "index_topk"),
+            index_n_heads=read_integer(config, "index_n_heads"),
+            index_head_dim=read_integer(config, "index_head_dim"),
+        ),
+    }
+    return tuple(specs[name] for name in _compressed_types(config, rates))
+
+
+def _rates(config: Config) -> dict[str, int]:
+    """The number of tokens of an entry in each type of layer."""
+    found = config.get("compress_rates") or {}
+    if not isinstance(found, dict):
+        raise SpecError("compress_rates", found, "must be a JSON object")
+    older = {_SPARSE: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
+    rates = {
+        name: read_optional_integer(config, older[name]) or read_optional_integer(found, name) or usual
+        for name, usual in _RATES.items()
+    }
+    if rates[_SPARSE] == rates[_HEAVY]:
+        raise SpecError("compress_rates", found, "must differ: a layer's type is told by its rate")
+    return rates
+
+
+def _is_rate(ratio: object, by_rate: Mapping[int, str]) -> bool:
+    return type(ratio) is int and ratio in by_rate
+
+
+def _compressed_types(config: Config, rates: dict[str, int]) -> list[str]:
+    """Each layer's type: as listed, or by its number of tokens in an entry, or those of DeepSeek-V4-Pro."""
+    layers = read_num_layers(config)
+    if (types := read_layer_types(config, "layer_types", layers, _COMPRESSED_TYPES)) is not None:
+        return types
+    by_rate = {0: _SLIDING, **{rate: name for name, rate in rates.items()}}
+    ratios = config.get("compress_ratios")
+    if ratios is None:
+        return [_HEAVY if index < 2 or index % 2 == 0 else _SPARSE for index in range(layers)]
+    # The file lists a layer more for each that predicts further tokens.
+    if not isinstance(ratios, list) or len(ratios) < layers or any(not _is_rate(ratio, by_rate) for ratio in ratios):
+        raise SpecError("compress_ratios", ratios, f"must list one of {sorted(by_rate)} for each of {layers} layers")
+    return [by_rate[ratio] for ratio in ratios[:layers]]
+
+
+def _compressed_rope(config: Config, head_dim: int, kind: str) -> RopeSpec:
+    """The embedding of layers with entries (``compress``) or without (``main``), which the file may have in two
+    objects of these names; otherwise it has one, for layers with entries."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise SpecError("rope_parameters", given, "must be a JSON object")
+    rotated = read_optional_integer(config, "qk_rope_head_dim")
+    part = config.get("partial_rotary_factor") or (1 / 8 if rotated is None else rotated / head_dim)
+    if isinstance(given.get("main"), Mapping) and isinstance(given.get("compress"), Mapping):
+        own = {**given[kind]}
+        if own.get("partial_rotary_factor") is None:
+            raise SpecError(f"rope_parameters.{kind}.partial_rotary_factor", None, "is required in config.json")
+    elif kind == "main":
+        own = {"rope_theta": config.get("rope_theta", 10000.0), "partial_rotary_factor": part}
+    else:
+        theta = config.get("compress_rope_theta", 160000.0)
+        own = {**given, "rope_theta": theta, "partial_rotary_factor": part}
+        own = {key: value for key, value in own.items() if key not in ("main", "compress")}
+        if own.get("rope_type", own.get("type")) == "yarn":
+            own.setdefault("attention_factor", 1.0)
+    own.pop("truncate", None)  # which transformers does not read in such an object
+    beside = {key: value for key, value in config.items() if key != "original_max_position_embeddings"}
+    return read_rope({**beside, "rope_scaling": own}, head_dim, fraction=1.0, interleaved=True)
+
+
+def _compressed_networks(config: Config, layers: int) -> body.FeedForward:
+    width = read_integer(config, "moe_intermediate_size")
+    names = ("n_routed_experts", "num_local_experts")
+    chosen = body.read_experts(config, count=names, shared=width, score_correction=True)
+    # A token's id chooses its experts in the first layers, and nothing balances them.
+    hashed = replace(chosen, score_correction=False)
+    types = read_layer_types(config, "mlp_layer_types", layers, {"hash_moe": "hash_moe", "moe": "moe"})
+    if types is None:
+        first = read_count(config, "num_hash_layers", 3)
+        types = ["hash_moe" if index < first else "moe" for index in range(layers)]
+    return tuple(hashed if name == "hash_moe" else chosen for name in types)
+
+
+def _compressed_body(config: Config, layers: int) -> BodySpec:
+    """DeepSeek-V4 has residual streams side by side."""
+    streams = read_optional_integer(config, "hc_mult") or 4
+    return replace(read_body(_compressed_networks, config, layers), streams=streams)
+
+
+def _step_layers(config: Config) -> tuple[AttentionSpec, ...]:
+    """Multi-matrix factorization attention: one key–value head of 256 dims, and queries that come from a latent.
+
+    Source: configuration_step3.py and modeling_step3.py of huggingface.co/stepfun-ai/step3.
+    """
+    head_dim, groups = read_integer(config, "head_dim"), read_optional_integer(config, "num_attention_groups") or 1
+    if groups != 1:
+        raise SpecError("num_attention_groups", groups, "must be 1: Step-3 has one key–value head")
+    longest = read_optional_integer(config, "max_position_embeddings", "max_position_embedding")
+    layer = GroupedSpec(
+        hidden_size=read_integer(config, "hidden_size"),
+        num_heads=read_integer(config, "num_attention_heads"),
+        num_kv_heads=1,
+        head_dim=head_dim,
+        q_lora_rank=read_optional_integer(config, "share_q_dim") or head_dim,
+        rope=read_rope({**config, "max_position_embeddings": longest}, head_dim, theta=5e5),
+    )
+    return (layer,) * read_num_layers(config)
+
+
+def _step_networks(config: Config, layers: int) -> body.FeedForward:
+    shared = read_integer(config, "share_expert_dim")
+    sparse = body.read_experts(config, count=("moe_num_experts",), used=("moe_top_k",), shared=shared)
+    found = config.get("moe_layers_enum")
+    if isinstance(found, str):  # as published
+        numbers = {str(index): index for index in range(layers)}
+        found = [numbers.get(word.strip(), word) for word in found.split(",")]
+    elif found is None:
+        found = [*range(1, layers)]
+    return body.experts_or_dense(config, sparse, body.are_in_list("moe_layers_enum", found, layers))
+
+
+LATENT_READERS = {
+    "deepseek_v2": Reader(_layers, partial(read_body, body.deepseek_experts_rule(score_correction=False))),
+    "deepseek_v3": Reader(_layers, partial(read_body, body.deepseek_experts_rule())),
     "deepseek_v32": Reader(_indexed_layers, partial(read_body, body.deepseek_experts_rule(by_type=True))),
     "glm_moe_dsa": Reader(
         _indexed_layers, partial(read_body, body.deepseek_experts_rule(first_dense=3, by_type=True))
     ),
-    "kimi_k2": _reader(body.deepseek_experts_rule()),
+    "kimi_k2": Reader(_layers, partial(read_body, body.deepseek_experts_rule())),
     "glm4_moe_lite": Reader(
         partial(_layers, fraction=1.0), partial(read_body, body.deepseek_experts_rule(first_dense=1, by_type=True))
     ),
     "minicpm3": Reader(_minicpm3_layers, partial(read_body, body.dense_rule(bias="mlp_bias"), tied=True)),
+}
+"""The families whose layers are MLA."""
+READERS = {
+    **LATENT_READERS,
+    "deepseek_v4": Reader(_compressed_layers, _compressed_body),
+    "step3_text": Reader(_step_layers, partial(read_body, _step_networks)),
 }

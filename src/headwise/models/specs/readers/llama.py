@@ -8,23 +8,16 @@ from functools import partial
 from typing import Any
 
 from headwise.errors import SpecError
-from headwise.models.specs.base import AttentionSpec
+from headwise.models.specs.base import AttentionSpec, RopeSpec
 from headwise.models.specs.grouped import GroupedSpec, grouped_bias
 from headwise.models.specs.model import BodySpec
-from headwise.models.specs.readers.body import Rule as FeedForwardRule
-from headwise.models.specs.readers.body import (
-    deepseek_experts_rule,
-    dense_rule,
-    experts_rule,
-    llama4_experts,
-    qwen_experts_rule,
-)
-from headwise.models.specs.readers.body import read_body as read_around
+from headwise.models.specs.readers import body
+from headwise.models.specs.readers.body import deepseek_experts_rule, dense_rule, experts_rule, read_body
 from headwise.models.specs.readers.fields import (
     Config,
     Reader,
-    divided_head_dim,
     read_flag,
+    read_head_dim,
     read_integer,
     read_num_layers,
     read_optional_integer,
@@ -34,6 +27,7 @@ from headwise.models.specs.readers.positions import (
     CHUNKED,
     FULL,
     SLIDING,
+    Rule,
     Windows,
     above_max_window_layers,
     all_layers,
@@ -46,7 +40,6 @@ from headwise.models.specs.readers.positions import (
     windows_of_chunks,
     windows_with_switch,
 )
-from headwise.models.specs.readers.positions import Rule as WindowsRule
 
 _GATED = dense_rule()
 
@@ -87,11 +80,11 @@ class Family:
     refused: tuple[str, ...] = ()
     scale: Callable[[Config], float | None] = lambda config: None
     softcap: float | None = None
-    windows: WindowsRule = no_window
+    windows: Rule = no_window
     chunked: bool = False
     rope: dict[str, Any] = field(default_factory=dict)
     unrotated: Callable[[Config, Windows], list[bool]] = lambda config, windows: [False] * len(windows)
-    feed_forward: FeedForwardRule = _GATED
+    feed_forward: body.Rule = _GATED
     around: dict[str, Any] = field(default_factory=dict)
 
 
@@ -102,19 +95,15 @@ def read_layers(family: Family, config: Config) -> tuple[AttentionSpec, ...]:
             raise SpecError(name, True, f"is not understood in a {config['model_type']} model")
     if family.rope_required and not (config.get("rope_parameters") or config.get("rope_scaling")):
         raise SpecError("rope_parameters", None, f"is required in a {config['model_type']} config.json")
-    num_heads = read_integer(config, "num_attention_heads")
-    hidden_size = read_integer(config, "hidden_size")
-    head_dim = read_optional_integer(config, "head_dim", absent=family.head_dim)
-    if head_dim is None:
-        head_dim = divided_head_dim(hidden_size, num_heads)
+    num_heads, hidden_size = read_integer(config, "num_attention_heads"), read_integer(config, "hidden_size")
+    head_dim = read_head_dim(config, absent=family.head_dim)
     num_kv_heads = read_optional_integer(config, "num_key_value_heads", absent=family.kv_heads)
     layer_windows = family.windows(config, read_num_layers(config))
     has_norm = family.qk_norm_switch is None or read_flag(config, family.qk_norm_switch, False)
     qk_norm = family.qk_norm if has_norm else None
     # The field is read only in families that have a softcap.
-    softcap = None
-    if family.softcap is not None:
-        softcap = read_optional_number(config, "attn_logit_softcapping", absent=family.softcap)
+    has_cap = family.softcap is not None
+    softcap = read_optional_number(config, "attn_logit_softcapping", absent=family.softcap) if has_cap else None
 
     def layer(window: int | None, unrotated: bool) -> GroupedSpec:
         layer_type = FULL if window is None else SLIDING
@@ -138,9 +127,26 @@ def read_layers(family: Family, config: Config) -> tuple[AttentionSpec, ...]:
     return tuple(specs[kind] for kind in kinds)
 
 
-def read_body(family: Family, config: Config, layers: int) -> BodySpec:
-    """Read the body around the attention."""
-    return read_around(config, family.feed_forward(config, layers), **family.around)
+def attention_layer(
+    config: Config,
+    rope: RopeSpec | None = None,
+    *,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    bias: tuple[str, ...] | None = None,
+) -> GroupedSpec:
+    """Read a layer of softmax attention from Llama's field names, apart from the fields that are given."""
+    hidden_size, num_heads = read_integer(config, "hidden_size"), read_integer(config, "num_attention_heads")
+    if num_kv_heads is None:
+        num_kv_heads = read_optional_integer(config, "num_key_value_heads") or num_heads
+    return GroupedSpec(
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=read_head_dim(config) if head_dim is None else head_dim,
+        bias=grouped_bias(read_flag(config, "attention_bias", False)) if bias is None else bias,
+        rope=rope,
+    )
 
 
 def _bias(name: str, default: bool, covers: bool | str = True) -> Callable[[Config], bool | str]:
@@ -195,12 +201,8 @@ def _full_unrotated_among_sliding(config: Config, windows: Windows) -> list[bool
     return [window is None and config.get("sliding_window") is not None for window in windows]
 
 
-def _smollm3_windows(config: Config, layers: int) -> Windows:
-    def unrotated(config: Config, layers: int) -> list[str]:
-        is_unrotated = _unrotated_layers(config, [None] * layers)
-        return [SLIDING if unrotated else FULL for unrotated in is_unrotated]
-
-    return windows_with_switch(unrotated)(config, layers)
+def _smollm3_types(config: Config, layers: int) -> list[str]:
+    return [SLIDING if unrotated else FULL for unrotated in _unrotated_layers(config, [None] * layers)]
 
 
 _QWEN_WINDOWS = windows_with_switch(partial(upper_layers, absent=28), absent=4096)
@@ -224,7 +226,7 @@ FAMILIES = {
         chunked=True,
         rope={"theta": 5e5, "interleaved": True},
         unrotated=_unrotated_layers,
-        feed_forward=llama4_experts,
+        feed_forward=body.llama4_experts,
     ),
     "mistral": Family(kv_heads=8, bias=_no_bias, windows=window_in_every_layer(absent=4096)),
     "ministral": Family(kv_heads=8, bias=_no_bias, windows=window_in_every_layer(absent=4096)),
@@ -242,14 +244,14 @@ FAMILIES = {
     "qwen2_moe": Family(
         bias=_bias("qkv_bias", True, "qkv"),
         windows=windows_with_switch(must_be_listed, absent=4096),
-        feed_forward=qwen_experts_rule(shared=True),
+        feed_forward=body.qwen_experts_rule(shared=True),
     ),
     "qwen3": Family(head_dim=128, qk_norm="head", windows=_QWEN_WINDOWS),
     "qwen3_moe": Family(
         kv_heads=4,
         qk_norm="head",
         windows=windows_with_switch(all_layers, absent=4096),
-        feed_forward=qwen_experts_rule(shared=False),
+        feed_forward=body.qwen_experts_rule(shared=False),
     ),
     "gemma": Family(**_GEMMA, around={"tied": True}),
     "gemma2": Family(
@@ -278,12 +280,12 @@ FAMILIES = {
     "olmo": Family(around={"norm_vectors": 0}),
     "olmo2": Family(qk_norm="full"),
     "olmo3": Family(qk_norm="full", windows=window_but_every_nth(4), rope={"theta": 5e5, "local": ("", 5e5)}),
-    "olmoe": Family(qk_norm="full", feed_forward=experts_rule(count="num_experts")),
+    "olmoe": Family(qk_norm="full", feed_forward=experts_rule("num_experts")),
     "granite": Family(scale=_multiplier, feed_forward=dense_rule(bias="mlp_bias")),
     "granitemoe": Family(scale=_multiplier, feed_forward=experts_rule()),
     "smollm3": Family(
         kv_heads=4,
-        windows=_smollm3_windows,
+        windows=windows_with_switch(_smollm3_types),
         rope={"theta": 2e6},
         unrotated=_unrotated_layers,
         feed_forward=dense_rule(bias="mlp_bias"),
@@ -354,14 +356,15 @@ FAMILIES = {
     "arcee": Family(feed_forward=dense_rule(gated=False, bias="mlp_bias")),
 }
 READERS = {
-    name: Reader(partial(read_layers, family), partial(read_body, family)) for name, family in FAMILIES.items()
+    name: Reader(partial(read_layers, family), partial(read_body, family.feed_forward, **family.around))
+    for name, family in FAMILIES.items()
 }
 
 
 def _stablelm_body(config: Config, layers: int) -> BodySpec:
     """StableLM: attention and network side by side share one norm."""
     norms = 1 if read_flag(config, "use_parallel_residual", False) else 2
-    return read_around(config, dense_rule()(config, layers), norms=norms, norm_vectors=2)
+    return read_body(_GATED, config, layers, norms=norms, norm_vectors=2)
 
 
 READERS["stablelm"] = READERS["stablelm"]._replace(body=_stablelm_body)

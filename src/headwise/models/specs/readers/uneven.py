@@ -9,7 +9,7 @@ from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec, RopeSpec
 from headwise.models.specs.grouped import GroupedSpec
 from headwise.models.specs.model import BodySpec, FeedForwardSpec
-from headwise.models.specs.readers.body import read_body
+from headwise.models.specs.readers.body import FeedForward, read_body
 from headwise.models.specs.readers.fields import (
     Config,
     MissingFieldError,
@@ -23,7 +23,7 @@ from headwise.models.specs.readers.fields import (
     read_num_layers,
     read_optional_integer,
 )
-from headwise.models.specs.readers.mixed import attention_layer
+from headwise.models.specs.readers.llama import attention_layer
 from headwise.models.specs.readers.positions import FULL, SLIDING, read_rope, window_but_every_nth
 from headwise.models.specs.recurrent import RecurrentSpec
 
@@ -41,13 +41,8 @@ def _gemma3n_layers(config: Config) -> tuple[AttentionSpec, ...]:
         kind = FULL if window is None else SLIDING
         rope = read_rope(config, head_dim, theta=1e6, local=("rope_local_base_freq", 1e4), layer_type=kind)
         kv_heads = read_integer(config, "num_key_value_heads")
-        return replace(
-            attention_layer(config, rope, num_kv_heads=kv_heads, head_dim=head_dim),
-            qk_norm="head",
-            softmax_scale=1.0,
-            sliding_window=window,
-            shares_kv=shares,
-        )
+        plain = attention_layer(config, rope, num_kv_heads=kv_heads, head_dim=head_dim)
+        return replace(plain, qk_norm="head", softmax_scale=1.0, sliding_window=window, shares_kv=shares)
 
     return tuple(layer(window, i >= first) for i, window in enumerate(windows))
 
@@ -56,9 +51,7 @@ def _nemotron_nas_layers(config: Config) -> tuple[AttentionSpec, ...]:
     layers, blocks = read_num_layers(config), config.get("block_configs")
     if not isinstance(blocks, list) or len(blocks) != layers:
         raise SpecError("block_configs", blocks, f"must list one for each of {layers} layers")
-    num_heads = read_integer(config, "num_attention_heads")
-    head_dim = read_head_dim(config)
-    rope = read_rope(config, head_dim)
+    num_heads, rope = read_integer(config, "num_attention_heads"), read_rope(config, read_head_dim(config))
 
     def layer(block: object) -> AttentionSpec:
         attention = block.get("attention") if isinstance(block, Mapping) else None
@@ -68,9 +61,8 @@ def _nemotron_nas_layers(config: Config) -> tuple[AttentionSpec, ...]:
             raise SpecError("replace_with_linear", True, "is not understood")
         if read_flag(attention, "no_op", False):
             return RecurrentSpec(form="none", hidden_size=read_integer(config, "hidden_size"))
-        return attention_layer(
-            config, rope, num_kv_heads=divided_head_dim(num_heads, read_integer(attention, "n_heads_in_group"))
-        )
+        groups = divided_head_dim(num_heads, read_integer(attention, "n_heads_in_group"))
+        return attention_layer(config, rope, num_kv_heads=groups)
 
     return tuple(map(layer, blocks))
 
@@ -80,6 +72,8 @@ def _openelm_layers(config: Config) -> tuple[AttentionSpec, ...]:
     layers = read_num_layers(config, "num_transformer_layers")
     head_dim = read_integer(config, "head_dim")
     theta = check_number("rope_freq_constant", config.get("rope_freq_constant", 10000))
+    longest = read_optional_integer(config, "max_context_length")
+    rope = RopeSpec(dim=head_dim, theta=theta, max_position_embeddings=longest)
 
     def heads(name: str) -> list[int]:
         counts = config.get(name)
@@ -94,17 +88,13 @@ def _openelm_layers(config: Config) -> tuple[AttentionSpec, ...]:
             num_kv_heads=keys,
             head_dim=head_dim,
             qk_norm="head" if read_flag(config, "normalize_qk_projections", True) else None,
-            rope=RopeSpec(
-                dim=head_dim,
-                theta=theta,
-                max_position_embeddings=read_optional_integer(config, "max_context_length"),
-            ),
+            rope=rope,
         )
         for queries, keys in zip(heads("num_query_heads"), heads("num_kv_heads"), strict=True)
     )
 
 
-def _openelm_body(config: Config, layers: int) -> BodySpec:
+def _openelm_networks(config: Config, layers: int) -> FeedForward:
     """OpenELM's widths are multiples of E, rounded to ``ffn_dim_divisor`` and never down by more than a tenth."""
     E, divisor = read_integer(config, "model_dim"), read_integer(config, "ffn_dim_divisor")
     multipliers = config.get("ffn_multipliers")
@@ -116,9 +106,12 @@ def _openelm_body(config: Config, layers: int) -> BodySpec:
         width = max(divisor, int(exact + divisor / 2) // divisor * divisor)
         widths.append(width + divisor if width < 0.9 * exact else width)
     gated = read_flag(config, "ffn_with_glu", True)
-    networks = tuple(FeedForwardSpec(hidden_size=E, intermediate_size=width, gated=gated) for width in widths)
+    return tuple(FeedForwardSpec(hidden_size=E, intermediate_size=width, gated=gated) for width in widths)
+
+
+def _openelm_body(config: Config, layers: int) -> BodySpec:
     tied = read_flag(config, "share_input_output_layers", True)
-    return read_body({**config, "tie_word_embeddings": tied}, networks)
+    return read_body(_openelm_networks, {**config, "tie_word_embeddings": tied}, layers)
 
 
 READERS = {
