@@ -3,6 +3,8 @@
 from headwise.costs.formulas import model
 from headwise.costs.formulas.layer import (
     DTYPE_BYTES,
+    activation_bytes,
+    backward_flops,
     cache_bytes,
     cache_bytes_per_token,
     cache_values,
@@ -22,7 +24,6 @@ from headwise.costs.formulas.reports.compare import Comparison, Row, compare, la
 from headwise.costs.formulas.reports.complexity import Complexity, complexity
 from headwise.costs.formulas.reports.inspection import Inspection, inspect
 from headwise.costs.formulas.stages import KERNELS, attended_pairs
-from headwise.costs.formulas.training import activation_bytes, backward_flops
 
 __all__ = [
     "DTYPE_BYTES",

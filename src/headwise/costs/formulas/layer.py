@@ -1,4 +1,4 @@
-"""Parameters, FLOPs, cache and intensity of one attention layer, as closed forms over its spec.
+"""Parameters, FLOPs, activations, cache and intensity of one attention layer, as closed forms over its spec.
 
 One multiply-add is 2 FLOPs. Symbols: B batch, S new tokens, T all key–value tokens including the new ones.
 """
@@ -26,15 +26,8 @@ from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs.base import AttentionSpec, mechanism_module
 from headwise.models.specs.weights.stored import Formats
 
-DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-}
+DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8"), 1)
 """Bytes of one value of each dtype, by torch's name."""
 
 
@@ -208,6 +201,106 @@ def decode_flops(spec: AttentionSpec, context: int, new_tokens: int = 1, *, batc
     return sum(
         forward_flops(spec, 1, context + index + 1, batch=batch, causal=spec.is_causal) for index in range(new_tokens)
     )
+
+
+def backward_flops(
+    spec: AttentionSpec,
+    tokens: int,
+    source_tokens: int | None = None,
+    *,
+    batch: int = 1,
+    causal: bool | None = None,
+    impl: str = "auto",
+    kernel: Kernel = "fused",
+    input_gradient: bool = True,
+) -> int:
+    """FLOPs of the backward pass of a training step, twice those of the forward pass for an unfused kernel.
+
+    For example ``backward_flops(layer_spec("llama-3-8b"), 2048)`` is 429,538,672,640.
+
+    A fused kernel computes the scores again: five products where the forward pass has two.
+
+    Args:
+        spec: the spec of the layer.
+        tokens: S, the number of tokens passed in.
+        source_tokens: T, tokens of the other sequence in cross-attention; None for self-attention.
+        batch: B, the number of sequences.
+        causal: True counts only the pairs that the causal mask leaves, False all; see `forward_flops`.
+        impl: the implementation, see `forward_flops`.
+        kernel: one of `headwise.cost.KERNELS`.
+        input_gradient: False where the layer's inputs need no gradient, as in a model's first layer: the gradient of
+            the projections' inputs is then not computed.
+    """
+    cross = source_tokens is not None
+    call = call_of(spec, tokens, source_tokens, batch=batch, causal=causal, cross=cross)
+    check_kernel(kernel)
+    work = stages(spec, chosen_impl(spec, impl, call), new_tokens=tokens)
+    return int(sum(stage.backward_flops(call, kernel, input_gradient=input_gradient) for stage in work))
+
+
+def activation_bytes(
+    spec: AttentionSpec,
+    tokens: int,
+    source_tokens: int | None = None,
+    *,
+    batch: int = 1,
+    dtype: str = "bfloat16",
+    causal: bool | None = None,
+    impl: str = "auto",
+    kernel: Kernel = "fused",
+) -> int:
+    """Bytes that a training step keeps of one layer's forward pass until its backward pass, without dropout.
+
+    For example ``activation_bytes(layer_spec("llama-3-8b"), 2048)`` is 76,283,904.
+
+    Every tensor that autograd saves is counted, the layer's input among them, but not its parameters. The number is
+    exact for two tokens or more: tensors of a single token are contiguous in any order, and need fewer copies.
+
+    Args:
+        spec: the spec of the layer.
+        tokens: S, the number of tokens passed in.
+        source_tokens: T, tokens of the other sequence in cross-attention; None for self-attention.
+        batch: B, the number of sequences.
+        dtype: the dtype of weights and activations.
+        causal: True counts only the pairs that the causal mask leaves, False all; see `forward_flops`.
+        impl: the implementation, see `forward_flops`.
+        kernel: one of `headwise.cost.KERNELS`; ``unfused`` holds the scores at least in float32.
+    """
+    cross = source_tokens is not None
+    call = call_of(spec, tokens, source_tokens, batch=batch, causal=causal, cross=cross)
+    kept = kept_activations(spec, call, cross=cross, dtype=dtype, causal=causal, impl=impl, kernel=kernel)
+    return int(sum(tensor.nbytes(call, Size(dtype_bytes(dtype))) for tensor in kept))
+
+
+def kept_activations(
+    spec: AttentionSpec,
+    call: Call,
+    *,
+    cross: bool = False,
+    dtype: str,
+    causal: bool | None,
+    impl: str,
+    kernel: Kernel,
+) -> tuple[KeptTensor, ...]:
+    """The tensors that `activation_bytes` adds up for a call; the other arguments are the same.
+
+    Raises:
+        SpecError: headwise has no such layer, and so no list of its activations.
+    """
+    check_kernel(kernel)
+    causal, window = is_causal(spec, causal, cross=cross), spec.sliding_window
+    training = Training(
+        kernel=kernel,
+        half=dtype_bytes(dtype) < 4,
+        causal=causal and call.new > 1,
+        window=window is not None and causal and window < call.new,
+        cross=cross,
+        batch_of_one=call.batch == 1,
+    )
+    module = formulas(spec)
+    if not hasattr(module, "activations"):
+        raise SpecError("attention", spec.label, "has no list of its activations: no layer here runs it")
+    return module.activations(spec, chosen_impl(spec, impl, call), training)
 
 
 def call_of(

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
-from headwise.costs.formulas import layer, streams
-from headwise.costs.formulas.feed_forward import Part, parts
-from headwise.costs.formulas.model import distinct_layers
+from headwise.costs.formulas import layer
+from headwise.costs.formulas.model import Part, distinct_layers, join_weights, parts, stream_flops
 from headwise.costs.formulas.stages import (
     Core,
     IndexScores,
@@ -279,12 +278,12 @@ def _streams(model: ModelSpec, body: BodySpec) -> Iterator[Work]:
     """What joins several residual streams before each block, and adds its output to them behind it."""
     if body.streams == 1:
         return
-    width, numbers = body.streams * model.hidden_size, streams.join_weights(body.streams)
+    width, numbers = body.streams * model.hidden_size, join_weights(body.streams)
     yield Work(
         name="streams",
         part="norms",
         times=2 * model.num_layers,
-        flops={"new": streams.block_flops(body.streams, model.hidden_size)},
+        flops={"new": stream_flops(body.streams, model.hidden_size)},
         weights=numbers * width,
         moved={"new": 3 * width},
         formula=f"2·B·S·{width:,}·{numbers + body.streams}",

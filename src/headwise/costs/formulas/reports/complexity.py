@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from headwise.costs.formulas import layer
-from headwise.costs.formulas.activations import KeptTensor, kept_values, kept_width
 from headwise.costs.formulas.latent import expanded_cache_values
 from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Call, Core, Kernel, check_kernel
-from headwise.costs.formulas.training import kept_activations
+from headwise.costs.formulas.stages import Core, Kernel, check_kernel
 from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec
 from headwise.models.specs.latent import LatentSpec
@@ -154,10 +152,8 @@ def complexity(
     kept_bytes: dict[str, Size] = {}
     if call.total is call.new:
         with suppress(SpecError):  # headwise inspects such layers and does not run them
-            kept, _ = kept_activations(
-                spec, new_tokens, batch=batch, dtype=dtype, causal=causal, impl=impl, kernel=kernel
-            )
-            kept_bytes = {tensor.name: _kept_bytes(tensor, call, value_bytes) for tensor in kept}
+            kept = layer.kept_activations(spec, call, dtype=dtype, causal=causal, impl=impl, kernel=kernel)
+            kept_bytes = {tensor.name: tensor.nbytes(call, value_bytes) for tensor in kept}
     costs = [
         (stage, stage.forward_flops(call, kernel), stage.backward_flops(call, kernel, input_gradient=True))
         for stage in work
@@ -190,13 +186,6 @@ def complexity(
         activations={name: _amount(amount) for name, amount in kept_bytes.items() if amount},
         activation_bytes=sum(int(amount) for amount in kept_bytes.values()) if kept_bytes else None,
     )
-
-
-def _kept_bytes(tensor: KeptTensor, call: Call, value_bytes: Size) -> Size:
-    """Bytes of one kept tensor, in letters where its values are of the layer's dtype."""
-    width = kept_width(tensor, value_bytes)
-    values = kept_values(tensor, batch=call.batch, new=call.new, total=call.total)
-    return values * (value_bytes if width == value_bytes else width)
 
 
 def _symbols(*amounts: Size) -> dict[str, int]:
