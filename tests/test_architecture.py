@@ -56,7 +56,7 @@ FORWARDED = {
     "runtime/attention/grouped.py:__init__": "to the base class, whose keywords are config fields",
     "models/checkpoints/tokenizer.py:decode": "to a tokenizer of transformers",
     "models/checkpoints/tokenizer.py:tokenize": "to a tokenizer of transformers",
-    "models/checkpoints/identity.py:run_identity": "options by name, whatever they are: a digest is made of them",
+    "models/checkpoints/checkpoint.py:run_identity": "options by name, whatever they are: a digest is made of them",
     "cli/printable.py:write": "called as Python's showwarning",
     "cli/options.py:run": "a command's arguments, as typer names them by the signature",
     "cli/printable.py:render_str": "to a method of rich",

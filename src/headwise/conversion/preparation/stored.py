@@ -25,12 +25,12 @@ from headwise.base.progress import Progress
 from headwise.conversion.preparation.change import Change, changed, channels, row_plan
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints import FolderCheckpoint, FolderWriter, GgufCheckpoint, QuantisedFolder
-from headwise.models.checkpoints.gguf.scaling import Bytes, Rows
-from headwise.models.checkpoints.quantised.formats import Rows as QuantisedRows
+from headwise.models.checkpoints.gguf.in_place import Bytes, Rows
+from headwise.models.checkpoints.quantised_formats import Rows as QuantisedRows
 from headwise.models.checkpoints.writer import overwrite_tensors
 from headwise.models.families.base import State, canonical_shapes, packed_shapes
 from headwise.models.specs import GroupedSpec, read_gguf_header
-from headwise.models.specs.gguf.types import TYPES, tensor_bytes
+from headwise.models.specs.gguf_header import TYPES, tensor_bytes
 
 FAR = 64
 """The largest absolute exponent that is looked for in any type."""

@@ -24,7 +24,7 @@ from headwise.costs.formulas.stages import (
 )
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs.base import AttentionSpec, mechanism_module
-from headwise.models.specs.weights.stored import Formats
+from headwise.models.specs.model import Formats
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 DTYPE_BYTES |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8"), 1)

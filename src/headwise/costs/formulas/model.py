@@ -27,9 +27,8 @@ from headwise.costs.formulas.stages import (
 )
 from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec
-from headwise.models.specs.model import BodySpec, FeedForwardSpec, ModelSpec
+from headwise.models.specs.model import BodySpec, FeedForwardSpec, Formats, ModelSpec
 from headwise.models.specs.recurrent import RecurrentSpec
-from headwise.models.specs.weights.stored import Formats
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from headwise.costs.formulas.size import Size, as_size
 from headwise.errors import ArgumentError
-from headwise.models.specs.weights.stored import MatrixFormat
+from headwise.models.specs.model import MatrixFormat
 
 Kernel = Literal["unfused", "fused", "padded"]
 KERNELS: tuple[Kernel, ...] = ("unfused", "fused", "padded")

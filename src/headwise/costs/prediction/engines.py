@@ -14,7 +14,7 @@ from types import MappingProxyType
 from headwise.costs.prediction.engine_cache import EngineCache
 from headwise.errors import ArgumentError
 from headwise.models.specs import ModelSpec
-from headwise.models.specs.gguf.types import TYPES
+from headwise.models.specs.gguf_header import TYPES
 
 GGML_TYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 """The types that llama.cpp's ``--cache-type-k`` and ``--cache-type-v`` take."""

@@ -33,9 +33,8 @@ from headwise.models.specs.compressed import CompressedSpec
 from headwise.models.specs.grouped import GroupedSpec
 from headwise.models.specs.indexed_latent import IndexedLatentSpec
 from headwise.models.specs.latent import LatentSpec
-from headwise.models.specs.model import BodySpec, FeedForwardSpec, ModelSpec
+from headwise.models.specs.model import BodySpec, FeedForwardSpec, MatrixFormat, ModelSpec
 from headwise.models.specs.recurrent import RecurrentSpec
-from headwise.models.specs.weights.stored import MatrixFormat
 
 Count = Literal[
     "sequences",

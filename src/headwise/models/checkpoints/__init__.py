@@ -1,11 +1,18 @@
 """Model folders and GGUF files, one tensor at a time."""
 
-from headwise.models.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, dtype_name
+from headwise.models.checkpoints.checkpoint import (
+    DTYPES,
+    Checkpoint,
+    TensorInfo,
+    dtype_name,
+    model_identity,
+    run_identity,
+    versions,
+)
 from headwise.models.checkpoints.folder import FolderCheckpoint
 from headwise.models.checkpoints.gguf import GGUF_TYPES, GgufCheckpoint, GgufFile, tokenizer_fields
-from headwise.models.checkpoints.identity import model_identity, run_identity, versions
 from headwise.models.checkpoints.open import model_path, open_checkpoint
-from headwise.models.checkpoints.quantised.folder import QuantisedFolder
+from headwise.models.checkpoints.quantised import QuantisedFolder
 from headwise.models.checkpoints.tokenizer import decode, load_tokenizer, max_length, refuse_other_tokens, tokenize
 from headwise.models.checkpoints.unsafe import refuse_kernel, refuse_kernels, refuse_other_weights, refuse_unsafe
 from headwise.models.checkpoints.writer import FolderWriter, check_output, move_into_place

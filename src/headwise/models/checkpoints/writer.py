@@ -26,7 +26,7 @@ from headwise.base.documents import MEASURED
 from headwise.base.jobs import Job, lock_folder, partial_folder, remove_locked
 from headwise.errors import ArgumentError, StorageError
 from headwise.models.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, dtype_name
-from headwise.models.specs.stored_head import INDEX, SINGLE, stored_tensors
+from headwise.models.specs.sources import INDEX, SINGLE, stored_tensors
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = ("F64", "F32", "BF16", "F16")  # safetensors': wide dtypes first, so that all are aligned

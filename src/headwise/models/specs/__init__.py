@@ -4,8 +4,8 @@ from headwise.base.hub import fetch_hub
 from headwise.models.specs.base import AttentionSpec, RopeSpec, hides_tokens, mechanism_module, spec_from_dict
 from headwise.models.specs.compressed import CompressedSpec
 from headwise.models.specs.expert_latent import ExpertLatentSpec
-from headwise.models.specs.gguf.config import GGUF_ARCHITECTURES, GgufModel, gguf_config, gguf_model
-from headwise.models.specs.gguf.header import read_gguf_header
+from headwise.models.specs.gguf_config import GGUF_ARCHITECTURES, GgufModel, gguf_config, gguf_model
+from headwise.models.specs.gguf_header import read_gguf_header
 from headwise.models.specs.grouped import GroupedSpec
 from headwise.models.specs.huggingface import HOSTED_PREFIX, hosted_attention, read_config
 from headwise.models.specs.indexed_latent import IndexedLatentSpec

@@ -10,6 +10,7 @@ from typing import Any
 from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec, hides_tokens, spec_from_dict
 from headwise.models.specs.model import BodySpec, ModelSpec, group_equal_layers
+from headwise.models.specs.quantizers import read_stored
 from headwise.models.specs.readers import READERS, deepseek
 from headwise.models.specs.readers.fields import (
     Config,
@@ -20,7 +21,6 @@ from headwise.models.specs.readers.fields import (
     read_optional_integer,
     read_optional_number,
 )
-from headwise.models.specs.weights.quantizers import read_stored
 
 HOSTED_PREFIX = "headwise_"
 """A converted model's ``model_type`` is this prefix and its family's type: ``headwise_llama``."""

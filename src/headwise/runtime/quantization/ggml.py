@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
-from headwise.models.specs.gguf.types import TYPES
+from headwise.models.specs.gguf_header import TYPES
 from headwise.runtime.quantization.engine_code import EngineCode
 from headwise.runtime.quantization.groups import rotated
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headwise.errors import CheckpointError, SpecError
 from headwise.models.checkpoints.checkpoint import TensorInfo
-from headwise.models.checkpoints.gguf.layout import GgufLayout, gguf_layout
+from headwise.models.checkpoints.gguf.reader import GgufLayout, gguf_layout
 from headwise.models.checkpoints.gguf.tokenizer_fields import TokenizerField
 from headwise.models.specs import GgufModel, gguf_model
 

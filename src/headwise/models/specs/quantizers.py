@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headwise.models.specs.base import AttentionSpec
-from headwise.models.specs.model import FeedForwardSpec
-from headwise.models.specs.weights.names import (
+from headwise.models.specs.matrix_names import (
     ROUTER,
     SHARED_GATE,
     Module,
@@ -23,7 +22,7 @@ from headwise.models.specs.weights.names import (
     by_wildcard,
     modules,
 )
-from headwise.models.specs.weights.stored import MatrixFormat, StoredWeights
+from headwise.models.specs.model import FeedForwardSpec, MatrixFormat, StoredWeights
 
 Config = Mapping[str, Any]
 Matcher = Callable[[Module], bool]

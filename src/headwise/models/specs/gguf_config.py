@@ -18,8 +18,7 @@ from typing import Any
 
 from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec, RopeSpec
-from headwise.models.specs.gguf.header import FACTORS, GgufHeader, read_gguf_header
-from headwise.models.specs.gguf.types import gguf_weights
+from headwise.models.specs.gguf_header import FACTORS, GgufHeader, gguf_weights, read_gguf_header
 from headwise.models.specs.grouped import GroupedSpec
 from headwise.models.specs.huggingface import read_config
 from headwise.models.specs.latent import LatentSpec
