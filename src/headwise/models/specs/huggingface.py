@@ -16,10 +16,6 @@ from headwise.models.specs.readers.fields import (
     Config,
     MissingFieldError,
     Reader,
-    read_flag,
-    read_num_layers,
-    read_optional_integer,
-    read_optional_number,
 )
 
 HOSTED_PREFIX = "headwise_"
@@ -56,7 +52,7 @@ _READ = {
 }
 
 
-def read_config(config: Config) -> ModelSpec:
+def read_config(config: Mapping[str, Any]) -> ModelSpec:
     """Read the spec of the model that a ``config.json`` describes.
 
     Args:
@@ -81,13 +77,11 @@ def read_config(config: Config) -> ModelSpec:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise SpecError("model_type", model_type, "must be present: it names the architecture")
-    read_optional_number(
-        config, "rms_norm_eps"
-    )  # attention does not depend on it, but a NaN here makes every output NaN
+    config = Config(config)
+    config.optional_number("rms_norm_eps")  # attention does not depend on it, but a NaN makes every output NaN
     reader = _reader(model_type, config)
-    config = {**reader.absent, **config}
-    longest = read_optional_integer(
-        config,
+    config = Config({**reader.absent, **config})
+    longest = config.optional_integer(
         "max_position_embeddings",
         "max_position_embedding",
         "n_positions",
@@ -102,7 +96,7 @@ def read_config(config: Config) -> ModelSpec:
         model_type=model_type,
         hidden_size=layers[0].hidden_size,
         layers=layers,
-        vocab_size=read_optional_integer(config, "vocab_size"),
+        vocab_size=config.optional_integer("vocab_size"),
         max_position_embeddings=longest,
         dtype=config.get("dtype", config.get("torch_dtype")),
         body=body,
@@ -125,7 +119,7 @@ def _reader(model_type: str, config: Config) -> Reader:
         if model_type in names:
             raise SpecError("model_type", model_type, reason)
     reader = READERS.get(model_type)
-    if read_flag(config, "is_encoder_decoder", False) and not (reader and reader.cross):
+    if config.flag("is_encoder_decoder", False) and not (reader and reader.cross):
         raise SpecError("is_encoder_decoder", True, "is not understood: the cache of the source is not counted")
     for name, rule in _UNREAD.items():
         if config.get(name) not in (None, False, 0) and model_type not in _READ.get(name, ()):
@@ -182,6 +176,6 @@ def _read_hosted_layers(config: Config, name: str) -> tuple[AttentionSpec, ...]:
     layers.sort(key=lambda layer: layer[0])
     covered = [index for index, _ in layers]
     # In a speech model num_hidden_layers counts its encoder's layers.
-    if covered != list(range(read_num_layers(config, "decoder_layers", "num_hidden_layers", "n_layer", "n_layers"))):
+    if covered != list(range(config.num_layers("decoder_layers", "num_hidden_layers", "n_layer", "n_layers"))):
         raise SpecError(f"headwise.{name}", covered, "must cover every layer once")
     return tuple(spec for _, spec in layers)

@@ -10,11 +10,6 @@ from headwise.models.specs.model import BodySpec, FeedForwardSpec
 from headwise.models.specs.readers.fields import (
     Config,
     MissingFieldError,
-    read_count,
-    read_flag,
-    read_integer,
-    read_layer_types,
-    read_optional_integer,
 )
 
 FeedForward = tuple[FeedForwardSpec | None, ...]
@@ -48,8 +43,8 @@ def read_body(
     """
     return BodySpec(
         feed_forward=feed_forward(config, layers),
-        vocab_size=read_integer(config, "vocab_size"),
-        tied=read_flag(config, "tie_word_embeddings", tied),
+        vocab_size=config.integer("vocab_size"),
+        tied=config.flag("tie_word_embeddings", tied),
         norms=norms,
         norm_vectors=norm_vectors,
         positions=positions,
@@ -79,11 +74,11 @@ def read_experts(
         score_correction: whether each expert has a balancing number, see `FeedForwardSpec`.
     """
     return FeedForwardSpec(
-        hidden_size=read_integer(config, "hidden_size"),
-        intermediate_size=read_integer(config, width),
+        hidden_size=config.integer("hidden_size"),
+        intermediate_size=config.integer(width),
         gated=gated,
-        num_experts=read_integer(config, *count),
-        experts_per_token=read_integer(config, *used),
+        num_experts=config.integer(*count),
+        experts_per_token=config.integer(*used),
         shared_intermediate_size=shared,
         score_correction=score_correction,
     )
@@ -103,10 +98,10 @@ def dense_rule(
 
     def rule(config: Config, num_layers: int) -> FeedForward:
         network = FeedForwardSpec(
-            hidden_size=read_integer(config, "hidden_size"),
-            intermediate_size=read_integer(config, width),
+            hidden_size=config.integer("hidden_size"),
+            intermediate_size=config.integer(width),
             gated=gated,
-            bias=bias if isinstance(bias, bool) else read_flag(config, bias, bias_absent),
+            bias=bias if isinstance(bias, bool) else config.flag(bias, bias_absent),
         )
         return (network,) * num_layers
 
@@ -138,12 +133,12 @@ def qwen_experts_rule(*, shared: bool, dense_layers: bool = True) -> Rule:
     """
 
     def rule(config: Config, num_layers: int) -> FeedForward:
-        width = read_integer(config, "shared_expert_intermediate_size") if shared else None
+        width = config.integer("shared_expert_intermediate_size") if shared else None
         experts = read_experts(config, count=("num_experts", "num_local_experts"), shared=width)
         sparse = replace(experts, shared_gate=shared)
         if not dense_layers:
             return (sparse,) * num_layers
-        step = read_optional_integer(config, "decoder_sparse_step") or 1
+        step = config.optional_integer("decoder_sparse_step") or 1
         without = config.get("mlp_only_layers") or []
         if not isinstance(without, list) or any(type(index) is not int for index in without):
             raise SpecError("mlp_only_layers", without, "must list layer numbers")
@@ -165,22 +160,22 @@ def deepseek_experts_rule(
     """
 
     def rule(config: Config, num_layers: int) -> FeedForward:
-        shared = read_count(config, "n_shared_experts", read_count(config, "num_shared_experts", 0))
+        shared = config.count("n_shared_experts", config.count("num_shared_experts", 0))
         sparse = read_experts(
             config,
             count=("n_routed_experts", "num_experts", "num_local_experts"),
             used=("num_experts_per_tok", "num_experts_per_token"),
-            shared=shared * read_integer(config, "moe_intermediate_size") or None,
+            shared=shared * config.integer("moe_intermediate_size") or None,
             score_correction=score_correction,
         )
-        types = read_layer_types(config, "mlp_layer_types", num_layers, {"dense": "dense", "sparse": "sparse"})
+        types = config.layer_types("mlp_layer_types", num_layers, {"dense": "dense", "sparse": "sparse"})
         if by_type and types is not None:
             return experts_or_dense(config, sparse, [name == "sparse" for name in types])
         if config.get("moe_layer_freq", 1) != 1:
             raise MissingFieldError("moe_layer_freq", config["moe_layer_freq"], "is understood only as 1")
         if first_dense is None and config.get("first_k_dense_replace") is None:
             raise MissingFieldError("first_k_dense_replace", None, "is required in config.json")
-        first = read_count(config, "first_k_dense_replace", first_dense or 0)
+        first = config.count("first_k_dense_replace", first_dense or 0)
         return experts_or_dense(config, sparse, [i >= first for i in range(num_layers)])
 
     return rule
@@ -188,11 +183,11 @@ def deepseek_experts_rule(
 
 def llama4_experts(config: Config, num_layers: int) -> FeedForward:
     """Llama 4's rule: experts in ``moe_layers``, or every ``interleave_moe_layer_step``-th layer."""
-    width = read_integer(config, "intermediate_size")
+    width = config.integer("intermediate_size")
     sparse = read_experts(config, width="intermediate_size", count=("num_local_experts",), shared=width)
     listed_layers = config.get("moe_layers")
     if listed_layers is None:
-        step = read_optional_integer(config, "interleave_moe_layer_step") or 1
+        step = config.optional_integer("interleave_moe_layer_step") or 1
         listed_layers = [*range(step - 1, num_layers, step)]
     is_sparse = are_in_list("moe_layers", listed_layers, num_layers)
     return experts_or_dense(config, sparse, is_sparse, width="intermediate_size_mlp")
@@ -212,6 +207,6 @@ def experts_or_dense(
     if all(is_sparse):
         return (sparse,) * len(is_sparse)
     plain = FeedForwardSpec(
-        hidden_size=sparse.hidden_size, intermediate_size=read_integer(config, width), gated=sparse.gated
+        hidden_size=sparse.hidden_size, intermediate_size=config.integer(width), gated=sparse.gated
     )
     return tuple(sparse if layer else plain for layer in is_sparse)

@@ -23,13 +23,6 @@ from headwise.models.specs.readers.fields import (
     Config,
     MissingFieldError,
     Reader,
-    read_count,
-    read_flag,
-    read_integer,
-    read_layer_types,
-    read_num_layers,
-    read_optional_integer,
-    refuse_value,
 )
 from headwise.models.specs.readers.positions import read_rope, yarn_softmax_scale
 
@@ -45,25 +38,25 @@ def latent_layer(
         rotated: whether the rotary key is rotated.
         fraction: the family's default of the rotated part of a head, see `read_rope`.
     """
-    rope_dim = read_integer(config, "qk_rope_head_dim")
+    rope_dim = config.integer("qk_rope_head_dim")
     nope_dim = _nope_dim(config)
     if "q_lora_rank" not in config:
         # One transformers class is for models with a query latent, which is its default, and without.
         rule = "is required in config.json, as null where queries have no latent"
         raise MissingFieldError("q_lora_rank", None, rule)
-    q_lora_rank = read_optional_integer(config, "q_lora_rank")
+    q_lora_rank = config.optional_integer("q_lora_rank")
     if interleaved is None:
-        interleaved = read_flag(config, "rope_interleave", True)
+        interleaved = config.flag("rope_interleave", True)
     rope = read_rope(config, rope_dim, interleaved=interleaved, fraction=fraction) if rotated else None
     return LatentSpec(
-        hidden_size=read_integer(config, "hidden_size"),
-        num_heads=read_integer(config, "num_attention_heads"),
-        kv_lora_rank=read_integer(config, "kv_lora_rank"),
+        hidden_size=config.integer("hidden_size"),
+        num_heads=config.integer("num_attention_heads"),
+        kv_lora_rank=config.integer("kv_lora_rank"),
         qk_nope_head_dim=nope_dim,
         qk_rope_head_dim=rope_dim,
-        v_head_dim=read_integer(config, "v_head_dim"),
+        v_head_dim=config.integer("v_head_dim"),
         q_lora_rank=q_lora_rank,
-        bias=latent_bias("hf" if read_flag(config, "attention_bias", False) else False, q_lora_rank),
+        bias=latent_bias("hf" if config.flag("attention_bias", False) else False, q_lora_rank),
         rope=rope,
         softmax_scale=yarn_softmax_scale(rope, nope_dim + rope_dim),
     )
@@ -72,30 +65,30 @@ def latent_layer(
 def _nope_dim(config: Config) -> int:
     """Read ``qk_nope_head_dim``, which is 0 in a converted model that keeps every rotary channel."""
     value = config.get("qk_nope_head_dim")
-    return 0 if type(value) is int and value == 0 else read_integer(config, "qk_nope_head_dim")
+    return 0 if type(value) is int and value == 0 else config.integer("qk_nope_head_dim")
 
 
 def _layers(config: Config, fraction: float | None = None) -> tuple[AttentionSpec, ...]:
-    return (latent_layer(config, fraction=fraction),) * read_num_layers(config)
+    return (latent_layer(config, fraction=fraction),) * config.num_layers()
 
 
 def _minicpm3_layers(config: Config) -> tuple[AttentionSpec, ...]:
     """MiniCPM3 rotates halves, and its published file leaves out the width of a value head, which is E/H."""
     if config.get("v_head_dim") is None:
-        width = read_integer(config, "hidden_size") // read_integer(config, "num_attention_heads")
-        config = {**config, "v_head_dim": width}
-    return (latent_layer(config, interleaved=False),) * read_num_layers(config)
+        width = config.integer("hidden_size") // config.integer("num_attention_heads")
+        config = Config(config, v_head_dim=width)
+    return (latent_layer(config, interleaved=False),) * config.num_layers()
 
 
 def _indexed_layers(config: Config) -> tuple[AttentionSpec, ...]:
     """Layers that attend to the tokens that an indexer selects; some may take the selection of the one before."""
     plain = latent_layer(config, interleaved=True)
     values: dict[str, Any] = {field.name: getattr(plain, field.name) for field in fields(plain)}
-    values["index_topk"] = read_integer(config, "index_topk")
+    values["index_topk"] = config.integer("index_topk")
     shared = IndexedLatentSpec(**values)
-    heads, width = read_integer(config, "index_n_heads"), read_integer(config, "index_head_dim")
+    heads, width = config.integer("index_n_heads"), config.integer("index_head_dim")
     full = replace(shared, index_n_heads=heads, index_head_dim=width)
-    return tuple(full if is_full else shared for is_full in _indexers(config, read_num_layers(config)))
+    return tuple(full if is_full else shared for is_full in _indexers(config, config.num_layers()))
 
 
 _PATTERN = {"F": "full", "S": "shared", "full": "full", "shared": "shared"}
@@ -106,14 +99,14 @@ def _indexers(config: Config, layers: int) -> list[bool]:
     """Whether each layer has an indexer, as transformers reads ``glm_moe_dsa``; all have one elsewhere."""
     if config["model_type"] != "glm_moe_dsa":
         return [True] * layers
-    types = read_layer_types(config, "indexer_types", layers, {"full": "full", "shared": "shared"})
+    types = config.layer_types("indexer_types", layers, {"full": "full", "shared": "shared"})
     if types is None and (pattern := config.get("index_topk_pattern")) is not None:
         letters = list(pattern) if isinstance(pattern, str) else pattern
-        types = read_layer_types({"index_topk_pattern": letters}, "index_topk_pattern", layers, _PATTERN)
+        types = Config(index_topk_pattern=letters).layer_types("index_topk_pattern", layers, _PATTERN)
     if types is not None:
         return [kind == "full" for kind in types]
-    every = read_optional_integer(config, "index_topk_freq") or 1
-    offset = read_optional_integer(config, "index_skip_topk_offset") or 2
+    every = config.optional_integer("index_topk_freq") or 1
+    offset = config.optional_integer("index_skip_topk_offset") or 2
     return [max(index - offset + 1, 0) % every == 0 for index in range(layers)]
 
 
@@ -123,18 +116,18 @@ _RATES = {_SPARSE: 4, _HEAVY: 128}
 
 
 def _compressed_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    refuse_value(config, "num_key_value_heads", unless=(None, 1), rule="must be 1: all heads share one key")
+    config.refuse("num_key_value_heads", unless=(None, 1), rule="must be 1: all heads share one key")
     for name in ("attention_bias", "mlp_bias"):
-        refuse_value(config, name, unless=(None, False), rule="is not understood in a deepseek_v4 model")
-    refuse_value(config, "n_shared_experts", unless=(None, 1), rule="is understood only as 1")
+        config.refuse(name, unless=(None, False), rule="is not understood in a deepseek_v4 model")
+    config.refuse("n_shared_experts", unless=(None, 1), rule="is understood only as 1")
     plain = CompressedSpec(
-        hidden_size=read_integer(config, "hidden_size"),
-        num_heads=read_integer(config, "num_attention_heads"),
-        head_dim=read_integer(config, "head_dim"),
-        q_lora_rank=read_integer(config, "q_lora_rank"),
-        output_groups=read_integer(config, "o_groups"),
-        o_lora_rank=read_integer(config, "o_lora_rank"),
-        window=read_integer(config, "sliding_window"),
+        hidden_size=config.integer("hidden_size"),
+        num_heads=config.integer("num_attention_heads"),
+        head_dim=config.integer("head_dim"),
+        q_lora_rank=config.integer("q_lora_rank"),
+        output_groups=config.integer("o_groups"),
+        o_lora_rank=config.integer("o_lora_rank"),
+        window=config.integer("sliding_window"),
     )
     rates = _rates(config)
     rope = {kind: _compressed_rope(config, plain.head_dim, kind) for kind in ("main", "compress")}
@@ -145,9 +138,9 @@ def _compressed_layers(config: Config) -> tuple[AttentionSpec, ...]:
         _SPARSE: replace(
             heavy,
             rate=rates[_SPARSE],
-            index_topk=read_integer(config, "index_topk"),
-            index_n_heads=read_integer(config, "index_n_heads"),
-            index_head_dim=read_integer(config, "index_head_dim"),
+            index_topk=config.integer("index_topk"),
+            index_n_heads=config.integer("index_n_heads"),
+            index_head_dim=config.integer("index_head_dim"),
         ),
     }
     return tuple(specs[name] for name in _compressed_types(config, rates))
@@ -158,9 +151,9 @@ def _rates(config: Config) -> dict[str, int]:
     found = config.get("compress_rates") or {}
     if not isinstance(found, dict):
         raise SpecError("compress_rates", found, "must be a JSON object")
-    older = {_SPARSE: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
+    given, older = Config(found), {_SPARSE: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
     rates = {
-        name: read_optional_integer(config, older[name]) or read_optional_integer(found, name) or usual
+        name: config.optional_integer(older[name]) or given.optional_integer(name) or usual
         for name, usual in _RATES.items()
     }
     if rates[_SPARSE] == rates[_HEAVY]:
@@ -174,8 +167,8 @@ def _is_rate(ratio: object, by_rate: Mapping[int, str]) -> bool:
 
 def _compressed_types(config: Config, rates: dict[str, int]) -> list[str]:
     """Each layer's type: as listed, or by its number of tokens in an entry, or those of DeepSeek-V4-Pro."""
-    layers = read_num_layers(config)
-    if (types := read_layer_types(config, "layer_types", layers, _COMPRESSED_TYPES)) is not None:
+    layers = config.num_layers()
+    if (types := config.layer_types("layer_types", layers, _COMPRESSED_TYPES)) is not None:
         return types
     by_rate = {0: _SLIDING, **{rate: name for name, rate in rates.items()}}
     ratios = config.get("compress_ratios")
@@ -193,7 +186,7 @@ def _compressed_rope(config: Config, head_dim: int, kind: str) -> RopeSpec:
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise SpecError("rope_parameters", given, "must be a JSON object")
-    rotated = read_optional_integer(config, "qk_rope_head_dim")
+    rotated = config.optional_integer("qk_rope_head_dim")
     part = config.get("partial_rotary_factor") or (1 / 8 if rotated is None else rotated / head_dim)
     if isinstance(given.get("main"), Mapping) and isinstance(given.get("compress"), Mapping):
         own = {**given[kind]}
@@ -209,25 +202,25 @@ def _compressed_rope(config: Config, head_dim: int, kind: str) -> RopeSpec:
             own.setdefault("attention_factor", 1.0)
     own.pop("truncate", None)  # which transformers does not read in such an object
     beside = {key: value for key, value in config.items() if key != "original_max_position_embeddings"}
-    return read_rope({**beside, "rope_scaling": own}, head_dim, fraction=1.0, interleaved=True)
+    return read_rope(Config(beside, rope_scaling=own), head_dim, fraction=1.0, interleaved=True)
 
 
 def _compressed_networks(config: Config, layers: int) -> body.FeedForward:
-    width = read_integer(config, "moe_intermediate_size")
+    width = config.integer("moe_intermediate_size")
     names = ("n_routed_experts", "num_local_experts")
     chosen = body.read_experts(config, count=names, shared=width, score_correction=True)
     # A token's id chooses its experts in the first layers, and nothing balances them.
     hashed = replace(chosen, score_correction=False)
-    types = read_layer_types(config, "mlp_layer_types", layers, {"hash_moe": "hash_moe", "moe": "moe"})
+    types = config.layer_types("mlp_layer_types", layers, {"hash_moe": "hash_moe", "moe": "moe"})
     if types is None:
-        first = read_count(config, "num_hash_layers", 3)
+        first = config.count("num_hash_layers", 3)
         types = ["hash_moe" if index < first else "moe" for index in range(layers)]
     return tuple(hashed if name == "hash_moe" else chosen for name in types)
 
 
 def _compressed_body(config: Config, layers: int) -> BodySpec:
     """DeepSeek-V4 has residual streams side by side."""
-    streams = read_optional_integer(config, "hc_mult") or 4
+    streams = config.optional_integer("hc_mult") or 4
     return replace(read_body(_compressed_networks, config, layers), streams=streams)
 
 
@@ -236,23 +229,23 @@ def _step_layers(config: Config) -> tuple[AttentionSpec, ...]:
 
     Source: configuration_step3.py and modeling_step3.py of huggingface.co/stepfun-ai/step3.
     """
-    head_dim, groups = read_integer(config, "head_dim"), read_optional_integer(config, "num_attention_groups") or 1
+    head_dim, groups = config.integer("head_dim"), config.optional_integer("num_attention_groups") or 1
     if groups != 1:
         raise SpecError("num_attention_groups", groups, "must be 1: Step-3 has one key–value head")
-    longest = read_optional_integer(config, "max_position_embeddings", "max_position_embedding")
+    longest = config.optional_integer("max_position_embeddings", "max_position_embedding")
     layer = GroupedSpec(
-        hidden_size=read_integer(config, "hidden_size"),
-        num_heads=read_integer(config, "num_attention_heads"),
+        hidden_size=config.integer("hidden_size"),
+        num_heads=config.integer("num_attention_heads"),
         num_kv_heads=1,
         head_dim=head_dim,
-        q_lora_rank=read_optional_integer(config, "share_q_dim") or head_dim,
-        rope=read_rope({**config, "max_position_embeddings": longest}, head_dim, theta=5e5),
+        q_lora_rank=config.optional_integer("share_q_dim") or head_dim,
+        rope=read_rope(Config(config, max_position_embeddings=longest), head_dim, theta=5e5),
     )
-    return (layer,) * read_num_layers(config)
+    return (layer,) * config.num_layers()
 
 
 def _step_networks(config: Config, layers: int) -> body.FeedForward:
-    shared = read_integer(config, "share_expert_dim")
+    shared = config.integer("share_expert_dim")
     sparse = body.read_experts(config, count=("moe_num_experts",), used=("moe_top_k",), shared=shared)
     found = config.get("moe_layers_enum")
     if isinstance(found, str):  # as published

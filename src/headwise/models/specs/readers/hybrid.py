@@ -22,14 +22,6 @@ from headwise.models.specs.readers.fields import (
     Reader,
     check_number,
     divided_head_dim,
-    read_count,
-    read_flag,
-    read_head_dim,
-    read_integer,
-    read_layer_types,
-    read_num_layers,
-    read_optional_integer,
-    refuse_value,
 )
 from headwise.models.specs.readers.llama import attention_layer
 from headwise.models.specs.readers.positions import FULL, read_rope
@@ -49,26 +41,26 @@ def _layers_by_type(
 
 def _jamba_layers(config: Config) -> tuple[AttentionSpec, ...]:
     """Jamba's attention has no positions: its Mamba layers encode the order of tokens."""
-    hidden_size = read_integer(config, "hidden_size")
-    period, offset = read_integer(config, "attn_layer_period"), read_count(config, "attn_layer_offset", 4)
+    hidden_size = config.integer("hidden_size")
+    period, offset = config.integer("attn_layer_period"), config.count("attn_layer_offset", 4)
     rank = config.get("mamba_dt_rank", "auto")
     recurrent = RecurrentSpec(
         form="mamba",
         hidden_size=hidden_size,
-        num_heads=read_integer(config, "mamba_expand") * hidden_size,
+        num_heads=config.integer("mamba_expand") * hidden_size,
         head_dim=1,
-        state_size=read_integer(config, "mamba_d_state"),
-        conv_kernel=read_integer(config, "mamba_d_conv"),
-        dt_rank=math.ceil(hidden_size / 16) if rank == "auto" else read_integer(config, "mamba_dt_rank"),
+        state_size=config.integer("mamba_d_state"),
+        conv_kernel=config.integer("mamba_d_conv"),
+        dt_rank=math.ceil(hidden_size / 16) if rank == "auto" else config.integer("mamba_dt_rank"),
         bias=_mamba_bias(config, "mamba_conv_bias", "mamba_proj_bias"),
     )
     attention = attention_layer(config, bias=())
-    return tuple(attention if i % period == offset else recurrent for i in range(read_num_layers(config)))
+    return tuple(attention if i % period == offset else recurrent for i in range(config.num_layers()))
 
 
 def _jamba_networks(config: Config, layers: int) -> body.FeedForward:
-    period, offset = read_integer(config, "expert_layer_period"), read_count(config, "expert_layer_offset", 1)
-    if read_integer(config, "num_experts", "num_local_experts") == 1:
+    period, offset = config.integer("expert_layer_period"), config.count("expert_layer_offset", 1)
+    if config.integer("num_experts", "num_local_experts") == 1:
         return body.dense_rule()(config, layers)
     sparse = body.read_experts(config, width="intermediate_size")
     return body.experts_or_dense(config, sparse, [i % period == offset for i in range(layers)])
@@ -76,8 +68,8 @@ def _jamba_networks(config: Config, layers: int) -> body.FeedForward:
 
 def _mamba2(config: Config) -> RecurrentSpec:
     """Read a Mamba-2 layer from Bamba's field names."""
-    hidden_size, num_heads = read_integer(config, "hidden_size"), read_integer(config, "mamba_n_heads")
-    width = (read_optional_integer(config, "mamba_expand") or 2) * hidden_size
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("mamba_n_heads")
+    width = (config.optional_integer("mamba_expand") or 2) * hidden_size
     if width % num_heads or config.get("mamba_d_head", "auto") not in ("auto", width // num_heads):
         rule = f"times mamba_n_heads = {num_heads} must be mamba_expand · hidden_size = {width}"
         raise SpecError("mamba_d_head", config.get("mamba_d_head"), rule)
@@ -86,38 +78,38 @@ def _mamba2(config: Config) -> RecurrentSpec:
         hidden_size=hidden_size,
         num_heads=num_heads,
         head_dim=width // num_heads,
-        state_size=read_integer(config, "mamba_d_state"),
-        num_groups=read_integer(config, "mamba_n_groups"),
-        conv_kernel=read_integer(config, "mamba_d_conv"),
+        state_size=config.integer("mamba_d_state"),
+        num_groups=config.integer("mamba_n_groups"),
+        conv_kernel=config.integer("mamba_d_conv"),
         bias=_mamba_bias(config, "mamba_conv_bias", "mamba_proj_bias"),
     )
 
 
 def _mamba_bias(config: Config, conv: str, projections: str) -> tuple[str, ...]:
-    both = ("in_proj", "out_proj") if read_flag(config, projections, False) else ()
-    return (*both, "conv1d") if read_flag(config, conv, True) else both
+    both = ("in_proj", "out_proj") if config.flag(projections, False) else ()
+    return (*both, "conv1d") if config.flag(conv, True) else both
 
 
 def _bamba_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    layers, indices = read_num_layers(config), config.get("attn_layer_indices") or []
+    layers, indices = config.num_layers(), config.get("attn_layer_indices") or []
     if not isinstance(indices, list) or any(type(i) is not int or not 0 <= i < layers for i in indices):
         raise SpecError("attn_layer_indices", indices, f"must list layers of 0 to {layers - 1}")
-    head_dim = divided_head_dim(read_integer(config, "hidden_size"), read_integer(config, "num_attention_heads"))
+    head_dim = divided_head_dim(config.integer("hidden_size"), config.integer("num_attention_heads"))
     # Half of a head is rotated, whatever the file has.
-    plain = {key: value for key, value in config.items() if key != "partial_rotary_factor"}
+    plain = Config({key: value for key, value in config.items() if key != "partial_rotary_factor"})
     attention = attention_layer(config, read_rope(plain, head_dim, fraction=0.5))
     return _layers_by_type([FULL if i in indices else _RECURRENT for i in range(layers)], attention, _mamba2(config))
 
 
 def _granite_layers(config: Config) -> tuple[AttentionSpec, ...]:
     """Granite 4 has RoPE only where ``position_embedding_type`` is rope."""
-    layers = read_num_layers(config)
+    layers = config.num_layers()
     names = ("layer_types", "layers_block_type")
-    types = next((found for name in names if (found := read_layer_types(config, name, layers, _TYPES))), None)
+    types = next((found for name in names if (found := config.layer_types(name, layers, _TYPES))), None)
     if types is None:
         raise MissingFieldError("layer_types", None, "is required in config.json")
-    refuse_value(config, "position_embedding_type", unless=("rope", "nope"), rule="must be rope, nope or null")
-    head_dim = divided_head_dim(read_integer(config, "hidden_size"), read_integer(config, "num_attention_heads"))
+    config.refuse("position_embedding_type", unless=("rope", "nope"), rule="must be rope, nope or null")
+    head_dim = divided_head_dim(config.integer("hidden_size"), config.integer("num_attention_heads"))
     rotated = config.get("position_embedding_type") == "rope"
     scale = check_number("attention_multiplier", config.get("attention_multiplier", 1.0))
     rope = read_rope(config, head_dim) if rotated else None
@@ -127,10 +119,10 @@ def _granite_layers(config: Config) -> tuple[AttentionSpec, ...]:
 
 
 def _granite_networks(config: Config, layers: int) -> body.FeedForward:
-    shared, count = read_integer(config, "shared_intermediate_size"), read_count(config, "num_local_experts", 8)
+    shared, count = config.integer("shared_intermediate_size"), config.count("num_local_experts", 8)
     if count == 0:
         return body.dense_rule("shared_intermediate_size")(config, layers)
-    sizes = {**config, "num_local_experts": count}
+    sizes = Config(config, num_local_experts=count)
     return (
         body.read_experts(sizes, width="intermediate_size", count=("num_local_experts",), shared=shared),
     ) * layers
@@ -155,22 +147,22 @@ def _nemotron_types(config: Config) -> list[str]:
 
 def _nemotron_layers(config: Config) -> tuple[AttentionSpec, ...]:
     """Nemotron-H's attention has no positions."""
-    refuse_value(config, "sliding_window", unless=(), rule="must be null: a nemotron_h model has none")
-    hidden_size, types = read_integer(config, "hidden_size"), _nemotron_types(config)
+    config.refuse("sliding_window", unless=(), rule="must be null: a nemotron_h model has none")
+    hidden_size, types = config.integer("hidden_size"), _nemotron_types(config)
     specs: dict[str, AttentionSpec] = {"mlp": RecurrentSpec(form="none", hidden_size=hidden_size)}
     specs["moe"] = specs["mlp"]
     if "attention" in types:
-        head_dim = read_integer(config, "head_dim", "attention_head_dim")
+        head_dim = config.integer("head_dim", "attention_head_dim")
         specs["attention"] = attention_layer(config, head_dim=head_dim)
     if "mamba" in types:
         specs["mamba"] = RecurrentSpec(
             form="mamba2",
             hidden_size=hidden_size,
-            num_heads=read_integer(config, "mamba_num_heads"),
-            head_dim=read_integer(config, "mamba_head_dim"),
-            state_size=read_integer(config, "ssm_state_size"),
-            num_groups=read_integer(config, "n_groups", "mamba_n_groups"),
-            conv_kernel=read_integer(config, "conv_kernel", "mamba_d_conv"),
+            num_heads=config.integer("mamba_num_heads"),
+            head_dim=config.integer("mamba_head_dim"),
+            state_size=config.integer("ssm_state_size"),
+            num_groups=config.integer("n_groups", "mamba_n_groups"),
+            conv_kernel=config.integer("conv_kernel", "mamba_d_conv"),
             bias=_mamba_bias(config, "use_conv_bias", "use_bias"),
         )
     return tuple(specs[name] for name in types)
@@ -184,105 +176,106 @@ def _nemotron_networks(config: Config, layers: int) -> body.FeedForward:
     if "mlp" in types:
         networks["mlp"] = body.dense_rule(gated=False, bias="mlp_bias")(config, 1)[0]
     if "moe" in types:
-        if read_flag(config, "mlp_bias", False):
+        if config.flag("mlp_bias", False):
             raise MissingFieldError("mlp_bias", True, "is not supported beside experts")
-        shared = read_integer(config, "moe_shared_expert_intermediate_size")
+        shared = config.integer("moe_shared_expert_intermediate_size")
         names = ("n_routed_experts", "num_local_experts")
         networks["moe"] = body.read_experts(config, count=names, shared=shared, gated=False, score_correction=True)
     return tuple(networks[name] for name in types)
 
 
 def _qwen_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    layers = read_num_layers(config)
-    types = read_layer_types(config, "layer_types", layers, _TYPES)
+    layers = config.num_layers()
+    types = config.layer_types("layer_types", layers, _TYPES)
     if types is None:
-        nth = read_optional_integer(config, "full_attention_interval") or 4
+        nth = config.optional_integer("full_attention_interval") or 4
         types = [_RECURRENT if (i + 1) % nth else FULL for i in range(layers)]
-    head_dim, kv_heads = read_head_dim(config, absent=256), read_integer(config, "num_key_value_heads")
+    head_dim, kv_heads = config.head_dim(absent=256), config.integer("num_key_value_heads")
     rope = read_rope(config, head_dim, fraction=0.25)
     attention = attention_layer(config, rope, num_kv_heads=kv_heads, head_dim=head_dim)
     attention = replace(attention, qk_norm="head", output_gate=True)
     recurrent = RecurrentSpec(
         form="gated_delta_net",
-        hidden_size=read_integer(config, "hidden_size"),
-        num_heads=read_integer(config, "linear_num_value_heads"),
-        head_dim=read_integer(config, "linear_value_head_dim"),
-        state_size=read_integer(config, "linear_key_head_dim"),
-        num_groups=read_integer(config, "linear_num_key_heads"),
-        conv_kernel=read_integer(config, "linear_conv_kernel_dim"),
+        hidden_size=config.integer("hidden_size"),
+        num_heads=config.integer("linear_num_value_heads"),
+        head_dim=config.integer("linear_value_head_dim"),
+        state_size=config.integer("linear_key_head_dim"),
+        num_groups=config.integer("linear_num_key_heads"),
+        conv_kernel=config.integer("linear_conv_kernel_dim"),
     )
     return _layers_by_type(types, attention, recurrent)
 
 
 def _lfm2_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    layers, hidden_size = read_num_layers(config), read_integer(config, "hidden_size")
-    types = read_layer_types(config, "layer_types", layers, {FULL: FULL, "conv": "conv"})
+    layers, hidden_size = config.num_layers(), config.integer("hidden_size")
+    types = config.layer_types("layer_types", layers, {FULL: FULL, "conv": "conv"})
     if types is None:
         indices = config.get("full_attn_idxs")
         if not isinstance(indices, list):
             raise MissingFieldError("full_attn_idxs", indices, "is required in config.json")
         types = [FULL if i in indices else "conv" for i in range(layers)]
-    kv_heads, rope = read_integer(config, "num_key_value_heads"), read_rope(config, read_head_dim(config), theta=1e6)
+    kv_heads, rope = config.integer("num_key_value_heads"), read_rope(config, config.head_dim(), theta=1e6)
     attention = replace(attention_layer(config, rope, num_kv_heads=kv_heads, bias=()), qk_norm="head")
     recurrent = RecurrentSpec(
         form="short_conv",
         hidden_size=hidden_size,
         num_heads=hidden_size,
         head_dim=1,
-        conv_kernel=read_integer(config, "conv_L_cache"),
-        bias=("in_proj", "conv1d", "out_proj") if read_flag(config, "conv_bias", False) else (),
+        conv_kernel=config.integer("conv_L_cache"),
+        bias=("in_proj", "conv1d", "out_proj") if config.flag("conv_bias", False) else (),
     )
     return _layers_by_type(types, attention, recurrent)
 
 
 def _lfm2_networks(config: Config, layers: int) -> body.FeedForward:
-    width = read_integer(config, "block_ff_dim", "intermediate_size")
-    if read_flag(config, "block_auto_adjust_ff_dim", True):
+    width = config.integer("block_ff_dim", "intermediate_size")
+    if config.flag("block_auto_adjust_ff_dim", True):
         width = int(2 * width / 3)
         if (factor := config.get("block_ffn_dim_multiplier", 1.0)) is not None:
-            multiple = read_optional_integer(config, "block_multiple_of") or 256
+            multiple = config.optional_integer("block_multiple_of") or 256
             factor = check_number("block_ffn_dim_multiplier", factor)
             if not 0 < factor <= MAX_SIZE:
                 raise SpecError("block_ffn_dim_multiplier", factor, f"must be above 0 and at most {MAX_SIZE}")
             width = multiple * -(-int(factor * width) // multiple)
-    return body.dense_rule()({**config, "intermediate_size": width}, layers)
+    return body.dense_rule()(Config(config, intermediate_size=width), layers)
 
 
 def _lfm2_moe_networks(config: Config, layers: int) -> body.FeedForward:
-    sparse = body.read_experts(config, score_correction=read_flag(config, "use_expert_bias", True))
-    dense = read_count(config, "num_dense_layers", 2)
+    sparse = body.read_experts(config, score_correction=config.flag("use_expert_bias", True))
+    dense = config.count("num_dense_layers", 2)
     return body.experts_or_dense(config, sparse, [i >= dense for i in range(layers)])
 
 
 def _lfm2_body(feed_forward: body.Rule, config: Config, layers: int) -> BodySpec:
-    tied = read_flag(config, "tie_embedding", read_flag(config, "tie_word_embeddings", True))
-    return read_body(feed_forward, {**config, "tie_word_embeddings": tied}, layers)
+    tied = config.flag("tie_embedding", config.flag("tie_word_embeddings", True))
+    return read_body(feed_forward, Config(config, tie_word_embeddings=tied), layers)
 
 
 def _kimi_layers(config: Config) -> tuple[AttentionSpec, ...]:
-    layers, sizes = read_num_layers(config), config.get("linear_attn_config")
-    sizes = sizes if isinstance(sizes, Mapping) else {}
+    layers, sizes = config.num_layers(), config.get("linear_attn_config")
+    sizes = Config(sizes if isinstance(sizes, Mapping) else {})
+    both = Config({**config, **sizes})
     for name in ("mla_use_output_gate", "routed_expert_hidden_size", "attn_res_block_size", "use_full_rank_gate"):
-        if value := {**config, **sizes}.get(name):
+        if value := both.get(name):
             raise SpecError(name, value, "is not understood: of such models, only Kimi Linear is")
-    config = {"q_lora_rank": None, **config}  # without the field it has no query latent
-    types = read_layer_types(config, "layer_types", layers, _TYPES)
+    config = Config({"q_lora_rank": None, **config})  # without the field it has no query latent
+    types = config.layer_types("layer_types", layers, _TYPES)
     if (full := sizes.get("full_attn_layers")) is not None:  # counted from 1
         if not isinstance(full, list):
             raise SpecError("full_attn_layers", full, "must list layer numbers")
         types = [FULL if i + 1 in full else _RECURRENT for i in range(layers)]
     if types is None:
         raise MissingFieldError("layer_types", None, "is required in config.json")
-    num_heads = read_integer({**config, **sizes}, "num_heads", "linear_num_heads")
-    head_dim = read_integer(sizes, "head_dim") if "head_dim" in sizes else read_integer(config, "linear_head_dim")
+    num_heads = both.integer("num_heads", "linear_num_heads")
+    head_dim = sizes.integer("head_dim") if "head_dim" in sizes else config.integer("linear_head_dim")
     recurrent = RecurrentSpec(
         form="kimi_delta",
-        hidden_size=read_integer(config, "hidden_size"),
+        hidden_size=config.integer("hidden_size"),
         num_heads=num_heads,
         head_dim=head_dim,
         state_size=head_dim,
         num_groups=num_heads,
-        conv_kernel=read_integer({**config, **sizes}, "short_conv_kernel_size", "linear_conv_kernel_dim"),
+        conv_kernel=both.integer("short_conv_kernel_size", "linear_conv_kernel_dim"),
     )
     return _layers_by_type(types, latent_layer(config, rotated=False), recurrent)
 

@@ -16,12 +16,6 @@ from headwise.models.specs.readers.body import deepseek_experts_rule, dense_rule
 from headwise.models.specs.readers.fields import (
     Config,
     Reader,
-    read_flag,
-    read_head_dim,
-    read_integer,
-    read_num_layers,
-    read_optional_integer,
-    read_optional_number,
 )
 from headwise.models.specs.readers.positions import (
     CHUNKED,
@@ -72,7 +66,7 @@ class Family:
 
     kv_heads: int | None = None
     head_dim: int | None = None
-    bias: Callable[[Config], bool | str | tuple[str, ...]] = lambda config: read_flag(config, "attention_bias", False)
+    bias: Callable[[Config], bool | str | tuple[str, ...]] = lambda config: config.flag("attention_bias", False)
     qk_norm: str | None = None
     qk_norm_switch: str | None = None
     rope_required: bool = False
@@ -91,19 +85,19 @@ class Family:
 def read_layers(family: Family, config: Config) -> tuple[AttentionSpec, ...]:
     """Read the attention of each layer."""
     for name in family.refused:
-        if read_flag(config, name, False):
+        if config.flag(name, False):
             raise SpecError(name, True, f"is not understood in a {config['model_type']} model")
     if family.rope_required and not (config.get("rope_parameters") or config.get("rope_scaling")):
         raise SpecError("rope_parameters", None, f"is required in a {config['model_type']} config.json")
-    num_heads, hidden_size = read_integer(config, "num_attention_heads"), read_integer(config, "hidden_size")
-    head_dim = read_head_dim(config, absent=family.head_dim)
-    num_kv_heads = read_optional_integer(config, "num_key_value_heads", absent=family.kv_heads)
-    layer_windows = family.windows(config, read_num_layers(config))
-    has_norm = family.qk_norm_switch is None or read_flag(config, family.qk_norm_switch, False)
+    num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
+    head_dim = config.head_dim(absent=family.head_dim)
+    num_kv_heads = config.optional_integer("num_key_value_heads", absent=family.kv_heads)
+    layer_windows = family.windows(config, config.num_layers())
+    has_norm = family.qk_norm_switch is None or config.flag(family.qk_norm_switch, False)
     qk_norm = family.qk_norm if has_norm else None
     # The field is read only in families that have a softcap.
     has_cap = family.softcap is not None
-    softcap = read_optional_number(config, "attn_logit_softcapping", absent=family.softcap) if has_cap else None
+    softcap = config.optional_number("attn_logit_softcapping", absent=family.softcap) if has_cap else None
 
     def layer(window: int | None, unrotated: bool) -> GroupedSpec:
         layer_type = FULL if window is None else SLIDING
@@ -136,22 +130,22 @@ def attention_layer(
     bias: tuple[str, ...] | None = None,
 ) -> GroupedSpec:
     """Read a layer of softmax attention from Llama's field names, apart from the fields that are given."""
-    hidden_size, num_heads = read_integer(config, "hidden_size"), read_integer(config, "num_attention_heads")
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     if num_kv_heads is None:
-        num_kv_heads = read_optional_integer(config, "num_key_value_heads") or num_heads
+        num_kv_heads = config.optional_integer("num_key_value_heads") or num_heads
     return GroupedSpec(
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=read_head_dim(config) if head_dim is None else head_dim,
-        bias=grouped_bias(read_flag(config, "attention_bias", False)) if bias is None else bias,
+        head_dim=config.head_dim() if head_dim is None else head_dim,
+        bias=grouped_bias(config.flag("attention_bias", False)) if bias is None else bias,
         rope=rope,
     )
 
 
 def _bias(name: str, default: bool, covers: bool | str = True) -> Callable[[Config], bool | str]:
     """A reader of a switch that gives ``covers`` a bias."""
-    return lambda config: covers if read_flag(config, name, default) else False
+    return lambda config: covers if config.flag(name, default) else False
 
 
 def _no_bias(config: Config) -> bool:
@@ -163,24 +157,24 @@ def _qkv(config: Config) -> str:
 
 
 def _seed_bias(config: Config) -> tuple[str, ...]:
-    qkv = ("q_proj", "k_proj", "v_proj") if read_flag(config, "attention_bias", True) else ()
-    return (*qkv, "o_proj") if read_flag(config, "attention_out_bias", False) else qkv
+    qkv = ("q_proj", "k_proj", "v_proj") if config.flag("attention_bias", True) else ()
+    return (*qkv, "o_proj") if config.flag("attention_out_bias", False) else qkv
 
 
 def _scalar(config: Config) -> float | None:
-    scalar = read_optional_number(config, "query_pre_attn_scalar", absent=256.0)
+    scalar = config.optional_number("query_pre_attn_scalar", absent=256.0)
     return None if scalar is None else float(scalar**-0.5)
 
 
 def _multiplier(config: Config) -> float | None:
-    return read_optional_number(config, "attention_multiplier", absent=1.0)
+    return config.optional_number("attention_multiplier", absent=1.0)
 
 
 def _unrotated_layers(config: Config, windows: Windows) -> list[bool]:
     """SmolLM3, Llama 4: a 0 in ``no_rope_layers`` marks a layer without positions."""
     flags, layers = config.get("no_rope_layers"), len(windows)
     if flags is None or (flags == [] and config["model_type"] == "llama4_text"):
-        interval = read_optional_integer(config, "no_rope_layer_interval") or 4
+        interval = config.optional_integer("no_rope_layer_interval") or 4
         return [(i + 1) % interval == 0 for i in range(layers)]
     if not isinstance(flags, list) or len(flags) != layers or any(flag not in (0, 1) for flag in flags):
         raise SpecError("no_rope_layers", flags, f"must list 0 or 1 for each of {layers} layers")
@@ -363,7 +357,7 @@ READERS = {
 
 def _stablelm_body(config: Config, layers: int) -> BodySpec:
     """StableLM: attention and network side by side share one norm."""
-    norms = 1 if read_flag(config, "use_parallel_residual", False) else 2
+    norms = 1 if config.flag("use_parallel_residual", False) else 2
     return read_body(_GATED, config, layers, norms=norms, norm_vectors=2)
 
 
@@ -378,9 +372,9 @@ READERS["phi3"] = READERS["phi3"]._replace(absent={"original_max_position_embedd
 def _minimax_layers(config: Config) -> tuple[AttentionSpec, ...]:
     """MiniMax-M2: ``rotary_dim`` says how many dims of a head are rotated, where nothing else does."""
     family = FAMILIES["minimax_m2"]
-    if (rotated := read_optional_integer(config, "rotary_dim")) is not None:
-        head_dim = read_optional_integer(config, "head_dim", absent=family.head_dim)
-        config = {"partial_rotary_factor": rotated / (head_dim or rotated), **config}
+    if (rotated := config.optional_integer("rotary_dim")) is not None:
+        head_dim = config.optional_integer("head_dim", absent=family.head_dim)
+        config = Config({"partial_rotary_factor": rotated / (head_dim or rotated), **config})
     return read_layers(family, config)
 
 
