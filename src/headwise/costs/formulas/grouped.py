@@ -42,11 +42,7 @@ def stages(spec: GroupedSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
     queries: tuple[Stage, ...] = (Linear("q_proj", E, gated * H * D, "q_proj" in spec.bias),)
     if spec.q_lora_rank is not None:
         Q = Size(spec.q_lora_rank, "Q")
-        queries = (
-            Linear("q_a_proj", E, Q),
-            Vector("q_a_norm", Q),
-            Linear("q_b_proj", Q, H * D, reads="inner"),
-        )
+        queries = (Linear("q_a_proj", E, Q), Vector("q_a_norm", Q), Linear("q_b_proj", Q, H * D, reads="inner"))
     return (
         *queries,
         *(() if spec.shares_kv else keys),

@@ -252,12 +252,7 @@ def forward_flops(
 
 
 def attention_flops(
-    model: ModelSpec,
-    new_tokens: int,
-    total_tokens: int | None = None,
-    *,
-    batch: int = 1,
-    causal: bool | None = None,
+    model: ModelSpec, new_tokens: int, total_tokens: int | None = None, *, batch: int = 1, causal: bool | None = None
 ) -> int:
     """FLOPs of one forward pass through every layer's attention or mixer, without the rest of the model."""
     return sum(

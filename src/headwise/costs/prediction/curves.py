@@ -60,10 +60,7 @@ class Grid:
         columns = [(1 - along) * corners[0][above] + along * corners[1][above] for above in (0, 1)]
         rows = [(1 - up) * one + up * other for one, other in corners]
         found = (1 - up) * columns[0] + up * columns[1]
-        for beyond, ends, axis, index in (
-            (x_beyond, rows, self.x, left),
-            (y_beyond, columns, self.y, low),
-        ):
+        for beyond, ends, axis, index in ((x_beyond, rows, self.x, left), (y_beyond, columns, self.y, low)):
             power = (ends[1] - ends[0]) / math.log(axis[index + 1] / axis[index])
             found += beyond * min(max(power, 0.0), 1.0)
         return math.exp(found)

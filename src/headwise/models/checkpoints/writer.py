@@ -156,11 +156,7 @@ def _shard(file: str, tensors: Mapping[str, TensorInfo]) -> Shard:
     for name in sorted(tensors, key=lambda name: (_ORDER.index(_NAMES[tensors[name].dtype]), name)):
         info = tensors[name]
         offsets[name], end = end, end + info.nbytes
-        header[name] = {
-            "dtype": _NAMES[info.dtype],
-            "shape": list(info.shape),
-            "data_offsets": [offsets[name], end],
-        }
+        header[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [offsets[name], end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)

@@ -353,8 +353,6 @@ def family_of(model_type: str) -> Family:
     name = model_type.removeprefix(HOSTED_PREFIX)
     if name not in family_names():
         raise SpecError(
-            "model_type",
-            name,
-            f"cannot be converted, or read from GGUF, yet; can: {', '.join(family_names())}",
+            "model_type", name, f"cannot be converted, or read from GGUF, yet; can: {', '.join(family_names())}"
         )
     return cast(Family, importlib.import_module(f"headwise.models.families.{name}").FAMILY)

@@ -256,10 +256,7 @@ def is_finite(value: object) -> bool:
 
 
 def bias_names(
-    bias: bool | str | Collection[str],
-    *,
-    projections: tuple[str, ...],
-    shorthands: dict[str, tuple[str, ...]],
+    bias: bool | str | Collection[str], *, projections: tuple[str, ...], shorthands: dict[str, tuple[str, ...]]
 ) -> tuple[str, ...]:
     """Names of the projections that have a bias, in the order of ``projections``.
 

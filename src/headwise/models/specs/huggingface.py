@@ -12,11 +12,7 @@ from headwise.models.specs.base import AttentionSpec, hides_tokens, spec_from_di
 from headwise.models.specs.model import BodySpec, ModelSpec, group_equal_layers
 from headwise.models.specs.quantizers import read_stored
 from headwise.models.specs.readers import READERS, deepseek
-from headwise.models.specs.readers.fields import (
-    Config,
-    MissingFieldError,
-    Reader,
-)
+from headwise.models.specs.readers.fields import Config, MissingFieldError, Reader
 
 HOSTED_PREFIX = "headwise_"
 """A converted model's ``model_type`` is this prefix and its family's type: ``headwise_llama``."""

@@ -58,10 +58,7 @@ class _Scheme:
 
 
 def read_stored(
-    config: Config,
-    model_type: str,
-    layers: Sequence[AttentionSpec],
-    networks: Sequence[FeedForwardSpec | None],
+    config: Config, model_type: str, layers: Sequence[AttentionSpec], networks: Sequence[FeedForwardSpec | None]
 ) -> StoredWeights | None:
     """The formats of a model's matrices; None where the config has no ``quantization_config``.
 

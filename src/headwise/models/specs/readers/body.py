@@ -7,10 +7,7 @@ from dataclasses import replace
 
 from headwise.errors import SpecError
 from headwise.models.specs.model import BodySpec, FeedForwardSpec
-from headwise.models.specs.readers.fields import (
-    Config,
-    MissingFieldError,
-)
+from headwise.models.specs.readers.fields import Config, MissingFieldError
 
 FeedForward = tuple[FeedForwardSpec | None, ...]
 """The feed-forward network of each layer."""

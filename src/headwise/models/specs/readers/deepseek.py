@@ -19,11 +19,7 @@ from headwise.models.specs.latent import LatentSpec, latent_bias
 from headwise.models.specs.model import BodySpec
 from headwise.models.specs.readers import body
 from headwise.models.specs.readers.body import read_body
-from headwise.models.specs.readers.fields import (
-    Config,
-    MissingFieldError,
-    Reader,
-)
+from headwise.models.specs.readers.fields import Config, MissingFieldError, Reader
 from headwise.models.specs.readers.positions import read_rope, yarn_softmax_scale
 
 

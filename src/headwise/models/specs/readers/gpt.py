@@ -10,13 +10,7 @@ from headwise.models.specs.base import AttentionSpec
 from headwise.models.specs.grouped import GroupedSpec, grouped_bias
 from headwise.models.specs.model import BodySpec
 from headwise.models.specs.readers.body import dense_rule, read_body
-from headwise.models.specs.readers.fields import (
-    Config,
-    MissingFieldError,
-    Reader,
-    check_number,
-    divided_head_dim,
-)
+from headwise.models.specs.readers.fields import Config, MissingFieldError, Reader, check_number, divided_head_dim
 from headwise.models.specs.readers.positions import read_rope
 
 

@@ -16,13 +16,7 @@ from headwise.models.specs.model import BodySpec, FeedForwardSpec
 from headwise.models.specs.readers import body
 from headwise.models.specs.readers.body import read_body
 from headwise.models.specs.readers.deepseek import latent_layer
-from headwise.models.specs.readers.fields import (
-    Config,
-    MissingFieldError,
-    Reader,
-    check_number,
-    divided_head_dim,
-)
+from headwise.models.specs.readers.fields import Config, MissingFieldError, Reader, check_number, divided_head_dim
 from headwise.models.specs.readers.llama import attention_layer
 from headwise.models.specs.readers.positions import FULL, read_rope
 from headwise.models.specs.recurrent import RecurrentSpec

@@ -13,10 +13,7 @@ from headwise.models.specs.grouped import GroupedSpec, grouped_bias
 from headwise.models.specs.model import BodySpec
 from headwise.models.specs.readers import body
 from headwise.models.specs.readers.body import deepseek_experts_rule, dense_rule, experts_rule, read_body
-from headwise.models.specs.readers.fields import (
-    Config,
-    Reader,
-)
+from headwise.models.specs.readers.fields import Config, Reader
 from headwise.models.specs.readers.positions import (
     CHUNKED,
     FULL,
@@ -225,11 +222,7 @@ FAMILIES = {
     "mistral": Family(kv_heads=8, bias=_no_bias, windows=window_in_every_layer(absent=4096)),
     "ministral": Family(kv_heads=8, bias=_no_bias, windows=window_in_every_layer(absent=4096)),
     "ministral3": Family(
-        kv_heads=8,
-        head_dim=128,
-        bias=_no_bias,
-        rope_required=True,
-        windows=window_in_every_layer(),
+        kv_heads=8, head_dim=128, bias=_no_bias, rope_required=True, windows=window_in_every_layer()
     ),
     "mixtral": Family(
         kv_heads=8, windows=window_in_every_layer(), rope={"theta": 1e6}, feed_forward=experts_rule(), bias=_no_bias
@@ -292,11 +285,7 @@ FAMILIES = {
         feed_forward=dense_rule(gated=False, bias="use_bias", bias_absent=True),
         around={"norm_vectors": 2, "tied": True},
     ),
-    "stablelm": Family(
-        bias=_bias("use_qkv_bias", False, "qkv"),
-        refused=("qk_layernorm",),
-        rope={"fraction": 0.25},
-    ),
+    "stablelm": Family(bias=_bias("use_qkv_bias", False, "qkv"), refused=("qk_layernorm",), rope={"fraction": 0.25}),
     "cohere": Family(
         refused=("use_qk_norm",), rope={"theta": 5e5, "interleaved": True}, around={"norms": 1, "tied": True}
     ),
@@ -334,9 +323,7 @@ FAMILIES = {
         feed_forward=experts_rule(score_correction=True),
     ),
     "nemotron": Family(
-        rope={"fraction": 0.5},
-        feed_forward=dense_rule(gated=False, bias="mlp_bias"),
-        around={"norm_vectors": 2},
+        rope={"fraction": 0.5}, feed_forward=dense_rule(gated=False, bias="mlp_bias"), around={"norm_vectors": 2}
     ),
     "hunyuan_v1_dense": Family(qk_norm="head"),
     "ernie4_5": Family(

@@ -18,11 +18,7 @@ from typing import Any
 
 from headwise.errors import SpecError
 from headwise.models.specs.base import RopeSpec
-from headwise.models.specs.readers.fields import (
-    Config,
-    MissingFieldError,
-    check_number,
-)
+from headwise.models.specs.readers.fields import Config, MissingFieldError, check_number
 
 Windows = list[int | None]
 Rule = Callable[[Config, int], Windows]

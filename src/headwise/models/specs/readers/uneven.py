@@ -10,13 +10,7 @@ from headwise.models.specs.base import AttentionSpec, RopeSpec
 from headwise.models.specs.grouped import GroupedSpec
 from headwise.models.specs.model import BodySpec, FeedForwardSpec
 from headwise.models.specs.readers.body import FeedForward, read_body
-from headwise.models.specs.readers.fields import (
-    Config,
-    MissingFieldError,
-    Reader,
-    check_number,
-    divided_head_dim,
-)
+from headwise.models.specs.readers.fields import Config, MissingFieldError, Reader, check_number, divided_head_dim
 from headwise.models.specs.readers.llama import attention_layer
 from headwise.models.specs.readers.positions import FULL, SLIDING, read_rope, window_but_every_nth
 from headwise.models.specs.recurrent import RecurrentSpec
