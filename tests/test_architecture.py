@@ -46,7 +46,7 @@ EXEMPT = {
     "runtime/kernels/gpu/codes.py": "a kernel's call",
     "runtime/kernels/native/calls.py": "a kernel's call",
     "costs/formulas/layer.py:forward_flops": "a formula: each keyword is one of its letters, or which terms count",
-    "costs/formulas/reports/complexity.py:complexity": "the letters of forward_flops, and which layer of a model",
+    "costs/formulas/reports.py:complexity": "the letters of forward_flops, and which layer of a model",
     "study/bench/decode.py:bench_decode": "a grid: each keyword is one of its axes",
 }
 """Files and functions that may take more parameters, and why; layers' constructors may too, of config fields."""

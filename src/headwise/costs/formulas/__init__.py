@@ -1,6 +1,7 @@
 """Exact costs of attention as closed forms over specs: parameters, FLOPs, cache, activations. No torch here."""
 
 from headwise.costs.formulas import model
+from headwise.costs.formulas.comparison import Comparison, Row, compare, ladder, matched
 from headwise.costs.formulas.layer import (
     DTYPE_BYTES,
     activation_bytes,
@@ -20,9 +21,7 @@ from headwise.costs.formulas.layer import (
     state_bytes,
     thop_count,
 )
-from headwise.costs.formulas.reports.compare import Comparison, Row, compare, ladder, matched
-from headwise.costs.formulas.reports.complexity import Complexity, complexity
-from headwise.costs.formulas.reports.inspection import Inspection, inspect
+from headwise.costs.formulas.reports import Complexity, Inspection, complexity, inspect
 from headwise.costs.formulas.stages import KERNELS, attended_pairs
 
 __all__ = [

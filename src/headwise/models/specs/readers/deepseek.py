@@ -35,7 +35,8 @@ def latent_layer(
         fraction: the family's default of the rotated part of a head, see `read_rope`.
     """
     rope_dim = config.integer("qk_rope_head_dim")
-    nope_dim = _nope_dim(config)
+    unrotated = config.get("qk_nope_head_dim")  # 0 in a converted model that keeps every rotary channel
+    nope_dim = 0 if type(unrotated) is int and unrotated == 0 else config.integer("qk_nope_head_dim")
     if "q_lora_rank" not in config:
         # One transformers class is for models with a query latent, which is its default, and without.
         rule = "is required in config.json, as null where queries have no latent"
@@ -56,12 +57,6 @@ def latent_layer(
         rope=rope,
         softmax_scale=yarn_softmax_scale(rope, nope_dim + rope_dim),
     )
-
-
-def _nope_dim(config: Config) -> int:
-    """Read ``qk_nope_head_dim``, which is 0 in a converted model that keeps every rotary channel."""
-    value = config.get("qk_nope_head_dim")
-    return 0 if type(value) is int and value == 0 else config.integer("qk_nope_head_dim")
 
 
 def _layers(config: Config, fraction: float | None = None) -> tuple[AttentionSpec, ...]:
@@ -157,10 +152,6 @@ def _rates(config: Config) -> dict[str, int]:
     return rates
 
 
-def _is_rate(ratio: object, by_rate: Mapping[int, str]) -> bool:
-    return type(ratio) is int and ratio in by_rate
-
-
 def _compressed_types(config: Config, rates: dict[str, int]) -> list[str]:
     """Each layer's type: as listed, or by its number of tokens in an entry, or those of DeepSeek-V4-Pro."""
     layers = config.num_layers()
@@ -171,7 +162,8 @@ def _compressed_types(config: Config, rates: dict[str, int]) -> list[str]:
     if ratios is None:
         return [_HEAVY if index < 2 or index % 2 == 0 else _SPARSE for index in range(layers)]
     # The file lists a layer more for each that predicts further tokens.
-    if not isinstance(ratios, list) or len(ratios) < layers or any(not _is_rate(ratio, by_rate) for ratio in ratios):
+    known = isinstance(ratios, list) and all(type(ratio) is int and ratio in by_rate for ratio in ratios)
+    if not known or len(ratios) < layers:
         raise SpecError("compress_ratios", ratios, f"must list one of {sorted(by_rate)} for each of {layers} layers")
     return [by_rate[ratio] for ratio in ratios[:layers]]
 

@@ -11,27 +11,13 @@ from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec, RopeSpec
 from headwise.models.specs.grouped import GroupedSpec, grouped_bias
 from headwise.models.specs.model import BodySpec
-from headwise.models.specs.readers import body
+from headwise.models.specs.readers import body, positions
 from headwise.models.specs.readers.body import deepseek_experts_rule, dense_rule, experts_rule, read_body
 from headwise.models.specs.readers.fields import Config, Reader
-from headwise.models.specs.readers.positions import (
-    CHUNKED,
-    FULL,
-    SLIDING,
-    Rule,
-    Windows,
-    above_max_window_layers,
-    all_layers,
-    must_be_listed,
-    no_window,
-    read_rope,
-    upper_layers,
-    window_but_every_nth,
-    window_in_every_layer,
-    windows_of_chunks,
-    windows_with_switch,
-)
+from headwise.models.specs.readers.positions import CHUNKED, FULL, SLIDING, Rule, Windows, read_rope
 
+Bias = bool | str | tuple[str, ...]
+"""The projections that have a bias, as `grouped_bias` takes them."""
 _GATED = dense_rule()
 
 
@@ -44,7 +30,7 @@ class Family:
     Attributes:
         kv_heads: the default of ``num_key_value_heads``; None for as many as query heads.
         head_dim: the default of ``head_dim``; None for E/H.
-        bias: reads the projections that have a bias.
+        bias: the projections that have a bias, or a function that reads them.
         qk_norm: the kind of norm of queries and keys, see `GroupedSpec`.
         qk_norm_switch: the name of the field that turns that norm on; None where there is no such field.
         rope_required: whether the file must describe RoPE, because the class defaults to one model's scaling.
@@ -63,7 +49,7 @@ class Family:
 
     kv_heads: int | None = None
     head_dim: int | None = None
-    bias: Callable[[Config], bool | str | tuple[str, ...]] = lambda config: config.flag("attention_bias", False)
+    bias: Bias | Callable[[Config], Bias] = lambda config: config.flag("attention_bias", False)
     qk_norm: str | None = None
     qk_norm_switch: str | None = None
     rope_required: bool = False
@@ -71,7 +57,7 @@ class Family:
     refused: tuple[str, ...] = ()
     scale: Callable[[Config], float | None] = lambda config: None
     softcap: float | None = None
-    windows: Rule = no_window
+    windows: Rule = positions.no_window
     chunked: bool = False
     rope: dict[str, Any] = field(default_factory=dict)
     unrotated: Callable[[Config, Windows], list[bool]] = lambda config, windows: [False] * len(windows)
@@ -103,7 +89,7 @@ def read_layers(family: Family, config: Config) -> tuple[AttentionSpec, ...]:
             num_heads=num_heads,
             num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
             head_dim=head_dim,
-            bias=grouped_bias(family.bias(config)),
+            bias=grouped_bias(family.bias(config) if callable(family.bias) else family.bias),
             qk_norm=qk_norm,
             sinks=family.sinks,
             softcap=softcap,
@@ -143,14 +129,6 @@ def attention_layer(
 def _bias(name: str, default: bool, covers: bool | str = True) -> Callable[[Config], bool | str]:
     """A reader of a switch that gives ``covers`` a bias."""
     return lambda config: covers if config.flag(name, default) else False
-
-
-def _no_bias(config: Config) -> bool:
-    return False
-
-
-def _qkv(config: Config) -> str:
-    return "qkv"
 
 
 def _seed_bias(config: Config) -> tuple[str, ...]:
@@ -196,10 +174,11 @@ def _smollm3_types(config: Config, layers: int) -> list[str]:
     return [SLIDING if unrotated else FULL for unrotated in _unrotated_layers(config, [None] * layers)]
 
 
-_QWEN_WINDOWS = windows_with_switch(partial(upper_layers, absent=28), absent=4096)
+_QWEN_WINDOWS = positions.windows_with_switch(partial(positions.upper_layers, absent=28), absent=4096)
 _GEMMA: dict[str, Any] = {"head_dim": 256, "refused": ("use_bidirectional_attention",)}
 _FOUR_NORMS = {"norms": 4, "tied": True}
 _PHI3_KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
+_PHI3_ROPE = {"fraction": 1.0, "kinds": _PHI3_KINDS}
 _GLM_ROPE = {"fraction": 0.5, "interleaved": True}
 _GLM: dict[str, Any] = {
     "kv_heads": 2,
@@ -213,66 +192,79 @@ FAMILIES = {
     "llama4_text": Family(
         kv_heads=8,
         head_dim=128,
-        windows=windows_of_chunks(_llama4_types, absent=8192),
+        windows=positions.windows_of_chunks(_llama4_types, absent=8192),
         chunked=True,
         rope={"theta": 5e5, "interleaved": True},
         unrotated=_unrotated_layers,
         feed_forward=body.llama4_experts,
     ),
-    "mistral": Family(kv_heads=8, bias=_no_bias, windows=window_in_every_layer(absent=4096)),
-    "ministral": Family(kv_heads=8, bias=_no_bias, windows=window_in_every_layer(absent=4096)),
+    "mistral": Family(kv_heads=8, bias=False, windows=positions.window_in_every_layer(absent=4096)),
+    "ministral": Family(kv_heads=8, bias=False, windows=positions.window_in_every_layer(absent=4096)),
     "ministral3": Family(
-        kv_heads=8, head_dim=128, bias=_no_bias, rope_required=True, windows=window_in_every_layer()
+        kv_heads=8, head_dim=128, bias=False, rope_required=True, windows=positions.window_in_every_layer()
     ),
     "mixtral": Family(
-        kv_heads=8, windows=window_in_every_layer(), rope={"theta": 1e6}, feed_forward=experts_rule(), bias=_no_bias
+        kv_heads=8,
+        windows=positions.window_in_every_layer(),
+        rope={"theta": 1e6},
+        feed_forward=experts_rule(),
+        bias=False,
     ),
-    "qwen2": Family(bias=_qkv, windows=_QWEN_WINDOWS),
+    "qwen2": Family(bias="qkv", windows=_QWEN_WINDOWS),
     "qwen2_moe": Family(
         bias=_bias("qkv_bias", True, "qkv"),
-        windows=windows_with_switch(must_be_listed, absent=4096),
+        windows=positions.windows_with_switch(positions.must_be_listed, absent=4096),
         feed_forward=body.qwen_experts_rule(shared=True),
     ),
     "qwen3": Family(head_dim=128, qk_norm="head", windows=_QWEN_WINDOWS),
     "qwen3_moe": Family(
         kv_heads=4,
         qk_norm="head",
-        windows=windows_with_switch(all_layers, absent=4096),
+        windows=positions.windows_with_switch(positions.all_layers, absent=4096),
         feed_forward=body.qwen_experts_rule(shared=False),
     ),
     "gemma": Family(**_GEMMA, around={"tied": True}),
     "gemma2": Family(
-        **_GEMMA, kv_heads=4, scale=_scalar, softcap=50.0, windows=window_but_every_nth(2), around=_FOUR_NORMS
+        **_GEMMA,
+        kv_heads=4,
+        scale=_scalar,
+        softcap=50.0,
+        windows=positions.window_but_every_nth(2),
+        around=_FOUR_NORMS,
     ),
     "gemma3_text": Family(
         **_GEMMA,
         kv_heads=4,
         qk_norm="head",
         scale=_scalar,
-        windows=window_but_every_nth(6, field="sliding_window_pattern"),
+        windows=positions.window_but_every_nth(6, field="sliding_window_pattern"),
         rope={"theta": 1e6, "local": ("rope_local_base_freq", 1e4)},
         around=_FOUR_NORMS,
     ),
-    "phi3": Family(bias=_no_bias, windows=window_in_every_layer(), rope={"fraction": 1.0, "kinds": _PHI3_KINDS}),
+    "phi3": Family(
+        bias=False, windows=positions.window_in_every_layer(), rope={"fraction": 1.0, "kinds": _PHI3_KINDS}
+    ),
     "gpt_oss": Family(
         kv_heads=8,
         head_dim=64,
         bias=_bias("attention_bias", True),
         sinks=True,
-        windows=window_but_every_nth(2),
+        windows=positions.window_but_every_nth(2),
         rope={"theta": 150000.0},
         rope_required=True,
         feed_forward=experts_rule(bias=True),
     ),
     "olmo": Family(around={"norm_vectors": 0}),
     "olmo2": Family(qk_norm="full"),
-    "olmo3": Family(qk_norm="full", windows=window_but_every_nth(4), rope={"theta": 5e5, "local": ("", 5e5)}),
+    "olmo3": Family(
+        qk_norm="full", windows=positions.window_but_every_nth(4), rope={"theta": 5e5, "local": ("", 5e5)}
+    ),
     "olmoe": Family(qk_norm="full", feed_forward=experts_rule("num_experts")),
     "granite": Family(scale=_multiplier, feed_forward=dense_rule(bias="mlp_bias")),
     "granitemoe": Family(scale=_multiplier, feed_forward=experts_rule()),
     "smollm3": Family(
         kv_heads=4,
-        windows=windows_with_switch(_smollm3_types),
+        windows=positions.windows_with_switch(_smollm3_types),
         rope={"theta": 2e6},
         unrotated=_unrotated_layers,
         feed_forward=dense_rule(bias="mlp_bias"),
@@ -281,7 +273,7 @@ FAMILIES = {
     "starcoder2": Family(
         kv_heads=2,
         bias=_bias("use_bias", True),
-        windows=window_in_every_layer(),
+        windows=positions.window_in_every_layer(),
         feed_forward=dense_rule(gated=False, bias="use_bias", bias_absent=True),
         around={"norm_vectors": 2, "tied": True},
     ),
@@ -290,7 +282,7 @@ FAMILIES = {
         refused=("use_qk_norm",), rope={"theta": 5e5, "interleaved": True}, around={"norms": 1, "tied": True}
     ),
     "cohere2": Family(
-        windows=window_but_every_nth(4, field="sliding_window_pattern"),
+        windows=positions.window_but_every_nth(4, field="sliding_window_pattern"),
         rope={"interleaved": True},
         unrotated=_full_unrotated,
         around={"norms": 1, "tied": True},
@@ -305,19 +297,19 @@ FAMILIES = {
         feed_forward=deepseek_experts_rule(first_dense=1),
     ),
     "exaone4": Family(
-        bias=_no_bias,
+        bias=False,
         qk_norm="head",
-        windows=window_but_every_nth(4, field="sliding_window_pattern", may_be_null=True),
+        windows=positions.window_but_every_nth(4, field="sliding_window_pattern", may_be_null=True),
         unrotated=_full_unrotated_among_sliding,
     ),
     "seed_oss": Family(kv_heads=8, head_dim=128, bias=_seed_bias, feed_forward=dense_rule(bias="mlp_bias")),
     "dots1": Family(
-        qk_norm="head", windows=above_max_window_layers, feed_forward=deepseek_experts_rule(first_dense=0)
+        qk_norm="head", windows=positions.above_max_window_layers, feed_forward=deepseek_experts_rule(first_dense=0)
     ),
     "minimax_m2": Family(
         kv_heads=8,
         head_dim=128,
-        bias=_no_bias,
+        bias=False,
         qk_norm="full",
         rope={"theta": 5e6, "fraction": 1.0},
         feed_forward=experts_rule(score_correction=True),

@@ -79,12 +79,7 @@ def windows_with_switch(default: Callable[[Config, int], list[str]], *, absent: 
     def rule(config: Config, num_layers: int) -> Windows:
         is_on = config.flag("use_sliding_window", False)
         window = config.optional_integer("sliding_window", absent=absent) if is_on else None
-        types = (
-            [FULL] * num_layers
-            if window is None or config.get("layer_types") is not None
-            else default(config, num_layers)
-        )
-        return _by_type(config, num_layers, window, types, off=not is_on)
+        return _by_type(config, num_layers, window, _usual(config, num_layers, window, default), off=not is_on)
 
     return rule
 
@@ -110,12 +105,7 @@ def must_be_listed(config: Config, num_layers: int) -> list[str]:
 def above_max_window_layers(config: Config, num_layers: int) -> Windows:
     """The rule of dots.llm1, which has no switch: a file without ``sliding_window`` has no windows."""
     window = config.optional_integer("sliding_window")
-    types = (
-        [FULL] * num_layers
-        if window is None or config.get("layer_types") is not None
-        else upper_layers(config, num_layers)
-    )
-    return _by_type(config, num_layers, window, types)
+    return _by_type(config, num_layers, window, _usual(config, num_layers, window, upper_layers))
 
 
 def windows_of_chunks(default: Callable[[Config, int], list[str]], *, absent: int) -> Rule:
@@ -132,6 +122,14 @@ def windows_of_chunks(default: Callable[[Config, int], list[str]], *, absent: in
         return [chunk if name == CHUNKED else None for name in types or default(config, num_layers)]
 
     return rule
+
+
+def _usual(
+    config: Config, num_layers: int, window: int | None, default: Callable[[Config, int], list[str]]
+) -> list[str]:
+    """The type of each layer by a family's default, which is asked for only where it decides."""
+    decides = window is not None and config.get("layer_types") is None
+    return default(config, num_layers) if decides else [FULL] * num_layers
 
 
 def _by_type(config: Config, num_layers: int, window: int | None, types: list[str], *, off: bool = False) -> Windows:
