@@ -353,10 +353,10 @@ def _attention(spec: AttentionSpec, impl: str, formats: _Formats, new: int, time
     decodes = any(isinstance(stage, Linear | Product) and stage.over == "total" for stage in stages)
     for stage in stages:
         work = None
-        if isinstance(stage, Core):
-            work = (
-                _shared_core(stage, spec) if isinstance(spec, CompressedSpec) else _core(stage, spec, decodes=decodes)
-            )
+        if isinstance(stage, Core) and isinstance(spec, CompressedSpec):
+            work = _shared_core(stage, spec)
+        elif isinstance(stage, Core):
+            work = _core(stage, spec, decodes=decodes)
         elif isinstance(stage, IndexScores):
             work = _index_scores(stage)
         elif isinstance(stage, Linear | Product):

@@ -11,7 +11,9 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from headwise.base.disk import storage_errors
-from headwise.errors import CheckpointError, SpecError, StorageError
+from headwise.errors import CheckpointError, SpecError
 from headwise.models.families.base import Family, family_of, has_family
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, ModelSpec, read_config
 
@@ -108,10 +110,10 @@ class Checkpoint(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that most bytes of its tensors are read as."""
-        nbytes: dict[torch.dtype, int] = {}
+        nbytes: Counter[torch.dtype] = Counter()
         for info in self.tensors.values():
-            nbytes[info.dtype] = nbytes.get(info.dtype, 0) + info.nbytes
-        return max(nbytes, key=lambda dtype: nbytes[dtype])
+            nbytes[info.dtype] += info.nbytes
+        return nbytes.most_common(1)[0][0]
 
     def read(self, name: str) -> Tensor:
         """Read one tensor into memory of its own.
@@ -123,14 +125,10 @@ class Checkpoint(ABC):
             CheckpointError: the checkpoint has no such tensor, or the tensor has NaN or infinite values.
             StorageError: the tensor's file could not be read.
         """
-        if name not in self.tensors:
-            raise CheckpointError("tensor", name, f"is missing from {self.path}")
         start = time.perf_counter()
-        try:
+        with self._reading(name):
             info = self.tensors[name]
             tensor = torch.zeros(info.shape, dtype=info.dtype) if name in self.zeros else self._read(name)
-        except OSError as error:
-            raise StorageError("tensor", name, f"could not be read: {error.strerror or error}") from None
         # In pieces: `isfinite` of the whole would take the tensor's memory twice over.
         if not all(bool(torch.isfinite(piece).all()) for piece in torch.split(tensor.flatten(), _PIECE)):
             kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinite values"
@@ -149,16 +147,18 @@ class Checkpoint(ABC):
             CheckpointError: the checkpoint has no such tensor, or the rows have NaN or infinite values.
             StorageError: the tensor's file could not be read.
         """
-        if name not in self.tensors:
-            raise CheckpointError("tensor", name, f"is missing from {self.path}")
         some, places = torch.unique(rows, return_inverse=True)
-        try:
+        with self._reading(name):
             read = self._read_rows(name, some.tolist())
-        except OSError as error:
-            raise StorageError("tensor", name, f"could not be read: {error.strerror or error}") from None
         if not bool(torch.isfinite(read).all()):
             raise CheckpointError("tensor", name, "holds NaN or infinite values")
         return read[places]
+
+    def _reading(self, name: str) -> AbstractContextManager[None]:
+        """What turns errors of reading a tensor into those that name it; the checkpoint must have it."""
+        if name not in self.tensors:
+            raise CheckpointError("tensor", name, f"is missing from {self.path}")
+        return storage_errors("tensor", name, "read")
 
     def _read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
         return self._read(name)[list(rows)]

@@ -304,11 +304,9 @@ class FolderWriter(Job):
         Raises:
             StorageError: the disk is full, or the file cannot be written.
         """
-        if self.is_entered:
-            with self._clearly():
-                (self.folder / name).write_bytes(content)
+        self.write_file(name, lambda path: path.write_bytes(content))
 
-    def write_file(self, name: str, write: Callable[[Path], None]) -> None:
+    def write_file(self, name: str, write: Callable[[Path], object]) -> None:
         """Let a function write a file of the folder, such as one that is too large for memory.
 
         Args:

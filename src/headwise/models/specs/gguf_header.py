@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headwise.errors import CheckpointError, StorageError
+from headwise.base.disk import storage_errors
+from headwise.errors import CheckpointError
 from headwise.models.specs.model import MatrixFormat, StoredWeights
 
 _MAGIC = b"GGUF"
@@ -80,10 +81,8 @@ def read_part_header(path: Path) -> GgufHeader:
         CheckpointError: the file is not GGUF, is of an unknown version, or ends before its header does.
         StorageError: it cannot be opened.
     """
-    try:
+    with storage_errors("file", path, "read"):
         file = path.open("rb")
-    except OSError as error:
-        raise StorageError("file", str(path), f"could not be read: {error.strerror}") from None
     with file:
         if file.read(4) != _MAGIC:
             raise CheckpointError(str(path), "not GGUF", "the file must begin with the bytes GGUF")
@@ -91,9 +90,8 @@ def read_part_header(path: Path) -> GgufHeader:
             try:
                 return _parse_header(data, path)
             except (struct.error, IndexError, UnicodeDecodeError, OverflowError, RecursionError):
-                raise CheckpointError(
-                    str(path), f"{len(data)} bytes", "the GGUF header is cut short or damaged"
-                ) from None
+                rule = "the GGUF header is cut short or damaged"
+                raise CheckpointError(str(path), f"{len(data)} bytes", rule) from None
 
 
 class _Reader:
@@ -249,9 +247,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     count = named.metadata.get("split.count", 0)
     if count in (0, 1):  # 0 is what ``gguf-split --merge`` leaves
         return named
-    files = _part_files(path, count)
-    parts = [named if file == path else read_part_header(file) for file in files]
-    return _join_headers(parts)
+    return _join_headers([named if file == path else read_part_header(file) for file in _part_files(path, count)])
 
 
 def _part_files(path: Path, count: object) -> list[Path]:
@@ -264,8 +260,7 @@ def _part_files(path: Path, count: object) -> list[Path]:
     if match is None or int(match["count"]) != count:
         rule = f"is a part of a model in {count} files, so that its name must end in -00001-of-{count!s:0>5}.gguf"
         raise CheckpointError("file", str(path), rule)
-    names = [_part_name(match["stem"], number, int(match["count"])) for number in range(1, int(match["count"]) + 1)]
-    files = [path.with_name(name) for name in names]
+    files = renamed_parts(path, int(match["count"]))
     for file in files:
         if not file.is_file():
             rule = f"is missing from {path.parent}: a part of the model of {path.name}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from headwise.base.disk import storage_errors
 from headwise.base.hub import fetch_hub
-from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, MissingExtraError, StorageError
+from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, MissingExtraError
 from headwise.models.specs.base import AttentionSpec
 from headwise.models.specs.gguf_config import read_gguf_spec
 from headwise.models.specs.gguf_header import are_of_one_model, first_part
@@ -87,21 +89,15 @@ def _ties_head(config: dict[str, Any]) -> bool:
 
 def _has_own_head(tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether a tensor is stored that differs from what it would be tied to."""
-    for tied, sources in _TIED:
-        pair = _single_tensor(tensors, tied), _single_tensor(tensors, sources)
-        if pair[0] is not None and pair[1] is not None and not _are_equal(pair[0], pair[1]):
-            return True
-    return False
+    pairs = ((_single_tensor(tensors, tied), _single_tensor(tensors, sources)) for tied, sources in _TIED)
+    return any(one and other and not _are_equal(one, other) for one, other in pairs)
 
 
 def _single_tensor(tensors: Mapping[str, StoredTensor], ends: tuple[str, ...]) -> StoredTensor | None:
     """The one tensor outside layers with one of these ends; None where there are several."""
-    found = [
-        tensor
-        for name, tensor in tensors.items()
-        if f".{name}".endswith(tuple(f".{end}" for end in ends)) and ".layers." not in name
-    ]
-    return found[0] if len(found) == 1 else None
+    dotted = tuple(f".{end}" for end in ends)
+    found = [name for name in tensors if f".{name}".endswith(dotted) and ".layers." not in name]
+    return tensors[found[0]] if len(found) == 1 else None
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
@@ -129,10 +125,8 @@ def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
         if Path(file).name != file or not (folder / file).is_file():  # no file outside, and no pipe
             raise ValueError(file)
         for name, stored in stored_tensors(folder / file).items():
-            if named.get(name) == file:
+            if name not in tensors or named.get(name) == file:
                 tensors[name] = stored
-            else:
-                tensors.setdefault(name, stored)
     return tensors
 
 
@@ -198,7 +192,7 @@ def locate(source: str | Path) -> Source:
     if name.startswith("hf://"):
         return Source(name, "hub")
     path = Path(source)
-    if not (name and _exists(path)):
+    if not (name and os.path.exists(path)):
         return _source_by_name(name)
     if path.is_dir():
         return Source(name, "folder", path) if (file := _single_gguf(path)) is None else Source(name, "gguf", file)
@@ -209,15 +203,6 @@ def locate(source: str | Path) -> Source:
     if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):
         raise CheckpointError("source", name, "is a pickle; headwise reads safetensors and GGUF only")
     raise ArgumentError("source", name, "must be a model folder, a .gguf file or a config.json")
-
-
-def _exists(path: Path) -> bool:
-    """Whether there is such a path; False too for names that are too long for a file system."""
-    try:
-        path.stat()
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _single_gguf(folder: Path) -> Path | None:
@@ -270,16 +255,15 @@ def read_json(path: Path, largest: int | None = None) -> dict[str, Any]:
         StorageError: it is missing or cannot be read.
     """
     try:
-        if path.is_fifo() or path.is_char_device():  # which may never end, or never begin
-            raise CheckpointError("file", str(path), "must be a regular file")
-        with path.open("rb") as file:
-            content = file.read() if largest is None else file.read(largest + 1)
+        with storage_errors("file", path, "read"):
+            if path.is_fifo() or path.is_char_device():  # which may never end, or never begin
+                raise CheckpointError("file", str(path), "must be a regular file")
+            with path.open("rb") as file:
+                content = file.read() if largest is None else file.read(largest + 1)
         if largest is not None and len(content) > largest:
             rule = f"must have at most {largest:,} bytes: a model's config has some thousands"
             raise CheckpointError("file", str(path), rule)
         value = json.loads(content.decode("utf-8"))
-    except OSError as error:
-        raise StorageError("file", str(path), f"could not be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number or a nesting beyond reason
         raise CheckpointError("file", str(path), f"is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -304,14 +288,13 @@ def read_spec(source: str | Path) -> ModelSpec:
     located = locate(source)
     if located.kind == "catalog":
         return read_config(catalog()[located.name]["config"])
-    if located.kind == "hub":
-        return read_config(read_json(fetch_hub(located.name, config_only=True), LARGEST_CONFIG))
-    assert located.path is not None
+    path = fetch_hub(located.name, config_only=True) if located.kind == "hub" else located.path
+    assert path is not None
     if located.kind == "gguf":
-        return read_gguf_spec(located.path)
-    if located.kind == "config":
-        return read_config(read_json(located.path, LARGEST_CONFIG))
-    return read_config(with_stored_head(read_json(located.path / "config.json", LARGEST_CONFIG), located.path))
+        return read_gguf_spec(path)
+    if located.kind == "folder":
+        return read_config(with_stored_head(read_json(path / "config.json", LARGEST_CONFIG), path))
+    return read_config(read_json(path, LARGEST_CONFIG))
 
 
 def layer_spec(source: str | Path | ModelSpec | AttentionSpec, index: int = 0) -> AttentionSpec:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -146,7 +147,6 @@ class GgufCheckpoint(Checkpoint):
         self.config = gguf_config(header)
         self._layout = gguf_layout(self.config["model_type"])
         self._stored: dict[str, dict[str, _Stored]] = {}
-        self.tensors = {}
         self._has_tokenizer = "tokenizer.ggml.model" in header.metadata
         sizes = {file: file.stat().st_size for file in header.files}
         for stored in header.tensors.values():
@@ -167,8 +167,7 @@ class GgufCheckpoint(Checkpoint):
                 raise CheckpointError("file", str(stored.file), f"ends before tensor {stored.name}: it is cut short")
             name = self._transformers_name(stored.name)
             self._stored.setdefault(name, {})[stored.name.split(".")[-2]] = _Stored(stored, kind, nbytes)
-        for name, parts in self._stored.items():
-            self.tensors[name] = self._info(name, parts)
+        self.tensors = {name: self._info(name, parts) for name, parts in self._stored.items()}
         if not self.tensors:
             raise CheckpointError("file", str(path), "has no tensors")
         self.quantization = self._commonest_quantization()
@@ -182,10 +181,12 @@ class GgufCheckpoint(Checkpoint):
     @property
     def writable(self) -> frozenset[str]:
         """See `Checkpoint.writable`: tensors that are stored as one, and in a floating type."""
-        whole = {name: parts for name, parts in self._stored.items() if self._join(name, parts) is None}
-        return frozenset(
-            name for name, parts in whole.items() if [own.kind.name in DTYPES for own in parts.values()] == [True]
-        )
+
+        def is_floating(parts: Mapping[str, _Stored]) -> bool:
+            return [own.kind.name in DTYPES for own in parts.values()] == [True]
+
+        stored = self._stored.items()
+        return frozenset(name for name, parts in stored if is_floating(parts) and self._join(name, parts) is None)
 
     def write(self, tensors: Mapping[str, Tensor], files: Mapping[Path, Path]) -> None:
         """Write other numbers into copies of the model's files, in the type and order that the files have.
@@ -201,8 +202,8 @@ class GgufCheckpoint(Checkpoint):
             ((stored, kind, nbytes),) = self._stored[name].values()
             is_norm = name.endswith("norm.weight")
             held = tensor + self._layout.norm_offset if is_norm and self._layout.norm_offset else tensor
-            if self._layout.is_interleaved:
-                held = self._permute(name, held)
+            if heads := self._heads(name):
+                held = interleaved(held, heads)
             content = held.to(DTYPES[kind.name]).contiguous().view(torch.uint8).numpy().tobytes()
             assert len(content) == nbytes, name
             with files[stored.file].open("r+b") as file:
@@ -211,11 +212,11 @@ class GgufCheckpoint(Checkpoint):
 
     def _commonest_quantization(self) -> str | None:
         """The quantised type of most of the model's values; None where none are quantised."""
-        values: dict[str, int] = {}
+        values: Counter[str] = Counter()
         for parts in self._stored.values():
             for stored, kind, _ in parts.values():
                 if kind.name not in DTYPES:
-                    values[kind.name] = values.get(kind.name, 0) + math.prod(stored.shape)
+                    values[kind.name] += math.prod(stored.shape)
         return max(values, key=lambda name: values[name], default=None)
 
     def _transformers_name(self, stored: str) -> str:
@@ -248,29 +249,29 @@ class GgufCheckpoint(Checkpoint):
 
     def _info(self, name: str, parts: Mapping[str, _Stored]) -> TensorInfo:
         """The shape and the dtype of a tensor."""
-        if (join := self._join(name, parts)) is None:
-            stored, kind, _ = parts.get("attn_kv_b") or next(iter(parts.values()))
-            return TensorInfo(stored.shape, DTYPES.get(kind.name, torch.float32))
-        dtypes = {part: DTYPES.get(kind.name, torch.float32) for part, (_, kind, _) in parts.items()}
-        made = join(
-            {part: torch.empty(own.shape, dtype=dtypes[part], device="meta") for part, (own, _, _) in parts.items()}
-        )
+        empty = {
+            part: torch.empty(own.shape, dtype=DTYPES.get(kind.name, torch.float32), device="meta")
+            for part, (own, kind, _) in parts.items()
+        }
+        join = self._join(name, parts)
+        made = empty[_whole(empty)] if join is None else join(empty)
         return TensorInfo(tuple(made.shape), made.dtype)
 
     def _read(self, name: str) -> Tensor:
         parts = self._stored[name]
         if (join := self._join(name, parts)) is not None:
             return join({part: self._read_stored(stored) for part, stored in parts.items()})
-        tensor = self._read_stored(parts.get("attn_kv_b") or next(iter(parts.values())))
-        if self._layout.is_interleaved:
-            tensor = self._unpermute(name, tensor)
+        tensor = self._read_stored(parts[_whole(parts)])
+        if heads := self._heads(name):
+            pairs = torch.unflatten(tensor, 0, (heads, -1, 2))  # [H, D/2, 2, E]
+            tensor = pairs.transpose(1, 2).reshape(tensor.shape).contiguous()  # [H·D, E]
         if self._layout.norm_offset and name.endswith("norm.weight"):
             tensor = tensor - self._layout.norm_offset
         return tensor
 
     def _read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
         parts = self._stored[name]
-        if len(parts) > 1 or (self._layout.is_interleaved and name.split(".")[-2] in ("q_proj", "k_proj")):
+        if len(parts) > 1 or self._heads(name):
             return super()._read_rows(name, rows)  # made of parts, or of rows in another order
         ((stored, kind, nbytes),) = parts.values()
         size = nbytes // stored.shape[0]
@@ -287,25 +288,10 @@ class GgufCheckpoint(Checkpoint):
             file.seek(stored.offset)
             return _decoded(bytearray(file.read(nbytes)), kind, stored.shape)
 
-    def _permute(self, name: str, tensor: Tensor) -> Tensor:
-        """Reorder rows of queries and keys as llama.cpp does, from halves to neighbouring pairs."""
-        if (heads := self._heads(name)) is None:
-            return tensor
-        halves = torch.unflatten(tensor, 0, (heads, 2, -1))  # [H, 2, D/2, E]
-        return halves.transpose(1, 2).reshape(tensor.shape).contiguous()  # [H·D, E]
-
-    def _unpermute(self, name: str, tensor: Tensor) -> Tensor:
-        """Undo `_permute`."""
-        if (heads := self._heads(name)) is None:
-            return tensor
-        pairs = torch.unflatten(tensor, 0, (heads, -1, 2))  # [H, D/2, 2, E]
-        return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()  # [H·D, E]
-
-    def _heads(self, name: str) -> int | None:
-        """The heads of a tensor whose rows are reordered; None for other tensors."""
-        fields = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
-        field = fields.get(name.split(".")[-2])
-        return None if field is None else int(self.config[field])
+    def _heads(self, name: str) -> int:
+        """The heads of a tensor whose rows are stored as neighbouring pairs; 0 for other tensors."""
+        field = INTERLEAVED.get(name.split(".")[-2]) if self._layout.is_interleaved else None
+        return 0 if field is None else int(self.config[field])
 
     def copy_companions(self, destination: Path) -> None:
         """Rebuild the tokenizer from the file's metadata, where it has one, and save it into a folder.
@@ -329,6 +315,21 @@ class GgufCheckpoint(Checkpoint):
         except BaseException as error:  # tokenizers' Rust code raises no OSError, and a panic is no Exception
             reason = " ".join(str(error).split())
             raise StorageError("tokenizer", str(destination), f"could not be written: {reason}") from None
+
+
+INTERLEAVED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+"""The projections whose rows llama.cpp's converters reorder, and the field with the number of their heads."""
+
+
+def interleaved(tensor: Tensor, heads: int) -> Tensor:
+    """Reorder rows ``[H·D, …]`` of queries or keys as llama.cpp does, from halves to neighbouring pairs."""
+    halves = torch.unflatten(tensor, 0, (heads, 2, -1))  # [H, 2, D/2, …]
+    return halves.transpose(1, 2).reshape(tensor.shape).contiguous()  # [H·D, …]
+
+
+def _whole(parts: Mapping[str, object]) -> str:
+    """The name of the part that is the whole tensor, where the parts are not joined."""
+    return "attn_kv_b" if "attn_kv_b" in parts else next(iter(parts))
 
 
 @cache
