@@ -81,29 +81,25 @@ class Training:
         return self.causal or self.window
 
 
-def kept_inputs(training: Training, hidden_size: Size) -> tuple[KeptTensor, ...]:
+def inputs(training: Training, hidden_size: Size) -> tuple[KeptTensor, ...]:
     """The inputs of the first projections."""
     source = (KeptTensor("key_value_states", hidden_size, "total"),) if training.cross else ()
     return KeptTensor("hidden_states", hidden_size, "new"), *source
 
 
-def kept_rotation(training: Training, dims: Size) -> tuple[KeptTensor, ...]:
+def rotation(training: Training, dims: Size) -> tuple[KeptTensor, ...]:
     """cos and sin of every position, each ``dims``/2 wide; queries and keys share them except in cross-attention."""
     keys = (KeptTensor("cos, sin of keys", dims, "keys"),) if training.cross else ()
     return KeptTensor("cos, sin", dims, "queries"), *keys
 
 
-def kept_norm(
+def norm(
     training: Training, name: str, width: Size, over: KeptOver, *, rows: int = 1, storage: Size | None = None
 ) -> tuple[KeptTensor, ...]:
     """Tensors of an RMSNorm: input (the storage that it is a view of, or a float32 copy), inverse norms, output."""
-    entry = (
-        KeptTensor(name, width, over, "float32")
-        if training.half
-        else KeptTensor(name, width if storage is None else storage, over)
-    )
+    held = width if training.half or storage is None else storage
     return (
-        entry,
+        KeptTensor(name, held, over, "float32" if training.half else "dtype"),
         KeptTensor(f"{name} inverse norms", rows, over, "float32"),
         KeptTensor(f"{name} normed", width, over),
     )
@@ -134,7 +130,7 @@ class Storages:
     value: Size | None = None
 
 
-def kept_core(
+def core(
     training: Training,
     heads: Heads,
     *,
@@ -177,12 +173,12 @@ def kept_core(
         KeptTensor("query", query, "new", "float32"),
         KeptTensor("key", H * D, "total", "float32"),
         KeptTensor("value", H * V, "total", "float32"),
-        *kept_softmax(training, H),
+        *softmax(training, H),
         *output,
     )
 
 
-def kept_softmax(training: Training, H: Size) -> tuple[KeptTensor, ...]:
+def softmax(training: Training, H: Size) -> tuple[KeptTensor, ...]:
     """The attention weights, and a second copy where a mask has set rows with nothing to attend to to zero."""
     weights = KeptTensor("attention weights", H, "scores", "float32")
     if not training.is_masked:

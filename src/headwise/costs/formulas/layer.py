@@ -5,6 +5,7 @@ One multiply-add is 2 FLOPs. Symbols: B batch, S new tokens, T all key–value t
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Protocol, cast
 
 from headwise.costs.formulas.activations import KeptTensor, Training
@@ -182,11 +183,8 @@ def prefill_flops(
     size = tokens if chunk is None else chunk
     check_whole_number("chunk", size, 1)
     ends = [*range(size, tokens, size), tokens]
-    starts = [0, *ends[:-1]]
-    return sum(
-        forward_flops(spec, end - start, end, batch=batch, causal=causal)
-        for start, end in zip(starts, ends, strict=True)
-    )
+    parts = pairwise([0, *ends])
+    return sum(forward_flops(spec, end - start, end, batch=batch, causal=causal) for start, end in parts)
 
 
 def decode_flops(spec: AttentionSpec, context: int, new_tokens: int = 1, *, batch: int = 1) -> int:
@@ -198,9 +196,8 @@ def decode_flops(spec: AttentionSpec, context: int, new_tokens: int = 1, *, batc
     """
     check_whole_number("context", context, 0)
     check_whole_number("new_tokens", new_tokens, 1)
-    return sum(
-        forward_flops(spec, 1, context + index + 1, batch=batch, causal=spec.is_causal) for index in range(new_tokens)
-    )
+    lengths = range(context + 1, context + new_tokens + 1)
+    return sum(forward_flops(spec, 1, length, batch=batch, causal=spec.is_causal) for length in lengths)
 
 
 def backward_flops(

@@ -255,13 +255,12 @@ def held_matrix(
         form: the format of the matrix; None where it is in the model's dtype.
         vector_bytes: bytes of one value of the bias; None where it is in the model's dtype.
     """
-    values = outputs * inputs
-    matrix = (
-        WeightsInMemory(values, values) if form is None else WeightsInMemory(values, 0, form.nbytes(outputs, inputs))
-    )
-    return matrix + (
-        WeightsInMemory(bias, bias) if vector_bytes is None else WeightsInMemory(bias, 0, bias * vector_bytes)
-    )
+    matrix = _held(outputs * inputs, None if form is None else form.nbytes(outputs, inputs))
+    return matrix + _held(bias, None if vector_bytes is None else bias * vector_bytes)
+
+
+def _held(values: int, packed: float | None) -> WeightsInMemory:
+    return WeightsInMemory(values, values) if packed is None else WeightsInMemory(values, 0, packed)
 
 
 def held_stage(stage: Stage, form: MatrixFormat | None = None, vector_bytes: float | None = None) -> WeightsInMemory:

@@ -29,23 +29,18 @@ _REFUSED = {
 """Model types that are refused, by reason."""
 _OUTER = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "compression_config")
 """Fields that a multimodal model's config has outside that of its text part."""
-_UNREAD = {
-    "kv_lora_rank": "belongs to MLA (a latent), and {} is not an MLA model headwise knows",
-    "use_cla": "is not understood: layers that share keys and values are known in gemma3n_text alone",
-    "num_kv_shared_layers": "is not understood: layers that share keys and values are known in gemma3n_text alone",
-    "block_configs": "is not understood: layers that differ so are known in nemotron-nas alone",
-    "attention_chunk_size": "is not understood: attention within chunks is no window",
-    "index_topk": "is not understood: the cost of sparse attention is its indexer's",
+_SHARED = "is not understood: layers that share keys and values are known in gemma3n_text alone"
+_MLA = {*deepseek.LATENT_READERS, "kimi_linear"}
+_INDEXED = {"deepseek_v32", "deepseek_v4", "glm_moe_dsa"}
+_UNREAD: dict[str, tuple[set[str], str]] = {
+    "kv_lora_rank": (_MLA, "belongs to MLA (a latent), and {} is not an MLA model headwise knows"),
+    "use_cla": (set(), _SHARED),
+    "num_kv_shared_layers": ({"gemma3n_text"}, _SHARED),
+    "block_configs": ({"nemotron-nas"}, "is not understood: layers that differ so are known in nemotron-nas alone"),
+    "attention_chunk_size": ({"llama4_text"}, "is not understood: attention within chunks is no window"),
+    "index_topk": (_INDEXED, "is not understood: the cost of sparse attention is its indexer's"),
 }
-"""Fields that change a layer in any family, and the rule of the error where they are set; `_READ` names the families
-that read them."""
-_READ = {
-    "kv_lora_rank": {*deepseek.LATENT_READERS, "kimi_linear"},
-    "num_kv_shared_layers": {"gemma3n_text"},
-    "index_topk": {"deepseek_v32", "deepseek_v4", "glm_moe_dsa"},
-    "attention_chunk_size": {"llama4_text"},
-    "block_configs": {"nemotron-nas"},
-}
+"""Fields that change a layer in any family, the families that read them, and the rule of the error in all others."""
 
 
 def read_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -117,8 +112,8 @@ def _reader(model_type: str, config: Config) -> Reader:
     reader = READERS.get(model_type)
     if config.flag("is_encoder_decoder", False) and not (reader and reader.cross):
         raise SpecError("is_encoder_decoder", True, "is not understood: the cache of the source is not counted")
-    for name, rule in _UNREAD.items():
-        if config.get(name) not in (None, False, 0) and model_type not in _READ.get(name, ()):
+    for name, (families, rule) in _UNREAD.items():
+        if config.get(name) not in (None, False, 0) and model_type not in families:
             raise SpecError(name, config[name], rule.format(model_type))
     if reader is None:
         raise SpecError("model_type", model_type, f"is not understood; known: {', '.join(sorted(READERS))}")
