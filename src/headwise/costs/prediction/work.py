@@ -37,18 +37,9 @@ from headwise.models.specs.model import BodySpec, FeedForwardSpec, MatrixFormat,
 from headwise.models.specs.recurrent import RecurrentSpec
 
 Count = Literal[
-    "sequences",
-    "new",
-    "total",
-    "square",
-    "pairs",
-    "selected",
-    "read",
-    "entry pairs",
-    "chosen",
-    "entries",
-    "chosen read",
-]
+    "sequences", "new", "total", "square", "pairs", "selected", "read",
+    "entry pairs", "chosen", "entries", "chosen read",
+]  # fmt: skip
 """What numbers are multiplied with: sequences B; tokens B·S; tokens attended to, B·T or those within a window; the
 product B·S·T; pairs that the mask leaves; pairs of tokens that are selected; cached tokens that are read. Of entries
 that stand for several tokens: pairs with all, and with those that are chosen; all that are cached, and those that are
@@ -94,6 +85,8 @@ class Reach:
         if self.most is not None and kept > self.most:
             selected = min(pairs, attended_pairs(new, kept, causal=True, window=self.most))
         read = kept if self.most is None else min(kept, new * self.most)
+        rate = self.rate or total + 1  # without entries, none is full
+        entries = total // rate
         numbers: dict[Count, int] = {
             "sequences": 1,
             "new": new,
@@ -102,20 +95,12 @@ class Reach:
             "pairs": pairs,
             "selected": selected,
             "read": read,
-            **self._entries(new, total),
-        }
-        return {name: batch * number for name, number in numbers.items()}
-
-    def _entries(self, new: int, total: int) -> dict[Count, int]:
-        if self.rate is None:
-            return {"entry pairs": 0, "chosen": 0, "entries": 0, "chosen read": 0}
-        entries = total // self.rate
-        return {
-            "entry pairs": attended_entries(new, total, self.rate),
-            "chosen": attended_entries(new, total, self.rate, self.chosen),
+            "entry pairs": attended_entries(new, total, rate),
+            "chosen": attended_entries(new, total, rate, self.chosen),
             "entries": entries,
             "chosen read": entries if self.chosen is None else min(entries, new * self.chosen),
         }
+        return {name: batch * number for name, number in numbers.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,18 +214,11 @@ def model_work(model: ModelSpec, ranks: int = 1) -> ModelWork:
     """
     body, E = known_body(model), model.hidden_size
     kinds = distinct_layers(model, body.feed_forward)
-    vocab = body.vocab_size / ranks
+    vocab, norms = body.vocab_size / ranks, body.norms * model.num_layers + 1
     around = [
         Work(name="embedding", part="embedding", moved={"new": 2 * E}, kind="embedding", hidden_size=E),
         # A norm reads and writes the tokens, and the residual sum beside it does once more.
-        Work(
-            name="norm",
-            part="norms",
-            times=body.norms * model.num_layers + 1,
-            moved={"new": 4 * E},
-            kind="norm",
-            hidden_size=E,
-        ),
+        Work(name="norm", part="norms", times=norms, moved={"new": 4 * E}, kind="norm", hidden_size=E),
         *_streams(model, body),
         *(_links(model, body, ranks) if ranks > 1 else ()),
         _reading(

@@ -339,11 +339,7 @@ def _deepseek_rope(file: _Metadata) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": file.rope_theta}
     if file.get("rope.scaling.type") != "yarn":
         raise file.error("rope.scaling.type", file.get("rope.scaling.type"), "must be yarn")
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": file.rope_theta,
-        "factor": file.number("rope.scaling.factor"),
-    }
+    rope = {"rope_type": "yarn", "rope_theta": file.rope_theta, "factor": file.number("rope.scaling.factor")}
     rope["original_max_position_embeddings"] = file.integer("rope.scaling.original_context_length")
     if (multiplier := file.number("rope.scaling.yarn_log_multiplier")) is not None:
         # The two are equal in every published model, and only one of them is in the file, times 0.1.
@@ -422,7 +418,10 @@ def gguf_model(config: Mapping[str, Any]) -> GgufModel:
         raise SpecError("mlp_bias", True, "has no place in llama.cpp's model")
     if model_type == "qwen3" and config.get("attention_bias"):
         raise SpecError("attention_bias", True, "has no place in llama.cpp's qwen3")
-    _refuse_windows(spec)
+    for layer in spec.layers:
+        if layer.sliding_window is not None:
+            rule = f"has no place in llama.cpp's {spec.model_type}; it attends to all tokens"
+            raise SpecError("sliding_window", layer.sliding_window, rule)
     architecture = GGUF_ARCHITECTURES[str(model_type)]
     rope, factors = _rope_metadata(first.rope)
     own = {
@@ -437,35 +436,10 @@ def gguf_model(config: Mapping[str, Any]) -> GgufModel:
         **(_latent_metadata(config, first) if isinstance(first, LatentSpec) else _grouped_metadata(first)),
     }
     for key, value in own.items():
-        _refuse_large(key, value)
+        is_normal = not isinstance(value, float) or value == 0 or _SMALLEST <= abs(value) <= _LARGEST
+        if not is_normal or (isinstance(value, int) and not 0 <= value < 2**32):
+            raise SpecError(key, value, "must fit in the 32 bits that GGUF has for it")
     return GgufModel(architecture, {f"{architecture}.{key}": value for key, value in own.items()}, factors)
-
-
-def _refuse_large(key: str, value: Any) -> None:
-    """Refuse a number that a field of GGUF cannot hold.
-
-    Raises:
-        SpecError: it needs more than 32 bits.
-    """
-    fits = True
-    if isinstance(value, float):
-        fits = value == 0 or _SMALLEST <= abs(value) <= _LARGEST
-    elif isinstance(value, int):
-        fits = 0 <= value < 2**32
-    if not fits:
-        raise SpecError(key, value, "must fit in the 32 bits that GGUF has for it")
-
-
-def _refuse_windows(spec: ModelSpec) -> None:
-    """Refuse sliding windows: llama.cpp's classes of these families have none.
-
-    Raises:
-        SpecError: a layer has one.
-    """
-    for layer in spec.layers:
-        if layer.sliding_window is not None:
-            rule = f"has no place in llama.cpp's {spec.model_type}; it attends to all tokens"
-            raise SpecError("sliding_window", layer.sliding_window, rule)
 
 
 def _grouped_metadata(layer: AttentionSpec) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import re
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -311,22 +311,13 @@ TYPES = {
 }  # fmt: skip
 """The name of each type, the values of a block, and its bytes."""
 
-_ATTENTION = {
-    "attn_q": ("q_proj",),
-    "attn_k": ("k_proj",),
-    "attn_v": ("v_proj",),
-    "attn_qkv": ("q_proj", "k_proj", "v_proj"),
-    "attn_output": ("o_proj",),
-    "attn_q_a": ("q_a_proj",),
-    "attn_q_b": ("q_b_proj",),
-    "attn_kv_a_mqa": ("kv_a_proj_with_mqa",),
-    "attn_kv_b": ("kv_b_proj",),
-    "attn_k_b": ("kv_b_proj",),
-    "attn_v_b": ("kv_b_proj",),
-}
 _PARTS = {"": "feed_forward", "_exps": "experts", "_shexp": "shared_experts"}
 _STAGES = {
-    **_ATTENTION,
+    **{f"attn_{name}": (f"{name}_proj",) for name in ("q", "k", "v", "q_a", "q_b", "kv_b")},
+    "attn_qkv": ("q_proj", "k_proj", "v_proj"),
+    "attn_output": ("o_proj",),
+    "attn_kv_a_mqa": ("kv_a_proj_with_mqa",),
+    **dict.fromkeys(("attn_k_b", "attn_v_b"), ("kv_b_proj",)),
     "ffn_gate_inp": ("router router",),
     **{
         f"ffn_{name}{suffix}": (f"{part} {name}_proj",)
@@ -372,10 +363,13 @@ def gguf_weights(header: GgufHeader, num_layers: int) -> StoredWeights:
     outside = {"embedding": header.tensors.get("token_embd.weight"), "head": header.tensors.get("output.weight")}
     unknown = sorted({each.ggml_type for each in header.tensors.values()} - TYPES.keys())
     bytes_of_vectors = sum(tensor_bytes(each) or 0 for each in vectors)
-    return StoredWeights.of_layers(
+    stored = StoredWeights.of_layers(
         f"GGUF {', '.join(_names(list(header.tensors.values())))}",
         [{stage: form for stage, found in layer.items() if (form := _format(found))} for layer in layers],
         {name: form for name, tensor in outside.items() if tensor and (form := _format([tensor]))},
+    )
+    return replace(
+        stored,
         vector_bytes=bytes_of_vectors / sum(math.prod(each.shape) for each in vectors) if vectors else 4,
         is_bound=bool(unknown),
         notes=tuple(f"ggml type {number} is not known" for number in unknown),

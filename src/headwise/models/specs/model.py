@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from headwise.errors import SpecError
-from headwise.models.specs.base import AttentionSpec, check_positive
+from headwise.models.specs.base import AttentionSpec, check_positive, check_sizes
 from headwise.models.specs.latent import LatentSpec
 
 Formats = tuple[tuple[str, "MatrixFormat"], ...]
@@ -72,28 +72,14 @@ class StoredWeights:
 
     @classmethod
     def of_layers(
-        cls,
-        scheme: str,
-        layers: Sequence[Mapping[str, MatrixFormat]],
-        outside: Mapping[str, MatrixFormat],
-        *,
-        vector_bytes: float | None = None,
-        is_bound: bool = False,
-        notes: tuple[str, ...] = (),
+        cls, scheme: str, layers: Sequence[Mapping[str, MatrixFormat]], outside: Mapping[str, MatrixFormat]
     ) -> Self:
         """Make the stored weights of a model from the formats of each layer."""
         each = [tuple(sorted(formats.items(), key=lambda item: item[0])) for formats in layers]
         kinds = tuple(dict.fromkeys(each))
         places = {formats: place for place, formats in enumerate(kinds)}
-        return cls(
-            scheme=scheme,
-            kinds=kinds,
-            layers=tuple(places[formats] for formats in each),
-            outside=tuple(outside.items()),
-            vector_bytes=vector_bytes,
-            is_bound=is_bound,
-            notes=notes,
-        )
+        which = tuple(places[formats] for formats in each)
+        return cls(scheme=scheme, kinds=kinds, layers=which, outside=tuple(outside.items()))
 
     def counted(self, dtype: str) -> str:
         """A phrase for reports on how weights are counted, where those without a format are in a dtype."""
@@ -142,8 +128,7 @@ class FeedForwardSpec:
     score_correction: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size"):
-            check_positive(name, getattr(self, name))
+        check_sizes(self, "hidden_size", "intermediate_size")
         for name in ("num_experts", "experts_per_token", "shared_intermediate_size"):
             if (value := getattr(self, name)) is not None:
                 check_positive(name, value)

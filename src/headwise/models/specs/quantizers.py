@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headwise.models.specs.base import AttentionSpec
@@ -89,7 +89,8 @@ def read_stored(
         if (form := scheme.of(module)) is not None:
             (outside if module.layer is None else inside[module.layer])[module.stage] = form
     notes = (*scheme.unknown, *_skip_notes(scheme, every, len(layers)))
-    return StoredWeights.of_layers(scheme.name, inside, outside, is_bound=bool(scheme.unknown), notes=notes)
+    stored = StoredWeights.of_layers(scheme.name, inside, outside)
+    return replace(stored, is_bound=bool(scheme.unknown), notes=notes)
 
 
 def _skip_notes(scheme: _Scheme, every: Sequence[Module], num_layers: int) -> Iterator[str]:
