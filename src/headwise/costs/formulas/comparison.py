@@ -12,13 +12,8 @@ from typing import Any, Literal
 
 from headwise.costs.formulas import layer, model
 from headwise.errors import ArgumentError, SpecError
+from headwise.models.specs import ExpertLatentSpec, GroupedSpec, LatentSpaceSpec, LatentSpec, ModelSpec, RecurrentSpec
 from headwise.models.specs.base import MAX_SIZE, AttentionSpec, RopeSpec
-from headwise.models.specs.expert_latent import ExpertLatentSpec
-from headwise.models.specs.grouped import GroupedSpec
-from headwise.models.specs.latent import LatentSpec
-from headwise.models.specs.latent_space import LatentSpaceSpec
-from headwise.models.specs.model import ModelSpec
-from headwise.models.specs.recurrent import RecurrentSpec
 from headwise.models.specs.sources import read_spec
 from headwise.models.specs.target_sizes import as_grouped, as_latent, refuse_as_latent, split_budget
 

@@ -19,11 +19,8 @@ IMPLS = ("expanded", "absorbed")
 
 def stages(spec: IndexedLatentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
     """The work of one layer, in order."""
-    work = tuple(
-        replace(stage, most=spec.index_topk) if isinstance(stage, Core) else stage
-        for stage in latent.stages(spec, impl, new_tokens)
-    )
-    return (*_indexer(spec), *work)
+    most, work = spec.index_topk, latent.stages(spec, impl, new_tokens)
+    return (*_indexer(spec), *(replace(stage, most=most) if isinstance(stage, Core) else stage for stage in work))
 
 
 def _indexer(spec: IndexedLatentSpec) -> tuple[Stage, ...]:

@@ -13,11 +13,8 @@ from headwise.costs.formulas.latent import expanded_cache_values
 from headwise.costs.formulas.size import Size
 from headwise.costs.formulas.stages import Core, Kernel, check_kernel
 from headwise.errors import SpecError
-from headwise.models.specs.base import AttentionSpec
-from headwise.models.specs.grouped import GroupedSpec
-from headwise.models.specs.latent import LatentSpec
+from headwise.models.specs import AttentionSpec, GroupedSpec, LatentSpec, layer_spec, read_spec
 from headwise.models.specs.model import BodySpec, FeedForwardSpec, ModelSpec
-from headwise.models.specs.sources import layer_spec, read_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +240,7 @@ class Amount:
     formula: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StageCost:
     """One stage of a layer: its parameters, and its FLOPs forward and backward."""
 
@@ -339,10 +336,8 @@ def complexity(
         with suppress(SpecError):  # headwise inspects such layers and does not run them
             kept = layer.kept_activations(spec, call, dtype=dtype, causal=causal, impl=impl, kernel=kernel)
             kept_bytes = {tensor.name: tensor.nbytes(call, value_bytes) for tensor in kept}
-    costs = [
-        (stage, stage.forward_flops(call, kernel), stage.backward_flops(call, kernel, input_gradient=True))
-        for stage in work
-    ]
+    forward = [stage.forward_flops(call, kernel) for stage in work]
+    backward = [stage.backward_flops(call, kernel, input_gradient=True) for stage in work]
     per_token = _cached_values(spec, impl) * value_bytes
     cached_tokens = layer.held_tokens(spec, new_tokens if total_tokens is None else total_tokens)
     softmax = sum((stage.softmax_flops(call) for stage in work if isinstance(stage, Core)), Size(0))
@@ -351,20 +346,15 @@ def complexity(
         impl=impl,
         kernel=kernel,
         dtype=dtype.removeprefix("torch."),
-        symbols=_symbols(*(flops for _, flops, _ in costs), *kept_bytes.values(), per_token),
+        symbols=_symbols(*forward, *kept_bytes.values(), per_token),
         stages=tuple(
-            StageCost(
-                name=stage.name,
-                parameters=_amount(stage.parameters),
-                forward_flops=_amount(forward),
-                backward_flops=_amount(backward),
-            )
-            for stage, forward, backward in costs
-            if stage.parameters or forward
+            StageCost(stage.name, _amount(stage.parameters), _amount(one), _amount(other))
+            for stage, one, other in zip(work, forward, backward, strict=True)
+            if stage.parameters or one
         ),
         softmax_flops=_amount(softmax),
-        forward_flops=sum(int(forward) for _, forward, _ in costs),
-        backward_flops=sum(int(backward) for _, _, backward in costs),
+        forward_flops=sum(map(int, forward)),
+        backward_flops=sum(map(int, backward)),
         parameters=sum(int(stage.parameters) for stage in work),
         cache_bytes_per_token=_amount(per_token),
         cache_bytes=batch * cached_tokens * int(per_token) + layer.state_bytes(spec, batch=batch, dtype=dtype),

@@ -25,12 +25,8 @@ from headwise.costs.formulas.stages import WeightsInMemory
 from headwise.costs.prediction.operators import MOST, Pass, operators
 from headwise.costs.prediction.work import known_body
 from headwise.errors import ArgumentError, SpecError
-from headwise.models.specs.base import AttentionSpec
-from headwise.models.specs.compressed import CompressedSpec
+from headwise.models.specs import AttentionSpec, CompressedSpec, IndexedLatentSpec, ModelSpec, RecurrentSpec
 from headwise.models.specs.huggingface import HOSTED_PREFIX
-from headwise.models.specs.indexed_latent import IndexedLatentSpec
-from headwise.models.specs.model import ModelSpec
-from headwise.models.specs.recurrent import RecurrentSpec
 
 Engine = Literal["llama.cpp", "vllm"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)

@@ -28,11 +28,7 @@ from headwise.costs.formulas.stages import (
 )
 from headwise.costs.prediction.curves import Kind
 from headwise.errors import SpecError
-from headwise.models.specs.base import AttentionSpec
-from headwise.models.specs.compressed import CompressedSpec
-from headwise.models.specs.grouped import GroupedSpec
-from headwise.models.specs.indexed_latent import IndexedLatentSpec
-from headwise.models.specs.latent import LatentSpec
+from headwise.models.specs import AttentionSpec, CompressedSpec, GroupedSpec, IndexedLatentSpec, LatentSpec
 from headwise.models.specs.model import BodySpec, FeedForwardSpec, MatrixFormat, ModelSpec
 from headwise.models.specs.recurrent import RecurrentSpec
 
