@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from headwise import cost
 from headwise.costs.formulas.layer import call_of, kept_activations
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import KERNELS, Kernel
+from headwise.costs.formulas.stages import KERNELS, Kernel, Size
 from headwise.models.specs import ExpertLatentSpec, LatentSpaceSpec
 from tests.strategies import AnySpec, causal, runnable_specs
 

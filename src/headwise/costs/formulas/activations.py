@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Call, Kernel
+from headwise.costs.formulas.stages import Call, Kernel, Size
 
 KeptOver = Literal["new", "total", "scores", "mask", "queries", "keys", "call", "once"]
 """A kept tensor has one entry for each of these: each new token, each token attended to, each (query, key) pair of a

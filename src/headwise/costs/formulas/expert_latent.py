@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from headwise.costs.formulas import activations as keep
 from headwise.costs.formulas.activations import Heads, KeptOver, KeptTensor, Training
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Core, Linear, Product, Stage, Vector
+from headwise.costs.formulas.stages import Core, Linear, Product, Size, Stage, Vector
 from headwise.errors import ArgumentError
 from headwise.models.specs.expert_latent import ExpertLatentSpec
 

@@ -11,8 +11,7 @@ from typing import Literal
 
 from headwise.costs.formulas import activations as keep
 from headwise.costs.formulas.activations import Heads, KeptTensor, Training
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Core, Linear, Stage, Vector
+from headwise.costs.formulas.stages import Core, Linear, Size, Stage, Vector
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs.grouped import GroupedSpec
 

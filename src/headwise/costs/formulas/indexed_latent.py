@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headwise.costs.formulas import latent
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Core, IndexScores, Linear, Stage, Vector, attended_pairs
+from headwise.costs.formulas.stages import Core, IndexScores, Linear, Size, Stage, Vector, attended_pairs
 from headwise.models.specs.indexed_latent import IndexedLatentSpec
 
 IMPLS = ("expanded", "absorbed")

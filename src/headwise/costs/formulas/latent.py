@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from headwise.costs.formulas import activations as keep
 from headwise.costs.formulas.activations import Heads, KeptTensor, Storages, Training
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Core, Linear, Over, Product, Stage, Vector
+from headwise.costs.formulas.stages import Core, Linear, Over, Product, Size, Stage, Vector
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs.latent import LatentSpec
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from headwise.costs.formulas import activations as keep
 from headwise.costs.formulas.activations import Heads, KeptTensor, Storages, Training
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Core, Linear, Stage
+from headwise.costs.formulas.stages import Core, Linear, Size, Stage
 from headwise.models.specs.latent_space import LatentSpaceSpec
 
 IMPLS = ("direct",)

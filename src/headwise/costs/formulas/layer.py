@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Protocol, cast
 
 from headwise.costs.formulas.activations import KeptTensor, Training
-from headwise.costs.formulas.size import Size
 from headwise.costs.formulas.stages import (
     Call,
     Core,
@@ -17,6 +16,7 @@ from headwise.costs.formulas.stages import (
     Kernel,
     Linear,
     Product,
+    Size,
     Stage,
     WeightsInMemory,
     attended_pairs,

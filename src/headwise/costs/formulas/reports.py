@@ -10,8 +10,7 @@ from typing import Any
 
 from headwise.costs.formulas import layer, model
 from headwise.costs.formulas.latent import expanded_cache_values
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Core, Kernel, check_kernel
+from headwise.costs.formulas.stages import Core, Kernel, Size, check_kernel
 from headwise.errors import SpecError
 from headwise.models.specs import AttentionSpec, GroupedSpec, LatentSpec, layer_spec, read_spec
 from headwise.models.specs.model import BodySpec, FeedForwardSpec, ModelSpec

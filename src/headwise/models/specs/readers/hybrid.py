@@ -116,10 +116,8 @@ def _granite_networks(config: Config, layers: int) -> body.FeedForward:
     shared, count = config.integer("shared_intermediate_size"), config.count("num_local_experts", 8)
     if count == 0:
         return body.dense_rule("shared_intermediate_size")(config, layers)
-    sizes = Config(config, num_local_experts=count)
-    return (
-        body.read_experts(sizes, width="intermediate_size", count=("num_local_experts",), shared=shared),
-    ) * layers
+    sizes, names = Config(config, num_local_experts=count), ("num_local_experts",)
+    return (body.read_experts(sizes, width="intermediate_size", count=names, shared=shared),) * layers
 
 
 _NEMOTRON_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}

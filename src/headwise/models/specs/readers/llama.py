@@ -179,13 +179,8 @@ _GEMMA: dict[str, Any] = {"head_dim": 256, "refused": ("use_bidirectional_attent
 _FOUR_NORMS = {"norms": 4, "tied": True}
 _PHI3_KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
 _PHI3_ROPE = {"fraction": 1.0, "kinds": _PHI3_KINDS}
-_GLM_ROPE = {"fraction": 0.5, "interleaved": True}
-_GLM: dict[str, Any] = {
-    "kv_heads": 2,
-    "head_dim": 128,
-    "bias": _bias("attention_bias", True, "qkv"),
-    "rope": _GLM_ROPE,
-}
+_GLM: dict[str, Any] = {"kv_heads": 2, "head_dim": 128, "bias": _bias("attention_bias", True, "qkv")}
+_GLM |= {"rope": {"fraction": 0.5, "interleaved": True}}
 
 FAMILIES = {
     "llama": Family(feed_forward=dense_rule(bias="mlp_bias")),
