@@ -75,14 +75,9 @@ def _experts(parts: Mapping[str, Tensor]) -> Tensor:
     return torch.cat((parts["ffn_gate_exps"], parts["ffn_up_exps"]), 1)
 
 
-_OF_LLAMA = {
-    name: target
-    for name, target in llama.FAMILY.gguf_tensors.items()
-    if name.rpartition(".")[2] not in ("attn_k", "attn_v")
-}
 _DEEPSEEK = GgufLayout(
     {
-        **_OF_LLAMA,
+        **{name: own for name, own in llama.FAMILY.gguf_tensors.items() if not name.endswith((".attn_k", ".attn_v"))},
         **{
             f"blk.{{layer}}.{name}": f"model.layers.{{layer}}.{target}"
             for name, target in {
