@@ -1,5 +1,6 @@
 """Descriptions of a model's architecture: frozen dataclasses, and the readers that fill them. No torch here."""
 
+from headwise.base.hub import fetch_hub
 from headwise.models.specs.base import AttentionSpec, RopeSpec, hides_tokens, mechanism_module, spec_from_dict
 from headwise.models.specs.compressed import CompressedSpec
 from headwise.models.specs.expert_latent import ExpertLatentSpec
@@ -28,7 +29,7 @@ __all__ = [
     "GGUF_ARCHITECTURES", "HOSTED_PREFIX", "LARGEST_CONFIG", "AttentionSpec", "BodySpec", "CompressedSpec",
     "ExpertLatentSpec", "FeedForwardSpec", "GgufModel", "GroupedSpec", "IndexedLatentSpec", "LatentSpaceSpec",
     "LatentSpec", "ModelSpec", "RecurrentSpec", "RopeSpec", "Source", "as_grouped", "as_latent", "as_normed",
-    "catalog", "gguf_config", "gguf_model", "hides_tokens", "hosted_attention", "layer_spec", "locate",
+    "catalog", "fetch_hub", "gguf_config", "gguf_model", "hides_tokens", "hosted_attention", "layer_spec", "locate",
     "mechanism_module", "read_config", "read_gguf_header", "read_json", "read_spec", "refuse_as_latent",
     "rotary_width", "rotated_dims", "spec_from_dict", "split_budget", "split_in_blocks",
 ]  # fmt: skip
