@@ -123,7 +123,7 @@ def test_every_formula_of_a_layer_is_its_value(
                 assert value == 0
     if impl != "cached_kv":
         call = call_of(spec, S, batch=B, causal=is_causal)
-        kept = kept_activations(spec, call, dtype="float32", causal=is_causal, impl=impl, kernel=kernel)
+        kept = kept_activations(spec, call, cross=False, dtype="float32", causal=is_causal, impl=impl, kernel=kernel)
         total = sum((tensor.nbytes(call, Size(4)) for tensor in kept), Size(0))
         assert evaluated(total.formula, symbols) == total
 

@@ -270,14 +270,7 @@ def activation_bytes(
 
 
 def kept_activations(
-    spec: AttentionSpec,
-    call: Call,
-    *,
-    cross: bool = False,
-    dtype: str,
-    causal: bool | None,
-    impl: str,
-    kernel: Kernel,
+    spec: AttentionSpec, call: Call, *, cross: bool, dtype: str, causal: bool | None, impl: str, kernel: Kernel
 ) -> tuple[KeptTensor, ...]:
     """The tensors that `activation_bytes` adds up for a call; the other arguments are the same.
 

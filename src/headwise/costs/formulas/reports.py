@@ -333,7 +333,9 @@ def complexity(
     kept_bytes: dict[str, Size] = {}
     if call.total is call.new:
         with suppress(SpecError):  # headwise inspects such layers and does not run them
-            kept = layer.kept_activations(spec, call, dtype=dtype, causal=causal, impl=impl, kernel=kernel)
+            kept = layer.kept_activations(
+                spec, call, cross=False, dtype=dtype, causal=causal, impl=impl, kernel=kernel
+            )
             kept_bytes = {tensor.name: tensor.nbytes(call, value_bytes) for tensor in kept}
     forward = [stage.forward_flops(call, kernel) for stage in work]
     backward = [stage.backward_flops(call, kernel, input_gradient=True) for stage in work]

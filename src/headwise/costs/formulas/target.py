@@ -91,7 +91,7 @@ def parse_target(
     TARGET.check("to", to)
     mechanism, _, heads = to.strip().lower().partition(":")
     values = {"kv_budget": kv_budget, "kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
-    sizes = {**values, "kv_bytes": kv_bytes, "bits": bits}
+    sizes: dict[str, Any] = {**values, "kv_bytes": kv_bytes, "bits": bits}
     KV_BUDGET.check("kv_bytes", kv_bytes)
     BITS.check("bits", bits)
     if mechanism != "mla":
@@ -116,14 +116,7 @@ def parse_target(
         KV_BUDGET.check("kv_budget", kv_budget)
     elif kv_lora_rank is None or qk_rope_head_dim is None:
         raise ArgumentError("kv_lora_rank", kv_lora_rank, "and qk_rope_head_dim are given together")
-    return Target(
-        "mla",
-        kv_budget=kv_budget,
-        kv_lora_rank=kv_lora_rank,
-        qk_rope_head_dim=qk_rope_head_dim,
-        kv_bytes=kv_bytes,
-        bits=bits,
-    )
+    return Target("mla", **sizes)
 
 
 def target_options(target: str) -> dict[str, Any]:
