@@ -26,7 +26,7 @@ from headwise.costs.prediction import Pass, operators
 from headwise.errors import HeadwiseError
 from headwise.measure.evaluation import Evaluation
 from headwise.models.checkpoints import TensorInfo, dtype_name
-from headwise.models.checkpoints.gguf import GgufCheckpoint
+from headwise.models.checkpoints.gguf_reader import GgufCheckpoint
 from headwise.models.specs import ModelSpec, read_config
 from headwise.runtime.quantization import SINKS
 from headwise.runtime.quantization.transform_code import FILE

@@ -49,7 +49,7 @@ from headwise.models.checkpoints import (
     refuse_other_tokens,
     run_identity,
 )
-from headwise.models.checkpoints.gguf.in_place import check_file, copied_files
+from headwise.models.checkpoints.gguf_in_place import check_file, copied_files
 from headwise.runtime.hf import as_dtype, load, open_decoder
 from headwise.runtime.kernels.native import built
 from headwise.runtime.quantization.formats import EngineFormat

@@ -37,7 +37,7 @@ from headwise.measure.evaluation.beside_source import (
 from headwise.measure.texts import named_texts, refuse_inputs_within
 from headwise.measure.texts.calibration import CalibrationTexts, check_texts
 from headwise.models.checkpoints import Checkpoint, FolderCheckpoint, GgufCheckpoint, open_checkpoint
-from headwise.models.checkpoints.gguf.in_place import check_file, copied_files
+from headwise.models.checkpoints.gguf_in_place import check_file, copied_files
 from headwise.models.specs import AttentionSpec, GroupedSpec, read_gguf_header
 from headwise.models.specs.gguf_header import renamed_parts
 from headwise.runtime.quantization.formats import EngineFormat, parse_engine_format

@@ -25,7 +25,7 @@ from headwise.base.progress import Progress
 from headwise.conversion.preparation.change import Change, changed, channels, row_plan
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints import FolderCheckpoint, FolderWriter, GgufCheckpoint, QuantisedFolder
-from headwise.models.checkpoints.gguf.in_place import Bytes, Rows
+from headwise.models.checkpoints.gguf_in_place import Bytes, Rows
 from headwise.models.checkpoints.quantised_formats import Rows as QuantisedRows
 from headwise.models.checkpoints.writer import overwrite_tensors
 from headwise.models.families.base import State, canonical_shapes, packed_shapes

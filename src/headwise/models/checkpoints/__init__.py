@@ -10,7 +10,9 @@ from headwise.models.checkpoints.checkpoint import (
     versions,
 )
 from headwise.models.checkpoints.folder import FolderCheckpoint
-from headwise.models.checkpoints.gguf import GGUF_TYPES, GgufCheckpoint, GgufFile, tokenizer_fields
+from headwise.models.checkpoints.gguf_reader import GgufCheckpoint
+from headwise.models.checkpoints.gguf_tokenizer import tokenizer_fields
+from headwise.models.checkpoints.gguf_writer import GGUF_TYPES, GgufFile
 from headwise.models.checkpoints.open import model_path, open_checkpoint
 from headwise.models.checkpoints.quantised import QuantisedFolder
 from headwise.models.checkpoints.tokenizer import decode, load_tokenizer, max_length, refuse_other_tokens, tokenize

@@ -1,7 +1,7 @@
 """Write a model folder as one GGUF file, the format of llama.cpp.
 
 A file is written from the config and the tensors of a stock model: MLA becomes deepseek_v3 first. So llama.cpp's
-names and forms are one table (`headwise.models.checkpoints.gguf.reader`), for every source, which the reader uses the
+names and forms are one table (`headwise.models.checkpoints.gguf_reader`), for every source, which the reader uses the
 other way round.
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints.checkpoint import Checkpoint
-from headwise.models.checkpoints.gguf.reader import GgufCheckpoint
+from headwise.models.checkpoints.gguf_reader import GgufCheckpoint
 from headwise.models.checkpoints.tokenizer import load_tokenizer, refused_tokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)

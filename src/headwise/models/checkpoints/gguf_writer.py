@@ -19,8 +19,8 @@ from torch import Tensor
 
 from headwise.errors import CheckpointError, SpecError
 from headwise.models.checkpoints.checkpoint import TensorInfo
-from headwise.models.checkpoints.gguf.reader import INTERLEAVED, GgufLayout, gguf_layout, interleaved
-from headwise.models.checkpoints.gguf.tokenizer_fields import TokenizerField
+from headwise.models.checkpoints.gguf_reader import INTERLEAVED, GgufLayout, gguf_layout, interleaved
+from headwise.models.checkpoints.gguf_tokenizer import TokenizerField
 from headwise.models.specs import GgufModel, gguf_model
 
 if TYPE_CHECKING:
