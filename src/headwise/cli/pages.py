@@ -71,12 +71,7 @@ def model_page(
     notes: list[str] = []
     try:
         found = page_data(
-            model,
-            question,
-            measured or {},
-            source=source,
-            hardware=hardware,
-            steps=measured_steps(documents, source),
+            model, question, measured or {}, source=source, hardware=hardware, steps=measured_steps(documents, source)
         )
     except HeadwiseError as error:
         if not results:

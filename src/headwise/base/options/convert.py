@@ -117,9 +117,7 @@ class ConvertOptions(CalibrationOptions, ConversionOptions, ProofOptions):
         "the mechanism to convert to: mha, gqa:K, mqa or mla; or same, to store the cache in codes alone", rule=TARGET
     )
     kv_budget: float | None = option(
-        f"mla: how much of the source's cache to keep, {_FRACTION}, which is lossless",
-        default=None,
-        rule=KV_BUDGET,
+        f"mla: how much of the source's cache to keep, {_FRACTION}, which is lossless", default=None, rule=KV_BUDGET
     )
     kv_lora_rank: int | None = option("mla: the width of the latent, in place of a budget", default=None)
     qk_rope_head_dim: int | None = option("mla: the width of the rotary key, with kv_lora_rank", default=None)
@@ -136,9 +134,7 @@ class ConvertOptions(CalibrationOptions, ConversionOptions, ProofOptions):
         rule=BITS,
     )
     calibrate: str | Path | Sequence[str | Path] | None = option(
-        f"{_TEXT}; only the weights are used when left out",
-        default=None,
-        metavar="TEXT",
+        f"{_TEXT}; only the weights are used when left out", default=None, metavar="TEXT"
     )
     statistics: str | Path | None = option(
         "a folder written by headwise calibrate, in place of a text: no model is run to convert, and each layer is "

@@ -25,9 +25,7 @@ class PrepareOptions(ProofOptions, PythonOptions):
         rule=not_empty("must be at least one cache"),
     )
     calibrate: str | Path | Sequence[str | Path] = option(
-        "a text to fit on, or several; the weights alone are enough where there is none",
-        default=(),
-        metavar="TEXT",
+        "a text to fit on, or several; the weights alone are enough where there is none", default=(), metavar="TEXT"
     )
     calibration_tokens: int = option("tokens of the text to read", default=4096, rule=at_least(256))
     refit: bool = option(

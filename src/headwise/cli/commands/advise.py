@@ -47,8 +47,7 @@ def advise(
     calibrate: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TEXT",
-            help="A text to predict on what formats of the cache lose, by running the model: minutes.",
+            metavar="TEXT", help="A text to predict on what formats of the cache lose, by running the model: minutes."
         ),
     ] = None,
     html: Html = None,

@@ -40,8 +40,7 @@ def decode(
     shape: Shapes = None,
     length: Lengths = None,
     cache_mib: Annotated[
-        int | None,
-        typer.Option("--cache-mib", help="Instead of --length: the size of the cache, in MiB."),
+        int | None, typer.Option("--cache-mib", help="Instead of --length: the size of the cache, in MiB.")
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Sequences; may be repeated.")] = None,
     dtype: Dtypes = None,

@@ -201,12 +201,7 @@ class Advice:
 
 
 @checked_types
-def advise(
-    source: str | Path,
-    question: Question,
-    *,
-    measured: Iterable[str | Path] = (),
-) -> Advice:
+def advise(source: str | Path, question: Question, *, measured: Iterable[str | Path] = ()) -> Advice:
     """Recommend what to do with a model's cache. Reads only configs and measurements.
 
     For example ``advise("llama-3-8b", Question(hardware=device("h100"), step=Pass(total=32768, batch=16))).best``.

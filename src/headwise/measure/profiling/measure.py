@@ -57,12 +57,7 @@ class _Machine:
 
 
 def measure_curves(
-    dtype: torch.dtype,
-    device: Device,
-    *,
-    grids: Grids = CPU,
-    place: torch.device = HERE,
-    progress: Progress = silent,
+    dtype: torch.dtype, device: Device, *, grids: Grids = CPU, place: torch.device = HERE, progress: Progress = silent
 ) -> Curves:
     """The curves of a dtype on this machine's processor, or on its GPU.
 

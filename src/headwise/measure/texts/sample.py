@@ -118,11 +118,7 @@ def sample(model: str | Path, output: str | Path, options: SampleOptions, *, pro
         with storage_errors("output", out):
             write_among_others(out, ("\n\n".join(documents) + "\n").encode())
     return Sample(
-        model=str(model),
-        output=str(output),
-        documents=len(documents),
-        tokens=tokens,
-        seconds=round(seconds, 3),
+        model=str(model), output=str(output), documents=len(documents), tokens=tokens, seconds=round(seconds, 3)
     )
 
 
@@ -193,9 +189,7 @@ class _Writer:
         first = torch.full((self._options.batch, 1), self._begin, device=model.device)
         with _drawing(model.device, self._options.seed * 1_000_003 + number):
             rows = model.generate(
-                first,
-                attention_mask=torch.ones_like(first),
-                logits_processor=checked_logits(model),
+                first, attention_mask=torch.ones_like(first), logits_processor=checked_logits(model)
             )
         texts, count = [], 0
         for row in rows[:, 1:].cpu():

@@ -77,9 +77,7 @@ def cut_windows(
     """
     if len(ids) < window:
         raise ArgumentError(
-            name,
-            f"{len(ids)} tokens",
-            f"must be at least one window of {window} tokens; a longer text, or {shorter}",
+            name, f"{len(ids)} tokens", f"must be at least one window of {window} tokens; a longer text, or {shorter}"
         )
     count = len(ids) // window if windows is None else min(windows, len(ids) // window)
     return torch.tensor(ids[: count * window]).view(count, window)

@@ -209,10 +209,7 @@ def measure_layers(
         layer(states, is_causal=True)
 
     decoding = time_interleaved(
-        {str(i): partial(decode, i) for i in range(len(layers))},
-        repeats=repeats,
-        stage="decoding",
-        progress=progress,
+        {str(i): partial(decode, i) for i in range(len(layers))}, repeats=repeats, stage="decoding", progress=progress
     )
     prefilling = time_interleaved(
         {str(i): partial(prefill, layers[i], prompt[i]) for i in range(len(layers))},

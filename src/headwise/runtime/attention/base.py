@@ -262,11 +262,7 @@ class AttentionLayer(nn.Module):
         raise NotImplementedError
 
     def _remember(
-        self,
-        states: Tensor,
-        source: Tensor | None,
-        rotation: tuple[Tensor, Tensor] | None,
-        cache: CacheLike | None,
+        self, states: Tensor, source: Tensor | None, rotation: tuple[Tensor, Tensor] | None, cache: CacheLike | None
     ) -> tuple[Tensor, ...]:
         """Cache the new tokens and return all that are attended to, or those of the source of cross-attention."""
         if source is not None:

@@ -171,13 +171,7 @@ class SelfAttention(GroupedQueryAttention):
         **kwargs: Any,
     ) -> None:
         super().__init__(
-            hidden_size,
-            1,
-            1,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            output_projection=output_projection,
-            **kwargs,
+            hidden_size, 1, 1, head_dim=head_dim, v_head_dim=v_head_dim, output_projection=output_projection, **kwargs
         )
 
 

@@ -125,14 +125,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         self.impl: Impl = impl
         # Names and their order of rows are those of transformers' DeepSeek-V3, whose state dicts load as they are.
         # Modules that a layer does not have are None, so that every name can be asked for.
-        E, H, R, P, N, V = (
-            hidden_size,
-            num_heads,
-            kv_lora_rank,
-            qk_rope_head_dim,
-            qk_nope_head_dim,
-            v_head_dim,
-        )
+        E, H, R, P, N, V = (hidden_size, num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim)
         self.q_proj: nn.Linear | None = None
         self.q_a_proj: nn.Linear | None = None
         self.q_b_proj: nn.Linear | None = None
@@ -320,12 +313,7 @@ class MultiHeadLatentAttention(AttentionLayer):
 
 
 def from_spec(
-    spec: LatentSpec,
-    *,
-    dropout: float = 0.0,
-    norm_eps: float = 1e-6,
-    impl: Impl = "auto",
-    backend: Backend = "auto",
+    spec: LatentSpec, *, dropout: float = 0.0, norm_eps: float = 1e-6, impl: Impl = "auto", backend: Backend = "auto"
 ) -> MultiHeadLatentAttention:
     """Build the layer that a spec describes, freshly initialised."""
     arguments = constructor_arguments(spec)

@@ -151,12 +151,7 @@ def _optimized(model: Any) -> Any:
 @checked_types
 @torch.inference_mode()
 def generate(
-    model: str | Path,
-    prompt: str,
-    *,
-    max_new_tokens: int = 40,
-    dtype: str | None = None,
-    device: str | None = None,
+    model: str | Path, prompt: str, *, max_new_tokens: int = 40, dtype: str | None = None, device: str | None = None
 ) -> Generation:
     """Continue a prompt greedily.
 

@@ -167,18 +167,7 @@ def attend_part_of_codes(
 
 
 @triton.jit
-def of_trellis(
-    rows,
-    is_seen,
-    gain,
-    ends,
-    bits,
-    tables,
-    scale,
-    offset,
-    channel,
-    is_channel,
-):
+def of_trellis(rows, is_seen, gain, ends, bits, tables, scale, offset, channel, is_channel):
     """What the trellis codes of some channels stand for, float32 ``[TOKENS, channels]``; 0 for other channels.
 
     A level is looked up by the eight bits of a token's stream that end with its code; the stream's first byte is
