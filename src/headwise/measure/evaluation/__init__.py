@@ -22,35 +22,3 @@ from headwise.measure.evaluation.retrieval import (
 )
 from headwise.measure.evaluation.scoring import score_window
 from headwise.measure.evaluation.speed import Speed, decode_times
-
-__all__ = [
-    "WINDOW",
-    "Choice",
-    "ChoiceEvaluation",
-    "DepthScore",
-    "Encoder",
-    "Evaluation",
-    "Pair",
-    "PlantedEvaluation",
-    "Pooling",
-    "PositionScore",
-    "Rate",
-    "RetrievalEvaluation",
-    "Speed",
-    "TextScore",
-    "check_vocabulary",
-    "compare_rates",
-    "decode_times",
-    "embed_texts",
-    "evaluate",
-    "evaluate_choices",
-    "evaluate_planted",
-    "evaluate_retrieval",
-    "evaluate_windows",
-    "load_encoder",
-    "log_likelihoods",
-    "open_pair",
-    "read_choices",
-    "read_pooling",
-    "score_window",
-]
