@@ -24,7 +24,7 @@ Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also 
 def refuse_no_page(html: Path | None, *, has_plots: bool = True) -> None:
     """Refuse a page that cannot be made or written, before any work; nothing where none is asked for."""
     from headwise.base.disk import refuse_no_file
-    from headwise.base.plots import refuse_no_matplotlib
+    from headwise.base.pages import refuse_no_matplotlib
 
     if html is not None:
         if has_plots:

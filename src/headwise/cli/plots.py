@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from headwise.base.plots import BLUE, GREY, ORANGE, Draw, as_file, new_figure, refuse_no_matplotlib
+from headwise.base.pages import BLUE, GREY, ORANGE, Draw, as_file, label_logarithms, new_figure, refuse_no_matplotlib
 from headwise.cli.app import out
 from headwise.errors import ArgumentError
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 def advice_figure(advice: Advice) -> Figure:
     """Every option's step time and known loss over its cache; hollow where the loss is predicted."""
-    from headwise.decide.report.plots import label_decades, place_option, quality
+    from headwise.decide.report.plots import place_option, quality
 
     figure, (times, losses) = new_figure(10, 4.6, 2)
     for option in advice.options:
         place_option(times, option, option.decode_seconds * 1e3, is_best=option is advice.best)
-    label_decades(times, "x")
+    label_logarithms(times.xaxis, "{x:g}")
     times.set_ylim(bottom=0)
     times.set_ylabel("predicted decode step, ms")
     times.set_title("orange: recommended; grey: refused", fontsize=9)

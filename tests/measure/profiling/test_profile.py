@@ -24,13 +24,13 @@ from headwise.measure.profiling import (
     Check,
     TimePoint,
     check,
-    grids,
     measure,
     measure_curves,
     pace,
     profile,
     write_profile,
 )
+from headwise.measure.profiling import decoder as grids
 from headwise.measure.profiling.check import attention_kinds, memory_point
 from headwise.measure.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
 from headwise.measure.timing.timing import record_graph

@@ -16,7 +16,7 @@ from headwise.costs.prediction.engines import (
 )
 from headwise.costs.prediction.hardware import Device, device, devices
 from headwise.costs.prediction.memory import (
-    ENGINES,
+    ALLOCATING_ENGINES,
     Allocation,
     Memory,
     allocation,
@@ -40,7 +40,7 @@ from headwise.costs.prediction.predict import Prediction, counted_in, predict
 from headwise.costs.prediction.work import LayerWork, ModelWork, Reach, Work, model_work
 
 __all__ = [
-    "ENGINES",
+    "ALLOCATING_ENGINES",
     "GGML_TYPES",
     "MANY",
     "MOST",

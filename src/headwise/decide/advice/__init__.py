@@ -11,7 +11,7 @@ from headwise.decide.advice.advise import (
     judged,
     ranked,
 )
-from headwise.decide.advice.candidates import AS_IT_IS, Candidate, candidates, predictable
+from headwise.decide.advice.candidates import AS_IT_IS, Alternative, candidates, predictable
 from headwise.decide.advice.design import design
 from headwise.decide.advice.next_measurement import Expected, expected_losses
 from headwise.measure.points import PREDICTED_ERROR, PREDICTED_WITHIN, Measured, by_target, read_measured, read_points

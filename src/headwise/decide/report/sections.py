@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple, TypeGuard
 
 from headwise.base.documents import FRONTIER, MEASURED, PREDICTED
-from headwise.base.plots import Draw
+from headwise.base.pages import Draw
 from headwise.base.tables import Table
 from headwise.decide.advice import AS_IT_IS, Measured, by_target, read_points
 from headwise.decide.report.plots import Line, measured_roofline, positions_figure

@@ -20,5 +20,4 @@ from headwise.measure.evaluation.retrieval import (
     load_encoder,
     read_pooling,
 )
-from headwise.measure.evaluation.scoring import score_window
-from headwise.measure.evaluation.speed import Speed, decode_times
+from headwise.measure.evaluation.scoring import Speed, decode_times, score_window

@@ -21,8 +21,16 @@ from torch.profiler import ProfilerActivity, profile
 from headwise.base.progress import Progress, silent
 from headwise.costs.prediction import Device, Pass, operators, peak_memory, seconds
 from headwise.costs.prediction.memory import CHUNK
-from headwise.measure.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
-from headwise.measure.profiling.grids import BITS, CPU, Grids, Places
+from headwise.measure.profiling.decoder import (
+    BITS,
+    CPU,
+    Decoder,
+    Grids,
+    Places,
+    decode_step,
+    filled_cache,
+    prompt_call,
+)
 from headwise.measure.profiling.pace import HERE, Pace
 from headwise.models.checkpoints import dtype_name
 from headwise.models.specs import ModelSpec

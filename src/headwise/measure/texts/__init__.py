@@ -11,7 +11,6 @@ from headwise.measure.texts.calibration import (
     refuse_unknown_tokens,
     windows_beyond,
 )
-from headwise.measure.texts.overlap import overlap_note, passages_apart, shared_fraction, shared_tokens
 from headwise.measure.texts.sample import Sample, sample
 from headwise.measure.texts.sources import (
     language_reference,
@@ -30,7 +29,11 @@ from headwise.measure.texts.windows import (
     default_window,
     ending_ids,
     first_ids,
+    overlap_note,
+    passages_apart,
     put_begin_before,
+    shared_fraction,
+    shared_tokens,
     token_ids,
     token_windows,
     wrapping_ids,

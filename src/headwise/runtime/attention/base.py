@@ -9,7 +9,8 @@ Shapes: B batch, S new tokens, T all tokens, H query heads, P rotated dims, E hi
 
 from __future__ import annotations
 
-from dataclasses import replace
+import inspect
+from dataclasses import fields, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
@@ -429,6 +430,12 @@ def default_head_dim(hidden_size: int, num_heads: int) -> int:
 def _latest(attention_mask: Tensor, total: int, held: int) -> Tensor:
     """The columns of a mask that belong to the latest tokens, which a window's cache holds."""
     return attention_mask[..., -held:] if attention_mask.shape[-1] == total else attention_mask
+
+
+def constructor_arguments(spec: AttentionSpec, layer: type[AttentionLayer]) -> dict[str, Any]:
+    """The fields of a spec that are keywords of a layer's constructor, by name."""
+    taken = inspect.signature(layer.__init__).parameters
+    return {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in taken}
 
 
 def build(spec: AttentionSpec, **kwargs: Any) -> AttentionLayer:

@@ -31,6 +31,7 @@ from headwise.runtime.attention.base import (
     HeadSplit,
     Rope,
     as_rotary,
+    constructor_arguments,
     default_head_dim,
     merge_heads,
     per_head,
@@ -348,7 +349,5 @@ def from_spec(
     spec: ExpertLatentSpec, *, dropout: float = 0.0, impl: Impl = "auto", backend: Backend = "auto"
 ) -> ExpertLatentAttention:
     """Build the layer that a spec describes, freshly initialised."""
-    names = ("hidden_size", "num_heads", "latent_kv_heads", "kv_dim", "num_experts", "top_k", "conditioning")
-    more = ("head_dim", "bias", "rope", "softmax_scale", "sliding_window")
-    arguments = {name: getattr(spec, name) for name in (*names, *more)}
+    arguments = constructor_arguments(spec, ExpertLatentAttention)
     return ExpertLatentAttention(**arguments, dropout=dropout, impl=impl, backend=backend)

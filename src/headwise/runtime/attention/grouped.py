@@ -20,6 +20,7 @@ from headwise.runtime.attention.base import (
     RMSNorm,
     Rope,
     as_rotary,
+    constructor_arguments,
     default_head_dim,
     merge_heads,
     rotated,
@@ -210,22 +211,8 @@ def from_spec(
     for field in ("sinks", "softcap"):
         if getattr(spec, field):
             raise SpecError(field, getattr(spec, field), "is not supported by the layers yet")
-    return GroupedQueryAttention(
-        spec.hidden_size,
-        spec.num_heads,
-        spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        v_head_dim=spec.v_head_dim,
-        bias=spec.bias,
-        dropout=dropout,
-        rope=spec.rope,
-        qk_norm=spec.qk_norm,
-        norm_eps=norm_eps,
-        softmax_scale=spec.softmax_scale,
-        sliding_window=spec.sliding_window,
-        backend=backend,
-        output_projection=spec.output_projection,
-    )
+    arguments = constructor_arguments(spec, GroupedQueryAttention)
+    return GroupedQueryAttention(**arguments, dropout=dropout, norm_eps=norm_eps, backend=backend)
 
 
 def _kv_heads(num_heads: int, num_kv_heads: int | None, group_size: int | None) -> int:

@@ -7,7 +7,7 @@ V value dim, E hidden. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from headwise.runtime.attention.base import (
     RMSNorm,
     Rope,
     as_rotary,
+    constructor_arguments,
     merge_heads,
     per_head,
     rotated,
@@ -316,18 +317,8 @@ def from_spec(
     spec: LatentSpec, *, dropout: float = 0.0, norm_eps: float = 1e-6, impl: Impl = "auto", backend: Backend = "auto"
 ) -> MultiHeadLatentAttention:
     """Build the layer that a spec describes, freshly initialised."""
-    arguments = constructor_arguments(spec)
-    layer = MultiHeadLatentAttention(
-        **arguments, rope=spec.rope, dropout=dropout, norm_eps=norm_eps, impl=impl, backend=backend
-    )
+    arguments = constructor_arguments(spec, MultiHeadLatentAttention)
+    layer = MultiHeadLatentAttention(**arguments, dropout=dropout, norm_eps=norm_eps, impl=impl, backend=backend)
     if spec.rope is None:  # a rotary key that is not rotated (Kimi Linear), or that the hosting model rotates
         layer.rope, layer.spec = None, spec
     return layer
-
-
-def constructor_arguments(spec: LatentSpec) -> dict[str, Any]:
-    """Keyword arguments of `MultiHeadLatentAttention` from a spec, all but ``rope``."""
-    names = ("hidden_size", "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    more = ("q_lora_rank", "latent_norm", "bias", "softmax_scale", "sliding_window")
-    norms = ("qk_norm", "num_kv_heads", "head_dim")
-    return {name: getattr(spec, name) for name in (*names, *more, *norms)}

@@ -17,6 +17,7 @@ from headwise.runtime.attention.base import (
     HeadSplit,
     Rope,
     as_rotary,
+    constructor_arguments,
     default_head_dim,
     merge_heads,
     rotated,
@@ -115,15 +116,5 @@ class LatentSpaceAttention(AttentionLayer):
 
 def from_spec(spec: LatentSpaceSpec, *, dropout: float = 0.0, backend: Backend = "auto") -> LatentSpaceAttention:
     """Build the layer that a spec describes, freshly initialised."""
-    return LatentSpaceAttention(
-        spec.hidden_size,
-        spec.num_heads,
-        spec.latent_dim,
-        head_dim=spec.head_dim,
-        bias=spec.bias,
-        dropout=dropout,
-        rope=spec.rope,
-        softmax_scale=spec.softmax_scale,
-        sliding_window=spec.sliding_window,
-        backend=backend,
-    )
+    arguments = constructor_arguments(spec, LatentSpaceAttention)
+    return LatentSpaceAttention(**arguments, dropout=dropout, backend=backend)

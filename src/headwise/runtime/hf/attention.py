@@ -19,12 +19,19 @@ from headwise.errors import ArgumentError
 from headwise.models.checkpoints import family_of
 from headwise.models.specs import AttentionSpec, GroupedSpec, LatentSpec, RopeSpec
 from headwise.runtime.attention import GroupedQueryAttention, MultiHeadLatentAttention
-from headwise.runtime.attention.base import AttentionLayer, CacheLike, Call, merge_heads, rotated, split_heads
-from headwise.runtime.attention.latent import constructor_arguments
-from headwise.runtime.caches.frequencies import follow, frequencies
+from headwise.runtime.attention.base import (
+    AttentionLayer,
+    CacheLike,
+    Call,
+    constructor_arguments,
+    merge_heads,
+    rotated,
+    split_heads,
+)
+from headwise.runtime.attention.rope import follow, frequencies
 from headwise.runtime.caches.layers import GrowingLayer
 from headwise.runtime.hf.interface import as_bool
-from headwise.runtime.kernels.mask import causal_mask
+from headwise.runtime.kernels.mask import Scoring, causal_mask
 from headwise.runtime.kernels.native.abi import TURN
 from headwise.runtime.quantization import TransformCode
 from headwise.runtime.quantization.codec import Stored
@@ -399,8 +406,8 @@ class CodedAttention(HostedAttention):
         if self.slots is not None and self.channels:
             channels = self._channels(query)
             rotation = self.slots.of_keys(memory[0].shape[2], channels, tuple(self.channels))
-        mask, is_causal = call.attention_mask, call.is_causal
-        return self.codec.attend(query, stored, mask, is_causal, scale, rotation, has_sums=has_sums)
+        scoring = Scoring(call.attention_mask, call.is_causal, scale)
+        return self.codec.attend(query, stored, scoring, rotation, has_sums=has_sums)
 
     def _cached_values(self, memory: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """The values of all tokens ``[B, 1, T, W]``, before rotation, out of codes or as another cache holds them."""
@@ -427,7 +434,8 @@ class HostedLatentAttention(CodedAttention, MultiHeadLatentAttention):
         # cos and sin come from the model; the two dims of a rotary pair are half a head apart
         rope = RopeSpec(dim=spec.qk_rope_head_dim) if spec.qk_rope_head_dim else None
         norm_eps = {} if spec.qk_norm is None else {"norm_eps": config.rms_norm_eps}
-        super().__init__(**constructor_arguments(spec), dropout=_dropout(config), rope=rope, **norm_eps)
+        arguments = constructor_arguments(spec, MultiHeadLatentAttention) | {"rope": rope, **norm_eps}
+        super().__init__(**arguments, dropout=_dropout(config))
         self.host(spec, config, layer_idx, channels)
 
     def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor]:
