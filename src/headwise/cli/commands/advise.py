@@ -12,8 +12,7 @@ import typer
 from headwise.cli.advice import Engine, Goal, Hardware, answer, asked
 from headwise.cli.app import DECIDE, SOURCES_OR_NAME, Json, app, progress_bar
 from headwise.cli.options import Batch, Context, Dtype, HardwareFile, Ranks, Usable
-from headwise.cli.pages import Html, refuse_no_page
-from headwise.cli.plots import Plot, refuse_no_plot
+from headwise.cli.pages import Html, Plot, refuse_no_page, refuse_no_plot
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import gc
 import os
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -32,6 +32,7 @@ from headwise.measure.profiling.decoder import (
     prompt_call,
 )
 from headwise.measure.profiling.pace import HERE, Pace
+from headwise.measure.timing.timing import Timeable
 from headwise.models.checkpoints import dtype_name
 from headwise.models.specs import ModelSpec
 
@@ -82,7 +83,7 @@ def memory_point(mechanism: str, decoder: Decoder, dtype: str, device: torch.dev
     )
 
 
-def peak_bytes(call: Callable[[], object], device: torch.device = HERE) -> int:
+def peak_bytes(call: Timeable, device: torch.device = HERE) -> int:
     """The most bytes of tensors that a call makes and holds at once, torch's workspace for LAPACK included.
 
     For example ``peak_bytes(lambda: a @ b)``.
@@ -341,7 +342,7 @@ class _Call:
         about: the fields of the pass's `TimePoint`.
     """
 
-    run: Callable[[], object]
+    run: Timeable
     spec: ModelSpec
     forward: Pass
     about: Mapping[str, Any]

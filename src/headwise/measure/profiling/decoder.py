@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headwise.costs.formulas.layer import cache_values
 from headwise.costs.prediction import MANY
 from headwise.measure.profiling.pace import HERE
+from headwise.measure.timing.timing import Timeable
 from headwise.models.specs import LatentSpec, ModelSpec, read_config
 from headwise.runtime.caches.layers import GrowingLayer
 from headwise.runtime.hf import HeadwiseCache, optimize
@@ -178,7 +179,7 @@ def _fill_with_codes(layer: GrowingLayer, width: int, batch: int, tokens: int) -
         layer.append_rows(more, more[..., :0])
 
 
-def decode_step(model: Any, cache: HeadwiseCache, batch: int) -> Callable[[], object]:
+def decode_step(model: Any, cache: HeadwiseCache, batch: int) -> Timeable:
     """A call that decodes one token of each sequence, and forgets it."""
     ids = torch.ones(batch, 1, dtype=torch.long, device=model.device)
     cache.activate_past_recording()
@@ -274,9 +275,9 @@ class Grids:
     """
 
     dtypes: tuple[torch.dtype, ...]
-    few_reads: tuple[int, ...]
-    few_tokens: tuple[int, ...]
-    few_weights: tuple[int, ...]
+    few_reads: tuple[int, ...] = ()
+    few_tokens: tuple[int, ...] = ()
+    few_weights: tuple[int, ...] = ()
     tokens: tuple[int, ...]
     weights: tuple[int, ...]
     turns: int
@@ -291,8 +292,8 @@ class Grids:
     latent: tuple[int, int]
     latent_heads: tuple[int, ...]
     latent_hidden: int
-    code_bits: tuple[int, ...]
-    code_tokens: tuple[int, ...]
+    code_bits: tuple[int, ...] = ()
+    code_tokens: tuple[int, ...] = ()
     between: int
     caches: tuple[int, ...]
     coded_caches: tuple[int, ...]
@@ -354,9 +355,6 @@ CPU = Grids(
 
 GPU = Grids(
     dtypes=(torch.bfloat16,),
-    few_reads=(),
-    few_tokens=(),
-    few_weights=(),
     tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),
     weights=(1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26),
     turns=384 << 20,
@@ -371,8 +369,6 @@ GPU = Grids(
     latent=(512, 64),
     latent_heads=(8, 32, 128),
     latent_hidden=512,
-    code_bits=(),
-    code_tokens=(),
     between=128 << 20,
     caches=(16 << 20, 128 << 20, 1 << 29),
     coded_caches=(16 << 20, 256 << 20),

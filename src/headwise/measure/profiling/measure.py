@@ -19,6 +19,7 @@ from headwise.costs.prediction import MANY, Curves, Device, Grid, Pass, operator
 from headwise.costs.prediction import seconds as predicted
 from headwise.measure.profiling.decoder import BITS, CPU, Decoder, Grids, decode_step, filled_cache, prompt_call
 from headwise.measure.profiling.pace import HERE, Pace, equal_projections, make_in_turn, pass_through, project_in_turn
+from headwise.measure.timing.timing import Timeable
 from headwise.models.checkpoints import dtype_name
 from headwise.models.specs import ModelSpec
 from headwise.runtime.attention.base import per_head
@@ -131,7 +132,7 @@ def _measure_few_tokens(machine: _Machine) -> dict[float, Grid]:
     }
 
 
-def _seconds_of_one(machine: _Machine, calls: Sequence[Callable[[], object]], copies: Sequence[int]) -> list[float]:
+def _seconds_of_one(machine: _Machine, calls: Sequence[Timeable], copies: Sequence[int]) -> list[float]:
     """Seconds of one operator, where each call runs a number of equal ones (``copies``)."""
     times = machine.pace.medians(calls, least=3, patience=PATIENCE)
     return [seconds / count for seconds, count in zip(times, copies, strict=True)]
@@ -165,7 +166,7 @@ def _measure_prompts(machine: _Machine) -> Grid:
     grids = machine.grids
     of_a_head = 4 * grids.head_dim
 
-    def call(tokens: int, heads: int) -> Callable[[], object]:
+    def call(tokens: int, heads: int) -> Timeable:
         noise = partial(torch.randn, 1, heads, tokens, grids.head_dim, device=machine.place)
         query, key, value = (noise().to(machine.dtype) for _ in range(3))
         return partial(_attention, query, key, value)
@@ -363,7 +364,7 @@ class _Pass:
         head: the seconds of the head.
     """
 
-    call: Callable[[], object]
+    call: Timeable
     layers: float
     head: float
 
@@ -411,7 +412,7 @@ def _scale_to_models(machine: _Machine, whole: Curves) -> Curves:
     """
     grids = machine.grids
     passes: list[tuple[ModelSpec, Pass]] = []
-    calls: list[Callable[[], object]] = []
+    calls: list[Timeable] = []
     for decoder, tokens in zip(grids.models, grids.model_prompts, strict=True):
         model, spec = decoder.build(machine.dtype, machine.place), decoder.spec()
         cache = filled_cache(model, spec, batch=1, tokens=grids.short)
@@ -515,7 +516,7 @@ def _passes(machine: _Machine, decoder: Decoder, parts: Curves) -> dict[int, _Pa
     return found
 
 
-def _time_operators(call: Callable[[], object], spec: ModelSpec, forward: Pass, known: Device) -> _Pass:
+def _time_operators(call: Timeable, spec: ModelSpec, forward: Pass, known: Device) -> _Pass:
     """One pass, with the seconds of its operators by the curves."""
     work = [each for each in operators(spec, forward) if each.kind not in ("norm", "embedding")]
     times = {each.name: each.seconds for each in predicted(work, known, forward)}

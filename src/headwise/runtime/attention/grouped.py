@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from headwise.errors import SpecError
 from headwise.models.specs.grouped import GroupedSpec, grouped_bias
 from headwise.runtime.attention.base import (
+    Attended,
     AttentionLayer,
     Call,
     Cut,
@@ -26,6 +27,7 @@ from headwise.runtime.attention.base import (
     rotated,
     split_heads,
 )
+from headwise.runtime.attention.rope import Rotation
 from headwise.runtime.kernels import Backend
 
 
@@ -122,13 +124,11 @@ class GroupedQueryAttention(AttentionLayer):
             return HeadSplit(cuts)
         return HeadSplit(cuts | {"q_norm": Cut(0, H), "k_norm": Cut(0, K)}, norms=("q_norm", "k_norm"))
 
-    def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    def _states_to_cache(self, states: Tensor, rotation: Rotation | None) -> tuple[Tensor, ...]:
         key = self._heads(self.k_proj(states), self.spec.num_kv_heads, self.k_norm)
         return rotated(key, rotation, self.rope), split_heads(self.v_proj(states), self.spec.num_kv_heads)
 
-    def _attend(
-        self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _attend(self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call) -> Attended:
         query = self._heads(self.q_proj(hidden_states), self.spec.num_heads, self.q_norm)  # [B, H, S, D]
         key, value = memory  # [B, K, T, D], [B, K, T, V]
         mixed, weights = self._kernel(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from headwise.models.specs.latent_space import LatentSpaceSpec, latent_space_bias
 from headwise.runtime.attention.base import (
+    Attended,
     AttentionLayer,
     Call,
     Cut,
@@ -23,6 +24,7 @@ from headwise.runtime.attention.base import (
     rotated,
     split_heads,
 )
+from headwise.runtime.attention.rope import Rotation
 from headwise.runtime.kernels import Backend
 
 
@@ -97,13 +99,11 @@ class LatentSpaceAttention(AttentionLayer):
         cuts = {"q_proj": Cut(0, H), "k_proj": Cut(0, H), "v_proj": Cut(0, H), "v_out_proj": Cut(1, H)}
         return HeadSplit(cuts, sums="v_out_proj", after=("o_proj",))
 
-    def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    def _states_to_cache(self, states: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         key, value = (split_heads(project(states), self.spec.num_heads) for project in (self.k_proj, self.v_proj))
         return rotated(key, rotation, self.rope), value
 
-    def _attend(
-        self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _attend(self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call) -> Attended:
         query = split_heads(self.q_proj(hidden_states), self.spec.num_heads)  # [B, H, S, D]
         query = query[..., : self.spec.latent_head_dim]  # [B, H, S, R/H]
         key, value = memory  # [B, H, T, R/H] each

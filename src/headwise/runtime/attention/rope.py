@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from headwise.errors import SpecError
 from headwise.models.specs.base import RopeSpec
 
+Rotation = tuple[Tensor, Tensor]
+"""Cos and sin of the positions of tokens, each ``[B or 1, S, P/2]``."""
+
 
 class RotaryEmbedding(nn.Module):
     """Computes cos and sin for positions; it has no parameters and nothing in the state dict.

@@ -35,12 +35,7 @@ from headwise.runtime.kernels.gpu import LatentLayout, attend_latents, why_not_l
 from headwise.runtime.kernels.mask import Scoring, as_bool_mask
 from headwise.runtime.kernels.native.abi import CHANNELS, SINKS, TURN
 from headwise.runtime.kernels.native.build import are_plain, why_not
-from headwise.runtime.kernels.native.calls import (
-    TrellisLayout,
-    attend_trellis,
-    can_encode,
-    choose_gains,
-)
+from headwise.runtime.kernels.native.calls import TrellisLayout, attend_trellis, can_encode, choose_gains
 from headwise.runtime.kernels.sdpa import FEW_TOKENS
 from headwise.runtime.quantization.codec import Codec, Stored
 from headwise.runtime.quantization.groups import is_on_gpu

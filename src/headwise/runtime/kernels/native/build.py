@@ -110,10 +110,7 @@ def _built() -> Build:
 
 
 def call(
-    kernel: str,
-    tensors: Mapping[str, Tensor | None],
-    numbers: Mapping[str, Any],
-    dtype: torch.dtype = torch.float32,
+    kernel: str, tensors: Mapping[str, Tensor | None], numbers: Mapping[str, Any], dtype: torch.dtype = torch.float32
 ) -> None:
     """Call a kernel.
 

@@ -58,11 +58,7 @@ def attend_fused(
 
 
 def attend_stored(
-    kernel: str,
-    tensors: dict[str, Tensor],
-    own: dict[str, Any],
-    sizes: tuple[int, int, int, int],
-    scoring: Scoring,
+    kernel: str, tensors: dict[str, Tensor], own: dict[str, Any], sizes: tuple[int, int, int, int], scoring: Scoring
 ) -> Tensor:
     """Call a kernel of attention.
 
