@@ -41,7 +41,6 @@ LONGEST_BODY, MOST_PARAMETERS = 60, 8
 EXEMPT = {
     # Its parameters are those of torch's scaled_dot_product_attention.
     "runtime/kernels/attend.py": "SDPA's signature",
-    "runtime/kernels/gpu/code_kernels.py": "a GPU kernel",
     "runtime/kernels/gpu/kernels.py": "a GPU kernel",
     "runtime/kernels/gpu/codes.py": "a kernel's call",
     "runtime/kernels/native/calls.py": "a kernel's call",

@@ -11,7 +11,7 @@ import pytest
 import headwise
 from headwise.conversion import plain_comparison
 from headwise.measure.evaluation import beside_source, evaluate_windows
-from headwise.measure.evaluation.plain_cache import bfloat16_bytes
+from headwise.measure.evaluation.beside_source import bfloat16_bytes
 from headwise.models.checkpoints import open_checkpoint
 from tests.real_models import save_tiny
 

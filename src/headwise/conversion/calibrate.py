@@ -92,12 +92,13 @@ def calibrate(
     refuse_latent(checkpoint.spec)
     refuse_cross_layers(checkpoint, texts)
     run = run_identity(checkpoint, **options.identity() | texts.identity())
-    with (
-        entered_first(FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT)) as writer,
-        refuse_unsolvable(checkpoint),
-    ):
+    with refuse_unsolvable(checkpoint):
         ids, _, begin = open_windows(checkpoint, texts)
         windows = recall_windows(ids, 0, checkpoint.spec, begin=begin)
+    # What enters a layer, what leaves it and what enters its attention, each float32 [N, W, E].
+    spilled = 3 * 4 * windows.rows * windows.width * checkpoint.spec.hidden_size
+    folder = FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT, work_bytes=spilled)
+    with entered_first(folder) as writer, refuse_unsolvable(checkpoint):
         with computing_on(device):
             results = collect_statistics(checkpoint, windows.to(device), writer.work, run, progress)
         with storage_errors("output", output):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headwise.base.processes import process_count, temporary_folder
 from headwise.base.progress import Progress, silent
-from headwise.conversion.budget.spread import CHOOSING, PIECES, TOKENS
+from headwise.conversion.budget.spread import CHOOSING, PIECES, TRIAL_TOKENS
 from headwise.conversion.budget.trials import SPREADING
 from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
 from headwise.conversion.calibration.saved import SavedCalibrator
@@ -148,7 +148,7 @@ def _time_on_text(
         # On average half of all layers run behind a layer that is tried; a timed window is two streams. With codes,
         # two streams of every piece do, and else one of one.
         streams = 2 * min(1 + PIECES, windows.held) if plan.spends_bytes else 1
-        later_windows = streams * layers / 4 * min(TOKENS / windows.width, 1.0)
+        later_windows = streams * layers / 4 * min(TRIAL_TOKENS / windows.width, 1.0)
         by_layer = _TRIALS * solving + by_window * (sensitivity_count + later_windows)
         if plan.spends_bytes:
             by_layer += coding  # codes of a few numbers of bits on a little text take about as long

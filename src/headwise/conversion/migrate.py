@@ -13,7 +13,7 @@ from headwise.base.disk import storage_errors
 from headwise.base.documents import MIGRATION, as_document, finite
 from headwise.base.jobs import ANY_RUN, Job, remembered, write_file
 from headwise.base.options import HealOptions, takes_options
-from headwise.base.options.migrate import MigrateOptions
+from headwise.base.options.convert import MigrateOptions
 from headwise.base.processes import process_count
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
@@ -27,8 +27,12 @@ from headwise.costs.formulas.model import cache_bytes_per_token
 from headwise.costs.formulas.target import target_options
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.measure.evaluation import Evaluation
-from headwise.measure.evaluation.beside_source import NOT_EVALUATED, refuse_no_evaluation_set
-from headwise.measure.evaluation.plain_cache import bfloat16_bytes, served_bytes
+from headwise.measure.evaluation.beside_source import (
+    NOT_EVALUATED,
+    bfloat16_bytes,
+    refuse_no_evaluation_set,
+    served_bytes,
+)
 from headwise.measure.texts import (
     check_texts,
     named_texts,
@@ -301,7 +305,8 @@ class _Run:
         )
 
     def _known(self, target: str, *, healed: bool = False) -> dict[str, Any]:
-        return remembered(self._file(target, healed=healed), partial(self._make, target, healed=healed))
+        file, make = self._file(target, healed=healed), partial(self._make, target, healed=healed)
+        return remembered(file, ("loss", "kl", "bytes", "reference"), make)
 
     def _make(self, target: str, *, healed: bool) -> dict[str, Any]:
         """Make the folder of a size where it is missing; return what was measured of it."""

@@ -12,10 +12,12 @@ from headwise.base.progress import Progress, silent
 from headwise.costs.prediction import check_engine
 from headwise.errors import HeadwiseError
 from headwise.measure.evaluation import Evaluation
-from headwise.measure.evaluation.beside_source import EVALUATING, EvaluationSet, evaluate_result
-from headwise.measure.evaluation.plain_cache import (
+from headwise.measure.evaluation.beside_source import (
+    EVALUATING,
     SIMILAR_BYTES,
+    EvaluationSet,
     bfloat16_bytes,
+    evaluate_result,
     log_perplexity_margin,
     nearest_formats,
     served_bytes,
@@ -37,7 +39,7 @@ class ComparedFormat:
         format: the format.
         bytes_per_token: the bytes a token of the source's cache in this format.
         loses: how the format's loss compares with the conversion's: less, as much or more, by
-            `headwise.measure.evaluation.plain_cache.log_perplexity_margin`.
+            `headwise.measure.evaluation.beside_source.log_perplexity_margin`.
         evaluation: the source with the format beside the source without it.
     """
 

@@ -170,7 +170,7 @@ def convert_along(layout: OutputLayout, calibrator: Calibrator) -> None:
             convert_layer(layout, calibrator, LayerStore(None), place)
 
 
-TOKENS = 512
+COMPARED_TOKENS = 512
 """The number of tokens that the two formats of an exported folder are compared on."""
 
 SHARED_CHANNELS, CALIBRATED = "shared-channels", "calibrated"
@@ -384,6 +384,6 @@ def _compared(
     if not evaluation_set:
         return report
     (text, windows), *_ = evaluation_set
-    ids = windows[:1, :TOKENS]
+    ids = windows[:1, :COMPARED_TOKENS]
     difference = logits_difference(own_format, open_checkpoint(writer.folder), ids, device)
     return replace(report, text=text, tokens=ids.numel(), logits_difference=difference)

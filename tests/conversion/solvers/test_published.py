@@ -20,7 +20,7 @@ from headwise.conversion.solvers.orthogonal_channels import principal, share_out
 from headwise.models.checkpoints import open_checkpoint
 from headwise.models.specs import GroupedSpec, LatentSpec, RopeSpec, as_grouped, as_latent
 from headwise.runtime.attention import RotaryEmbedding
-from headwise.runtime.attention.latent import constructor_arguments
+from headwise.runtime.attention.base import constructor_arguments
 from headwise.runtime.hf import HostedLatentAttention
 from tests.closeness import assert_close
 from tests.conversion.test_lossless import MODELS
@@ -138,7 +138,9 @@ class Example:
             RopeSpec(dim=target.qk_rope_head_dim), [self.rotary.frequencies[channel] for channel in channels]
         )
         rotary.attention_scaling = self.rotary.attention_scaling
-        layer = headwise.MultiHeadLatentAttention(**constructor_arguments(target), rope=rotary).double()
+        layer = headwise.MultiHeadLatentAttention(
+            **constructor_arguments(target, headwise.MultiHeadLatentAttention) | {"rope": rotary}
+        ).double()
         layer.load_state_dict(tensors)
         with torch.inference_mode():
             out: torch.Tensor = layer(self.x[None, :, :12], is_causal=True)

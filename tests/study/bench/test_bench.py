@@ -226,7 +226,7 @@ def test_generate_goes_on_without_an_engine_that_fails(
 ) -> None:
     save_tiny(tmp_path / "model", "llama")
     make = partial(EngineProcess, an_engine, "model", 4)
-    monkeypatch.setattr("headwise.study.bench.generate.ENGINES", ["counting"])
+    monkeypatch.setattr("headwise.study.bench.generate.TIMED_ENGINES", ["counting"])
     monkeypatch.setattr("headwise.study.bench.generate.start_engine", lambda *_: make())
     bench = bench_generate(tmp_path / "model", contexts=[2, 6], repeats=3)
     first, second = bench.cases

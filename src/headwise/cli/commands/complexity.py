@@ -22,8 +22,7 @@ def complexity(
     causal: Annotated[
         bool | None,
         typer.Option(
-            "--causal/--full",
-            help="Count pairs under the causal mask, or all pairs; the model's mask when left out.",
+            "--causal/--full", help="Count pairs under the causal mask, or all pairs; the model's mask when left out."
         ),
     ] = None,
     impl: Annotated[

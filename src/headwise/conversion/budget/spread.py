@@ -124,7 +124,7 @@ def compare_own_channels(
     return {"shared": data.loss(shared), "own": data.loss(unshared)}
 
 
-TOKENS = 512
+TRIAL_TOKENS = 512
 """Tokens in a piece of held-out text. Single layers are tried on one piece, or with codes on all; allocations
 on others."""
 
@@ -240,7 +240,7 @@ def find_spread(plan: ConversionPlan, calibrator: TextCalibrator, folder: Path, 
 @torch.no_grad()
 def _search(trials: LayerTrials) -> Spread:
     calibrator = trials.calibrator
-    pieces = held_pieces(calibrator.windows.held_out.text.ids, TOKENS, 1 + PIECES)
+    pieces = held_pieces(calibrator.windows.held_out.text.ids, TRIAL_TOKENS, 1 + PIECES)
     # What a layer's codes lose is close to what another's do, and takes more text to tell apart.
     tried = pieces if trials.plan.spends_bytes else pieces[:1]
     layers = trials.losses(_trial(trials, tried))
@@ -275,7 +275,7 @@ def _trial(trials: LayerTrials, pieces: Tensor) -> Trial:
         repeating_pieces(pieces, trials.calibrator.windows.begin) if "recall" in trials.plan.stages else pieces[:0]
     )
     weights = torch.tensor([1.0] * len(pieces) + [RECALL_WEIGHT] * len(repeating))
-    return Trial(model, torch.cat([pieces, repeating]), weights, rows=TOKENS)
+    return Trial(model, torch.cat([pieces, repeating]), weights, rows=TRIAL_TOKENS)
 
 
 def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from headwise.base.pages import Part, Picture, Text, web_page
-from headwise.base.plots import BLUE, GREEN, GREY, ORANGE, RED, as_svg, new_figure
+from headwise.base.pages import BLUE, GREEN, GREY, ORANGE, RED, Part, Picture, Text, as_svg, new_figure, web_page
 from headwise.base.tables import Table
 from headwise.conversion.frontiers.candidate import Kind
 from headwise.conversion.frontiers.points import (

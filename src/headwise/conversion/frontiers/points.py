@@ -18,7 +18,7 @@ from headwise.base.documents import finite
 from headwise.conversion.frontiers.candidate import Kind, Tried
 from headwise.conversion.methods import find_method
 from headwise.errors import ArgumentError
-from headwise.measure.evaluation.plain_cache import SAME_BYTES, log_perplexity_margin
+from headwise.measure.evaluation.beside_source import SAME_BYTES, log_perplexity_margin
 
 LOSSES = (1.05, 1.15, 1.5)
 """The ratios of perplexity that recommendations are made for."""
@@ -319,7 +319,7 @@ class SizeRange:
         most: the upper end of the range, as a fraction of the source's cache in bfloat16.
         least: the lower end, which is the size of a point.
         kinds: the kind of the best points, and other kinds whose best points differ from them by no more than chance
-            (`headwise.measure.evaluation.plain_cache.log_perplexity_margin`); what takes the least work is first.
+            (`headwise.measure.evaluation.beside_source.log_perplexity_margin`); what takes the least work is first.
         best: the targets that are best at some size of the range, from the largest, and those of other kinds that
             are as good.
         ratio: the perplexity, over the source's, of the best point at the lower end: the most that the range costs.

@@ -21,7 +21,7 @@ from headwise.base.disk import refuse_file, refuse_no_folder
 from headwise.base.documents import FRONTIER, PREDICTED, read_document
 from headwise.base.jobs import ANY_RUN, Job, remembered, write_file
 from headwise.base.options import FrontierOptions, takes_options
-from headwise.base.plots import refuse_no_matplotlib
+from headwise.base.pages import refuse_no_matplotlib
 from headwise.base.processes import entered_first, on_main_process, process_count
 from headwise.base.progress import Progress, silent, untimed
 from headwise.base.type_checks import checked_types
@@ -33,12 +33,13 @@ from headwise.errors import ArgumentError, HeadwiseError, StorageError
 from headwise.measure.evaluation import Pair, evaluate_windows, open_pair, score_window
 from headwise.measure.evaluation.beside_source import (
     EvaluationSet,
+    bfloat16_bytes,
     choose_evaluation_set,
     overlap_notes,
     refuse_no_evaluation_set,
+    served_bytes,
     window_notes,
 )
-from headwise.measure.evaluation.plain_cache import bfloat16_bytes, served_bytes
 from headwise.measure.texts import (
     NO_TEXTS,
     CalibrationTexts,
@@ -98,11 +99,12 @@ def result_of(candidate: Candidate, setting: Setting) -> dict[str, Any]:
     """
     run = _identity(candidate, setting)
     file = setting.output / RESULTS / f"{candidate.slug}-{run[:12]}.json"
+    keys = ("conversion", "evaluation", "cache", *(["held_out_loss"] if candidate.is_variant else []))
     if candidate.cache is not None:
-        return remembered(file, lambda: _document(candidate, setting.source, None, setting))
+        return remembered(file, keys, lambda: _document(candidate, setting.source, None, setting))
     model = setting.models / candidate.slug
     conversion = partial(kept_model, model, run, lambda: _convert(candidate, model, setting))
-    result = remembered(file, lambda: _document(candidate, model, conversion(), setting))
+    result = remembered(file, keys, lambda: _document(candidate, model, conversion(), setting))
     if setting.options.keep:
         conversion()  # a run that measured it need not have kept it
     else:

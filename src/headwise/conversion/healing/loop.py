@@ -33,7 +33,7 @@ from headwise.conversion.healing.optimizer import gathered_tensor, is_alone_on_c
 from headwise.conversion.healing.state import Progressed, TrainingState
 from headwise.conversion.healing.windows import HealingWindows
 from headwise.errors import CheckpointError
-from headwise.runtime.caches.frequencies import rotaries_by_length
+from headwise.runtime.attention.rope import rotaries_by_length
 
 Part = TypeVar("Part")
 

@@ -126,7 +126,7 @@ class _Parts:
         )
 
 
-TOKENS = 256
+PROOF_TOKENS = 256
 """The number of tokens of a text that log-probabilities are compared on; what is measured on fewer is said to tell
 little."""
 
@@ -272,9 +272,9 @@ def prove(
     differences: list[Difference] = []
     caches: list[CacheLoss] = []
     notes: list[str] = []
-    if tokens < TOKENS:
+    if tokens < PROOF_TOKENS:
         notes.append(f"measured on {tokens:,} tokens alone, too few to tell what is lost: name a longer text")
-    ids = evaluation_set[0][1][0][:TOKENS]
+    ids = evaluation_set[0][1][0][:PROOF_TOKENS]
     pair: Pair | None = None
     with _noting(notes, output):
         pair = _opened(source, output, None, progress)

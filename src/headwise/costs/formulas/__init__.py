@@ -23,10 +23,3 @@ from headwise.costs.formulas.layer import (
 )
 from headwise.costs.formulas.reports import Complexity, Inspection, complexity, inspect
 from headwise.costs.formulas.stages import KERNELS, attended_pairs
-
-__all__ = [
-    "DTYPE_BYTES", "KERNELS", "Comparison", "Complexity", "Inspection", "Row", "activation_bytes",
-    "attended_pairs", "backward_flops", "cache_bytes", "cache_bytes_per_token", "cache_values", "compare",
-    "complexity", "decode_flops", "decode_intensity", "dtype_bytes", "formulas", "forward_flops", "inspect",
-    "ladder", "matched", "model", "parameters", "prefill_flops", "shard", "stages", "state_bytes", "thop_count",
-]  # fmt: skip

@@ -15,7 +15,14 @@ from headwise.costs.prediction.engines import (
     named_caches,
 )
 from headwise.costs.prediction.hardware import Device, device, devices
-from headwise.costs.prediction.memory import ENGINES, Memory, allocation, largest_batch, longest_context, peak_memory
+from headwise.costs.prediction.memory import (
+    ALLOCATING_ENGINES,
+    Memory,
+    allocation,
+    largest_batch,
+    longest_context,
+    peak_memory,
+)
 from headwise.costs.prediction.operators import (
     MOST,
     Efficiency,
@@ -28,11 +35,3 @@ from headwise.costs.prediction.operators import (
     seconds,
 )
 from headwise.costs.prediction.predict import Prediction, counted_in, predict
-
-__all__ = [
-    "ENGINES", "GGML_TYPES", "MANY", "MOST", "OLLAMA", "RUNNABLE", "SAFE_LOSS", "SERVING_ENGINES", "Curves",
-    "Device", "Efficiency", "EngineCache", "Grid", "Memory", "Operator", "Pass", "Prediction", "ServingEngine",
-    "Sizes", "Timed", "allocation", "cache_of", "cached_heads", "caches_of_bits", "check_engine", "counted_in",
-    "curves_of", "device", "devices", "engine_caches", "fastest_absorbed", "largest_batch", "longest_context",
-    "most_absorbed", "named_caches", "operators", "peak_memory", "predict", "seconds", "to_table",
-]  # fmt: skip

@@ -29,7 +29,7 @@ from headwise.models.specs import AttentionSpec, CompressedSpec, IndexedLatentSp
 from headwise.models.specs.huggingface import HOSTED_PREFIX
 
 Engine = Literal["llama.cpp", "vllm"]
-ENGINES: tuple[Engine, ...] = get_args(Engine)
+ALLOCATING_ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 CELLS = 256
 """llama.cpp: contexts, and the cells of windowed layers, are multiples of this."""
@@ -94,8 +94,8 @@ def allocation(model: ModelSpec, forward: Pass, engine: Engine) -> Allocation:
         ArgumentError: the engine is not known.
         SpecError: the engine has no such layers, or how it allocates them is not known here.
     """
-    if engine not in ENGINES:
-        raise ArgumentError("engine", engine, f"must be one of {', '.join(ENGINES)}")
+    if engine not in ALLOCATING_ENGINES:
+        raise ArgumentError("engine", engine, f"must be one of {', '.join(ALLOCATING_ENGINES)}")
     shards = [layer.shard(spec, forward.ranks) for spec in model.layers]
     if engine == "llama.cpp":
         family = model.model_type.removeprefix(HOSTED_PREFIX)

@@ -19,11 +19,3 @@ from headwise.models.checkpoints.tokenizer import decode, load_tokenizer, max_le
 from headwise.models.checkpoints.unsafe import refuse_kernel, refuse_kernels, refuse_other_weights, refuse_unsafe
 from headwise.models.checkpoints.writer import FolderWriter, check_output, move_into_place
 from headwise.models.families.base import family_names, family_of, has_family
-
-__all__ = [
-    "DTYPES", "GGUF_TYPES", "Checkpoint", "FolderCheckpoint", "FolderWriter", "GgufCheckpoint", "GgufFile",
-    "QuantisedFolder", "TensorInfo", "check_output", "decode", "dtype_name", "family_names", "family_of",
-    "has_family", "load_tokenizer", "max_length", "model_identity", "model_path", "move_into_place",
-    "open_checkpoint", "refuse_kernel", "refuse_kernels", "refuse_other_tokens", "refuse_other_weights",
-    "refuse_unsafe", "run_identity", "tokenize", "tokenizer_fields", "versions",
-]  # fmt: skip

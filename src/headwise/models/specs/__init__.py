@@ -24,12 +24,3 @@ from headwise.models.specs.target_sizes import (
     split_budget,
     split_in_blocks,
 )
-
-__all__ = [
-    "GGUF_ARCHITECTURES", "HOSTED_PREFIX", "LARGEST_CONFIG", "AttentionSpec", "BodySpec", "CompressedSpec",
-    "ExpertLatentSpec", "FeedForwardSpec", "GgufModel", "GroupedSpec", "IndexedLatentSpec", "LatentSpaceSpec",
-    "LatentSpec", "ModelSpec", "RecurrentSpec", "RopeSpec", "Source", "as_grouped", "as_latent", "as_normed",
-    "catalog", "fetch_hub", "gguf_config", "gguf_model", "hides_tokens", "hosted_attention", "layer_spec", "locate",
-    "mechanism_module", "read_config", "read_gguf_header", "read_json", "read_spec", "refuse_as_latent",
-    "rotary_width", "rotated_dims", "spec_from_dict", "split_budget", "split_in_blocks",
-]  # fmt: skip

@@ -21,13 +21,7 @@ from headwise.base.disk import refuse_no_file, replace, storage_errors
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError, StorageError
-from headwise.models.checkpoints import (
-    Checkpoint,
-    GgufFile,
-    dtype_name,
-    open_checkpoint,
-    tokenizer_fields,
-)
+from headwise.models.checkpoints import Checkpoint, GgufFile, dtype_name, open_checkpoint, tokenizer_fields
 from headwise.models.specs import GGUF_ARCHITECTURES, HOSTED_PREFIX, gguf_model
 from headwise.runtime.hf import check_complete, expected_tensors, stock_config, tensors_of
 from headwise.serving.exports.deepseek import deepseek_config, deepseek_tensors
