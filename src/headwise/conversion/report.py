@@ -90,9 +90,7 @@ def balance(
     if not token_bytes[0]:
         return None
     found = Balance(
-        context=context,
-        cache_bytes=(context * token_bytes[0], context * token_bytes[1]),
-        weight_bytes=weight_bytes,
+        context=context, cache_bytes=(context * token_bytes[0], context * token_bytes[1]), weight_bytes=weight_bytes
     )
     try:
         (flops, read), (later_flops, later_read) = (

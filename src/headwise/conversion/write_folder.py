@@ -348,11 +348,7 @@ def _write_exported(
 
 
 def _shared_channels(
-    plan: ConversionPlan,
-    calibrator: Calibrator,
-    results: LayerFiles,
-    progress: Progress,
-    output_format: OutputFormat,
+    plan: ConversionPlan, calibrator: Calibrator, results: LayerFiles, progress: Progress, output_format: OutputFormat
 ) -> Tensor | None:
     """The channels that all layers share, chosen once; None where layers keep all channels."""
     if plan.is_exact or plan.after.mechanism != "mla":

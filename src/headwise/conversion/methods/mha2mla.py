@@ -45,11 +45,7 @@ class Mha2Mla(LatentMethod):
 
 
 def mha2mla(
-    state: Mapping[str, Tensor],
-    source: GroupedSpec,
-    target: LatentSpec,
-    *,
-    moments: Tensor | None = None,
+    state: Mapping[str, Tensor], source: GroupedSpec, target: LatentSpec, *, moments: Tensor | None = None
 ) -> tuple[dict[str, Tensor], list[int]]:
     """Convert one layer to MLA by MHA2MLA.
 

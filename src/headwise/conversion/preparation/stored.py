@@ -108,9 +108,7 @@ def within(change: Change, layer: GroupedSpec, room: Room) -> Change:
     chosen = missed.sum(-1).argmin(0)  # [K], the smallest shift of equally good ones
     heads = torch.arange(len(chosen))
     return replace(
-        change,
-        exponents=wanted[chosen, heads].clamp(least, most),
-        cut=int(missed[chosen, heads].max().ceil()),
+        change, exponents=wanted[chosen, heads].clamp(least, most), cut=int(missed[chosen, heads].max().ceil())
     )
 
 

@@ -79,10 +79,7 @@ def align(
 
 
 def _prepare(
-    state: Mapping[str, Tensor],
-    source: GroupedSpec,
-    statistics: Statistics | None,
-    sensitivity: Tensor | None,
+    state: Mapping[str, Tensor], source: GroupedSpec, statistics: Statistics | None, sensitivity: Tensor | None
 ) -> tuple[_Heads, Callable[[Group], float]]:
     """A layer divided into heads, and the function that gives the loss of merging a group of them."""
     refuse_unaligned(source)

@@ -79,10 +79,7 @@ def projections(state: Mapping[str, Tensor], target: LatentSpec) -> tuple[Tensor
 
 
 def assemble(
-    state: Mapping[str, Tensor],
-    source: GroupedSpec,
-    target: LatentSpec,
-    parts: LatentParts,
+    state: Mapping[str, Tensor], source: GroupedSpec, target: LatentSpec, parts: LatentParts
 ) -> dict[str, Tensor]:
     """The tensors of an MLA layer by its own names, float64.
 
@@ -267,11 +264,7 @@ class _Keys(NamedTuple):
 
 
 def _divide_keys(
-    state: Mapping[str, Tensor],
-    source: GroupedSpec,
-    target: LayerTarget,
-    means: Statistics,
-    rotary: Rotary | None,
+    state: Mapping[str, Tensor], source: GroupedSpec, target: LayerTarget, means: Statistics, rotary: Rotary | None
 ) -> tuple[_Keys, Tensor]:
     """Choose the channels that keep their rotation, and divide a layer's keys into those channels and content.
 
