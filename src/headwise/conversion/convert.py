@@ -22,9 +22,16 @@ from headwise.conversion.estimate import estimate_stages
 from headwise.conversion.output.card import CalibrationFacts, CardFacts, card_facts, model_card
 from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
-from headwise.conversion.plain_comparison import COMPARING, compare_plain
 from headwise.conversion.plan import ConversionPlan, make_plan, refuse_inputs
-from headwise.conversion.report import Conversion, balance, describe, measured_json, notes_before
+from headwise.conversion.report import (
+    COMPARING,
+    Conversion,
+    balance,
+    compare_plain,
+    describe,
+    measured_json,
+    notes_before,
+)
 from headwise.conversion.solvers.device import computing_on, own_device, peak_bytes, refuse_unsolvable, reset_peak
 from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, write_folder
 from headwise.costs.formulas.model import cache_bytes_per_token

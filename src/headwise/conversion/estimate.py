@@ -15,15 +15,13 @@ from headwise.base.processes import process_count, temporary_folder
 from headwise.base.progress import Progress, silent
 from headwise.conversion.budget.spread import CHOOSING, PIECES, TOKENS
 from headwise.conversion.budget.trials import SPREADING
-from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
+from headwise.conversion.calibration.candidates import NOTHING_KNOWN, Calibrator, descent_steps
 from headwise.conversion.calibration.saved import SavedCalibrator
-from headwise.conversion.calibration.sensitivity import MEASURING, PIECE
-from headwise.conversion.calibration.source_stream import sensitivity_windows
-from headwise.conversion.calibration.steps import descent_steps
+from headwise.conversion.calibration.source import MEASURING, PIECE, sensitivity_windows
 from headwise.conversion.calibration.text import TextCalibrator, open_calibration
 from headwise.conversion.output.layout import OutputLayout
-from headwise.conversion.plain_comparison import COMPARING
 from headwise.conversion.plan import ConversionPlan, Place
+from headwise.conversion.report import COMPARING
 from headwise.conversion.solvers.device import clock
 from headwise.conversion.storage import LayerStore
 from headwise.conversion.write_folder import CONVERTING, convert_layer

@@ -14,9 +14,7 @@ from headwise.base.options import ConvertOptions
 from headwise.conversion.codes import whole_shares
 from headwise.conversion.methods import Method, choose_method
 from headwise.conversion.solvers.device import CPU, to_device
-from headwise.conversion.solvers.layer import NORM_EPS, Layer
-from headwise.conversion.solvers.statistics import KEY_WEIGHT
-from headwise.conversion.solvers.target import LONGEST, LayerTarget
+from headwise.conversion.solvers.layer import KEY_WEIGHT, LONGEST, NORM_EPS, Layer, LayerTarget
 from headwise.costs.formulas import formulas
 from headwise.costs.formulas.target import Target, code_bytes, convert_spec, refuse_codes, refuse_latent
 from headwise.errors import ArgumentError

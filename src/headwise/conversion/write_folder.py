@@ -17,10 +17,17 @@ from torch import Tensor
 from headwise.base.processes import barrier, entered_first, process_index
 from headwise.base.progress import Progress, silent
 from headwise.conversion.budget.spread import Spread, choose_shared_channels, compare_own_channels, find_spread
-from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
-from headwise.conversion.calibration.candidates import Candidate, Step, select
+from headwise.conversion.calibration.candidates import (
+    NOTHING_KNOWN,
+    Calibrator,
+    Candidate,
+    Step,
+    coded,
+    descended,
+    refitted,
+    select,
+)
 from headwise.conversion.calibration.saved import SavedCalibrator
-from headwise.conversion.calibration.steps import coded, descended, refitted
 from headwise.conversion.calibration.text import TextCalibrator, start_on_text
 from headwise.conversion.output.formats import OutputFormat, StockReport, logits_difference
 from headwise.conversion.output.layout import OutputLayout

@@ -30,8 +30,7 @@ from headwise.base.processes import barrier, process_index
 from headwise.base.progress import Progress
 from headwise.conversion.budget.allocation import allocate, coded_curve, curve, step_of
 from headwise.conversion.budget.trials import EVEN_BITS, CodedTrials, LayerLosses, LayerTrials, Trial, held_pieces
-from headwise.conversion.calibration.base import Calibrator
-from headwise.conversion.calibration.candidates import LayerData
+from headwise.conversion.calibration.candidates import Calibrator, LayerData
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.calibration.windows import repeating_pieces
 from headwise.conversion.codes import whole_shares
@@ -40,10 +39,9 @@ from headwise.conversion.plan import ConversionPlan, LayerSize
 from headwise.conversion.solvers.device import CPU, computing_on
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.latent import projections, rotary_channels
-from headwise.conversion.solvers.layer import Layer, State
+from headwise.conversion.solvers.layer import KEY_WEIGHT, Layer, LayerTarget, State
 from headwise.conversion.solvers.rope_channels import keep_rotation
-from headwise.conversion.solvers.statistics import KEY_WEIGHT, Statistics
-from headwise.conversion.solvers.target import LayerTarget
+from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage import LayerFiles
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec, LatentSpec, as_latent

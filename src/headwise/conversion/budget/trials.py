@@ -29,16 +29,16 @@ from headwise.base.progress import Progress
 from headwise.base.threads import map_in_threads
 from headwise.conversion.budget.allocation import Node
 from headwise.conversion.calibration.saved import read_evidence, save_layer
-from headwise.conversion.calibration.sensitivity import PIECE, refuse_no_numbers
+from headwise.conversion.calibration.source import PIECE, refuse_no_numbers
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.codes import design
 from headwise.conversion.methods import Evidence, LatentMethod
 from headwise.conversion.plan import ConversionPlan, LayerSize, Place, read_layer
 from headwise.conversion.solvers.device import CPU, to_device
 from headwise.conversion.solvers.joint_latent import NOTHING
-from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_rows
+from headwise.conversion.solvers.layer import KEY_WEIGHT, Layer, rotation_tables, sample_rows
 from headwise.conversion.solvers.normed import seen_by_mla
-from headwise.conversion.solvers.statistics import KEY_WEIGHT, root
+from headwise.conversion.solvers.statistics import root
 from headwise.conversion.storage import LayerFiles
 from headwise.measure.evaluation.scoring import kl_divergence
 from headwise.models.specs import GroupedSpec, LatentSpec, rotary_width

@@ -19,17 +19,16 @@ from torch import Tensor, nn
 from headwise.base.processes import barrier, my_windows
 from headwise.base.progress import Progress, silent
 from headwise.base.threads import map_in_threads
-from headwise.conversion.calibration.base import Calibrator
-from headwise.conversion.calibration.candidates import Candidate, LayerData
-from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
-from headwise.conversion.calibration.source_stream import (
+from headwise.conversion.calibration.candidates import Calibrator, Candidate, LayerData, descent_steps
+from headwise.conversion.calibration.source import (
     SourceStream,
     begin_streams,
+    kept_sensitivity,
     measured,
+    output_sensitivities,
     sensitivity_windows,
     traced,
 )
-from headwise.conversion.calibration.steps import descent_steps
 from headwise.conversion.calibration.windows import (
     EVERY,
     CalibrationWindows,

@@ -19,16 +19,17 @@ from headwise.base.processes import entered_first, on_main_process, process_coun
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.conversion.calibration.windows import CalibrationWindows
-from headwise.conversion.healing.engine_format import check_file_cache, round_in_training, trained_format
 from headwise.conversion.healing.loop import Loop, learning_rate, run_model
 from headwise.conversion.healing.objective import StoredTeacher, bytes_per_token
-from headwise.conversion.healing.optimizer import gathered_tensor, optimizer_of, shard
+from headwise.conversion.healing.optimizer import Progressed, TrainingState, gathered_tensor, optimizer_of, shard
 from headwise.conversion.healing.report import CONVERSION, Healing, healed_card
-from headwise.conversion.healing.state import Progressed, TrainingState
 from headwise.conversion.healing.trained import (
     NOTHING_TO_TRAIN,
+    check_file_cache,
     refuse_unwritten,
+    round_in_training,
     select,
+    trained_format,
     trained_numbers,
     trained_tensors,
 )

@@ -17,10 +17,9 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from headwise.conversion.solvers.layer import Layer
+from headwise.conversion.solvers.layer import Layer, LayerTarget
 from headwise.conversion.solvers.normed import is_normed, seen_by_mla, with_norms, without_norms
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.conversion.solvers.target import LayerTarget
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec, as_latent
 

@@ -9,9 +9,8 @@ from torch import Tensor
 from headwise.base.options import STAGES
 from headwise.conversion.methods.base import Evidence, LatentMethod
 from headwise.conversion.solvers.latent import convert_to_latent, solve_sizes
-from headwise.conversion.solvers.layer import Layer
+from headwise.conversion.solvers.layer import Layer, LayerTarget
 from headwise.conversion.solvers.normed import is_normed, seen_by_mla, with_norms
-from headwise.conversion.solvers.target import LayerTarget
 from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec, as_latent, rotary_width
 
 

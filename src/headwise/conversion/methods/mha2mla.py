@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headwise.conversion.methods.base import Evidence, LatentMethod
 from headwise.conversion.solvers.latent import projections
+from headwise.conversion.solvers.layer import LayerTarget
 from headwise.conversion.solvers.orthogonal_channels import (
     OrthogonalChannels,
     input_gram,
@@ -17,7 +18,6 @@ from headwise.conversion.solvers.orthogonal_channels import (
     share_out,
 )
 from headwise.conversion.solvers.rope_channels import rotated_pairs
-from headwise.conversion.solvers.target import LayerTarget
 from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headwise.conversion.methods.base import Evidence, LatentMethod
 from headwise.conversion.solvers.latent import projections
+from headwise.conversion.solvers.layer import LayerTarget
 from headwise.conversion.solvers.orthogonal_channels import (
     OrthogonalChannels,
     input_gram,
@@ -21,7 +22,6 @@ from headwise.conversion.solvers.orthogonal_channels import (
 )
 from headwise.conversion.solvers.rope_channels import rotated_pairs
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.conversion.solvers.target import LayerTarget
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec
 

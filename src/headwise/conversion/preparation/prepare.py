@@ -21,10 +21,9 @@ from headwise.base.progress import Progress, silent
 from headwise.base.threads import map_in_threads
 from headwise.base.type_checks import checked_types
 from headwise.conversion.preparation.change import Change
-from headwise.conversion.preparation.one_layer import best_change
+from headwise.conversion.preparation.one_layer import best_change, why_no_shift
 from headwise.conversion.preparation.proof import Proof, check_engines, check_written, prove
 from headwise.conversion.preparation.samples import POSITIONS, Inputs, layer_inputs, projected
-from headwise.conversion.preparation.shift import why_no_shift
 from headwise.conversion.preparation.stored import FolderLayers, GgufLayers, Room
 from headwise.costs.prediction import SERVING_ENGINES
 from headwise.errors import ArgumentError, HeadwiseError, SpecError, StorageError

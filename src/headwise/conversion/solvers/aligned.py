@@ -20,11 +20,11 @@ from torch import Tensor
 
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.latent import split_bias, with_bias
+from headwise.conversion.solvers.layer import KEY_WEIGHT
 from headwise.conversion.solvers.merging import Group, LinearHeads, NormedHeads, RotaryHeads, group_heads
 from headwise.conversion.solvers.rope_channels import as_rotated, to_complex
 from headwise.conversion.solvers.statistics import (
     KEY_BALANCE,
-    KEY_WEIGHT,
     Statistics,
     centred,
     key_metric,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.solvers.joint_latent import NOTHING, Part, joint_latent, whole_latent
-from headwise.conversion.solvers.layer import Layer
+from headwise.conversion.solvers.layer import Layer, LayerTarget
 from headwise.conversion.solvers.rope_channels import (
     Channels,
     as_rotated,
@@ -46,7 +46,6 @@ from headwise.conversion.solvers.statistics import (
     key_metric,
     value_metric,
 )
-from headwise.conversion.solvers.target import LayerTarget
 from headwise.errors import SpecError
 from headwise.models.specs import GroupedSpec, LatentSpec, as_latent, rotated_dims
 from headwise.runtime.attention import RotaryEmbedding

@@ -1,4 +1,4 @@
-"""One layer's attention as a function of its tensors, computed for a sample of the queries.
+"""One layer's attention as a function of its tensors, for a sample of the queries, and what it is converted to.
 
 A layer's own call computes every query; statistics, errors and gradients need only a sample of them, of all heads.
 
@@ -297,3 +297,35 @@ def _normed(heads: Tensor, weight: Tensor, spec: GroupedSpec | LatentSpec, eps: 
 def _rotate(heads: Tensor, rotation: Rotation, interleaved: bool, rows: Tensor | None = None) -> Tensor:
     cos, sin = (table[:, : heads.shape[1]] if rows is None else table[:, rows] for table in rotation)
     return rotate(heads[None], cos, sin, interleaved=interleaved)[0]
+
+
+KEY_WEIGHT = 0.5
+"""The share of the predicted cost of an error of the keys that counts: softmax forgives some. The rank
+allocation tries other shares."""
+
+LONGEST = 2048
+"""The longest distance between query and key that counts without a text, in tokens."""
+
+
+@dataclass(frozen=True)
+class LayerTarget:
+    """The target of one layer.
+
+    For example ``LayerTarget(as_latent(source, 96, 32), key_weight=1.0)``, where errors of keys and of values count
+    equally.
+
+    Attributes:
+        spec: the converted layer's spec.
+        key_weight: the cost of an error of the keys relative to one of the values, on a text; for MLA.
+        rotary_channels: the channels that keep their rotation, bool ``[F, K]``, for MLA; when None, the layer keeps
+            those that lose most without it.
+        mixes_heads: whether key heads are mixed into rotary channels (the stage ``channels``), for MLA; otherwise
+            each channel is one head's own.
+        longest: the distance in tokens up to which a dropped rotation is averaged where there is no text.
+    """
+
+    spec: GroupedSpec | LatentSpec
+    key_weight: float = KEY_WEIGHT
+    rotary_channels: Tensor | None = None
+    mixes_heads: bool = True
+    longest: int = LONGEST

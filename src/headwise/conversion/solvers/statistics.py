@@ -194,10 +194,6 @@ def root(matrices: Tensor) -> Tensor:
     return out
 
 
-KEY_WEIGHT = 0.5
-"""The share of the predicted cost of an error of the keys that counts: softmax forgives some. The rank
-allocation tries other shares."""
-
 KEY_BALANCE = 4.0
 """The weight of all key energy relative to all value energy, without statistics."""
 
