@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headwise.conversion.solvers.device import CPU, to_device
 from headwise.conversion.solvers.joint_latent import NOTHING
-from headwise.conversion.solvers.layer import Layer, Rotation
+from headwise.conversion.solvers.layer import Layer, Rotation, grouped_spec, latent_spec
 from headwise.conversion.solvers.refit import OUTLIER
 from headwise.models.specs import GroupedSpec, LatentSpec
 from headwise.runtime.kernels.native.abi import CHANNELS
@@ -123,8 +123,7 @@ def decorrelated(layer: Layer, statistics: ChannelStatistics) -> tuple[Layer, Te
 
 def _decorrelated_latent(layer: Layer, covariance: Tensor, metric: Tensor) -> tuple[Layer, Tensor]:
     """`decorrelated` for MLA: any map of the latent, and a complex one of the rotary pairs of each frequency."""
-    spec, state = layer.spec, dict(layer.state)
-    assert isinstance(spec, LatentSpec)
+    spec, state = latent_spec(layer.spec), dict(layer.state)
     R, P, N, H = spec.kv_lora_rank, spec.qk_rope_head_dim, spec.qk_nope_head_dim, spec.num_heads
     forward, inverse = _uncorrelated(covariance[:R, :R], metric[:R, :R])
     basis = torch.zeros(R + P, R + P, dtype=torch.float64)
@@ -151,8 +150,7 @@ def _decorrelated_latent(layer: Layer, covariance: Tensor, metric: Tensor) -> tu
 
 def _decorrelated_heads(layer: Layer, covariance: Tensor, metric: Tensor) -> tuple[Layer, Tensor]:
     """`decorrelated` for MHA, GQA and MQA: any map of a head's values and unrotated keys, a complex number a pair."""
-    spec, state = layer.spec, dict(layer.state)
-    assert isinstance(spec, GroupedSpec)
+    spec, state = grouped_spec(layer.spec), dict(layer.state)
     H, K, D, V = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim
     maps = []
     for head in range(K):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +18,9 @@ from headwise.base.documents import as_document, finite
 from headwise.base.options import ConvertOptions
 from headwise.base.progress import Progress, silent
 from headwise.conversion.budget.spread import Spread
-from headwise.conversion.output.card import parameters_of
 from headwise.conversion.output.formats import OutputFormat, StockReport
 from headwise.conversion.plan import ConversionPlan
-from headwise.costs.formulas import model as cost
+from headwise.conversion.write_folder import WrittenFolder
 from headwise.costs.formulas.model import cache_bytes_per_token
 from headwise.costs.formulas.target import Target
 from headwise.costs.prediction import Pass, check_engine, operators
@@ -35,7 +34,7 @@ from headwise.measure.evaluation.plain_cache import (
     nearest_formats,
     served_bytes,
 )
-from headwise.models.checkpoints import Checkpoint, TensorInfo, dtype_name, open_checkpoint
+from headwise.models.checkpoints import Checkpoint, dtype_name, open_checkpoint
 from headwise.models.checkpoints.gguf import GgufCheckpoint
 from headwise.models.specs import ModelSpec, read_config
 from headwise.runtime.quantization import SINKS
@@ -336,42 +335,51 @@ class Conversion:
 
 def describe(
     plan: ConversionPlan,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, TensorInfo],
+    written: WrittenFolder,
+    output_format: OutputFormat,
     *,
     source: str,
     output: str,
+    context: int,
     seconds: float,
     notes: Sequence[str],
-    code_bytes: int | None = None,
 ) -> Conversion:
-    """Make the report of a result; the fields of `Conversion` with defaults are left to the caller.
+    """Make the report of a result; what only a written folder has is left to the caller.
 
     Args:
         plan: the plan of the conversion.
-        config: the result's config.
-        tensors: the result's tensors.
+        written: the result's config and tensors, and the bytes of its codes.
+        output_format: the format of the folder.
         source: the source, as the user named it.
         output: the folder of the result.
+        context: the number of tokens that the balance is of.
         seconds: the seconds that it took.
         notes: notes for the user.
-        code_bytes: cache bytes a token, all layers, of a cache that is stored in codes; None without codes.
     """
-    after, dtype = read_config(config), dtype_name(plan.dtype)
+    before, after, dtype = plan.before, read_config(written.config), dtype_name(plan.dtype)
+    codes, weight_bytes = written.code_bytes, output_format.weight_bytes(written.tensors, written.config, plan)
     return Conversion(
         source=source,
         output=output,
-        model_type=config["model_type"],
+        model_type=written.config["model_type"],
         mechanism=after.mechanism,
         label=after.label,
+        format=output_format.name,
         method=plan.method.spelling,
         dtype=dtype,
-        kv_bytes_per_token_before=cost.cache_bytes_per_token(plan.before, dtype),
-        kv_bytes_per_token_after=cost.cache_bytes_per_token(after, dtype) if code_bytes is None else code_bytes,
-        coded=code_bytes is not None,
-        parameters_before=parameters_of(plan.checkpoint.tensors),
-        parameters_after=parameters_of(tensors),
-        disk_bytes=sum(info.nbytes for info in tensors.values()),
+        kv_bytes_per_token_before=cache_bytes_per_token(before, dtype),
+        kv_bytes_per_token_after=cache_bytes_per_token(after, dtype) if codes is None else codes,
+        coded=codes is not None,
+        parameters_before=sum(info.numel for info in plan.checkpoint.tensors.values()),
+        parameters_after=sum(info.numel for info in written.tensors.values()),
+        disk_bytes=weight_bytes,
+        balance=balance(
+            before,
+            after,
+            context=context,
+            token_bytes=(cache_bytes_per_token(before), cache_bytes_per_token(after) if codes is None else codes),
+            weight_bytes=(sum(file.stat().st_size for file in plan.checkpoint.files), weight_bytes),
+        ),
         seconds=seconds,
         notes=tuple(notes),
     )

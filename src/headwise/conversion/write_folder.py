@@ -186,7 +186,7 @@ the number of calibration tokens with the losses of sharing channels, once the f
 complete."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ConversionInputs:
     """The inputs of a conversion other than its source.
 

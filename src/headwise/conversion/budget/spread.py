@@ -39,7 +39,7 @@ from headwise.conversion.plan import ConversionPlan, LayerSize
 from headwise.conversion.solvers.device import CPU, computing_on
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.latent import projections, rotary_channels
-from headwise.conversion.solvers.layer import KEY_WEIGHT, Layer, LayerTarget, State
+from headwise.conversion.solvers.layer import KEY_WEIGHT, Layer, LayerTarget, State, grouped_spec, latent_spec
 from headwise.conversion.solvers.rope_channels import keep_rotation
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage import LayerFiles
@@ -75,9 +75,7 @@ def choose_shared_channels(
     layers = plan.before.num_layers
     for index, (source, evidence) in enumerate(calibrator.source_evidence(plan)):
         progress(CHOOSING, index, layers)
-        spec, target = source.spec, plan.after.layers[index]
-        assert isinstance(spec, GroupedSpec)
-        assert isinstance(target, LatentSpec)
+        spec, target = grouped_spec(source.spec), latent_spec(plan.after.layers[index])
         longest = plan.layer_target(plan.places[index]).longest
         statistics = evidence.statistics or Statistics.nothing(spec.hidden_size, spec.num_heads, longest)
         energy, loss = rotary_losses(source.state, spec, target, statistics, mix=plan.mixes_heads)

@@ -40,13 +40,12 @@ from headwise.conversion.calibration.windows import (
 from headwise.conversion.methods import STAGES, Evidence
 from headwise.conversion.plan import ConversionPlan, Place, read_layer
 from headwise.conversion.solvers.device import CPU, Stopwatch, computing_on, quick_products
-from headwise.conversion.solvers.layer import Layer
+from headwise.conversion.solvers.layer import Layer, grouped_spec
 from headwise.conversion.solvers.refit import Cost
 from headwise.conversion.solvers.statistics import root
 from headwise.conversion.storage import LOST, LayerFiles, Spill
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.measure.texts import CalibrationTexts, open_windows
-from headwise.models.specs import GroupedSpec
 from headwise.runtime.hf import LayerwiseModel
 from headwise.runtime.kernels.native import built
 from headwise.runtime.quantization import SINKS
@@ -129,8 +128,7 @@ class TextCalibrator(Calibrator):
         if self.may_be_saved(place):
             raise CheckpointError("layer", place.index, LOST)
         assert place.index == self.position  # a stream passes layers in their order
-        source = source.float()
-        assert isinstance(source.spec, GroupedSpec)
+        source, spec = source.float(), grouped_spec(source.spec)
         module, sensitivity = self.model.module(place.index), self.sensitivity(place.index)
         mine = my_windows(self.windows.rows)
         with self.seconds.timed("windows"):
@@ -138,15 +136,15 @@ class TextCalibrator(Calibrator):
             barrier()  # all processes read the held-out windows
             inputs = ((window, self._inputs.read(window)) for window in mine if window < self.windows.train)
             statistics = measured(source, sensitivity, inputs, self.windows, for_mla=self.for_mla)
-        cost = output_cost(sensitivity, source.spec.hidden_size)
+        cost = output_cost(sensitivity, spec.hidden_size)
         first_tokens = None
         if self.windows.first_tokens is not None:
-            last, rotation = len(self.windows), self.windows.rotation(source.spec, 0)
+            last, rotation = len(self.windows), self.windows.rotation(spec, 0)
             first_tokens = FirstTokens(self._inputs.read(last), self._wanted.read(last), rotation, cost)
         return Evidence(statistics, sensitivity), LayerData(
             index=place.index,
             module=module,
-            spec=source.spec,
+            spec=spec,
             windows=self.windows,
             inputs=self._inputs,
             wanted=self._wanted,

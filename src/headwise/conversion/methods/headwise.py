@@ -47,7 +47,6 @@ class Headwise(LatentMethod):
         assert evidence.statistics is not None  # sizes are tried on a text alone
         seen, _ = seen_by_mla(source)
         for size, layer in solve_sizes(seen, sizes, target, evidence.statistics, evidence.sensitivity):
-            assert isinstance(source.spec, GroupedSpec)
             yield size, with_norms(source, layer, as_latent(source.spec, *size)) if is_normed(source) else layer
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from headwise.base.progress import Progress
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.plan import ConversionPlan
+from headwise.conversion.solvers.layer import latent_spec
 from headwise.conversion.solvers.rope_channels import keep_comb, keep_rotation
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.checkpoints import Checkpoint, FolderWriter, GgufFile, TensorInfo, dtype_name, tokenizer_fields
@@ -187,16 +188,16 @@ class DeepseekFormat(OutputFormat):
             SpecError: the source's frequencies are scaled.
         """
         for before, after in zip(plan.before.layers, plan.after.layers, strict=True):
-            assert isinstance(after, LatentSpec)
             if before.rope is None or before.rope.rope_type != "default":
                 kind = None if before.rope is None else before.rope.rope_type
                 rule = "engines compute plain RoPE beside MLA; deepseek-longrope, for transformers, holds others"
                 raise SpecError("rope_type", kind, rule)
-            if after.qk_rope_head_dim > before.rope.dim:
+            rotary = latent_spec(after).qk_rope_head_dim
+            if rotary > before.rope.dim:
                 rule = (
                     f"must be at most {before.rope.dim} for {self.name}: plain RoPE has each frequency of a head once"
                 )
-                raise ArgumentError("qk_rope_head_dim", after.qk_rope_head_dim, rule)
+                raise ArgumentError("qk_rope_head_dim", rotary, rule)
 
     def tensors(self, layout: OutputLayout) -> dict[str, TensorInfo]:
         """The tensors of transformers' class."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise.conversion.plan import ConversionPlan, Place
 from headwise.conversion.solvers.device import CPU
-from headwise.conversion.solvers.layer import Layer
+from headwise.conversion.solvers.layer import Layer, grouped_spec
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints import TensorInfo, dtype_name
 from headwise.models.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, hosted_attention
@@ -88,9 +88,7 @@ class OutputLayout:
                     frequencies.get(index, [0] * count) for index, count in enumerate(pairs)
                 ]
         elif family.stock_kv_heads:
-            layer = after.layers[0]
-            assert isinstance(layer, GroupedSpec)
-            config["num_key_value_heads"] = layer.num_kv_heads
+            config["num_key_value_heads"] = grouped_spec(after.layers[0]).num_kv_heads
         config["architectures"] = [model_class(config).__name__]
         config = _with_one_rope(config)
         return _with_former_rope_keys(config) if family.former_rope and not self.is_hosted else config
@@ -126,8 +124,7 @@ class OutputLayout:
         if self.is_hosted:
             prefix = family.place(place.index, cross=place.cross, hosted=True) + "."
             return [name for name in self.tensors if name.startswith(prefix)]
-        spec = self.plan.layer_target(place).spec
-        assert isinstance(spec, GroupedSpec)
+        spec = grouped_spec(self.plan.layer_target(place).spec)
         return list(family.stored_shapes(place.index, spec, cross=place.cross))
 
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.solvers.joint_latent import NOTHING
-from headwise.conversion.solvers.layer import Layer
+from headwise.conversion.solvers.layer import Layer, latent_spec
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.models.specs import LatentSpec, as_normed
+from headwise.models.specs import as_normed
 from headwise.serving.exports.latent_norm import LatentMap, with_norm
 
 _QUERIES, _KEYS = 0.25, 0.375
@@ -49,8 +49,7 @@ def with_even_pairs(layer: Layer, moments: Tensor, frequencies: Tensor) -> Layer
         frequencies: the angle by which each pair of the rotary key turns from a token to the next, in radians,
             ``[P/2]``.
     """
-    spec, state = layer.spec, {name: tensor.double() for name, tensor in layer.state.items()}
-    assert isinstance(spec, LatentSpec)
+    spec, state = latent_spec(layer.spec), {name: tensor.double() for name, tensor in layer.state.items()}
     assert spec.qk_norm is None
     R, N, H = spec.kv_lora_rank, spec.qk_nope_head_dim, spec.num_heads
     if not spec.qk_rope_head_dim:
@@ -135,8 +134,7 @@ def without_biases(layer: Layer, constant: Tensor, gain: Tensor, dtype: torch.dt
         gain: the weight of the norm that the layer's inputs come from, ``[E]``; see `with_norm`.
         dtype: the dtype that the weights will be rounded to.
     """
-    spec, state = layer.spec, {name: tensor.double() for name, tensor in layer.state.items()}
-    assert isinstance(spec, LatentSpec)
+    spec, state = latent_spec(layer.spec), {name: tensor.double() for name, tensor in layer.state.items()}
     R, H, N = spec.kv_lora_rank, spec.num_heads, spec.qk_nope_head_dim
     down, up = state["kv_a_proj_with_mqa.weight"], state["kv_b_proj.weight"]
     bias = state.get("kv_a_proj_with_mqa.bias", down.new_zeros(len(down)))

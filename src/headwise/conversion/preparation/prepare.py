@@ -25,6 +25,7 @@ from headwise.conversion.preparation.one_layer import best_change, why_no_shift
 from headwise.conversion.preparation.proof import Proof, check_engines, check_written, prove
 from headwise.conversion.preparation.samples import POSITIONS, Inputs, layer_inputs, projected
 from headwise.conversion.preparation.stored import FolderLayers, GgufLayers, Room
+from headwise.conversion.solvers.layer import grouped_layers, grouped_spec
 from headwise.costs.prediction import SERVING_ENGINES
 from headwise.errors import ArgumentError, HeadwiseError, SpecError, StorageError
 from headwise.measure.evaluation.beside_source import (
@@ -246,8 +247,8 @@ def _fitted(
 
     # Files are read in this thread alone; the others compute.
     def read() -> Iterator[tuple[int, GroupedSpec, Mapping[str, Tensor], Inputs, Room]]:
-        for index, (layer, inputs) in enumerate(zip(spec.layers, layer_inputs(checkpoint, texts), strict=True)):
-            assert isinstance(layer, GroupedSpec)
+        every = zip(grouped_layers(spec), layer_inputs(checkpoint, texts), strict=True)
+        for index, (layer, inputs) in enumerate(every):
             state = checkpoint.family.read_attention(checkpoint.read, index, layer)
             yield index, layer, state, inputs, stored.room(index, layer)
 
@@ -324,9 +325,8 @@ def check_layers(checkpoint: Checkpoint, formats: Sequence[EngineFormat], output
     for index, layer in enumerate(checkpoint.spec.layers):
         if (reason := _why_not(layer)) is not None:
             raise SpecError(f"layer {index}", layer.label, f"{reason}, and cannot be prepared")
-        assert isinstance(layer, GroupedSpec)
         for code in formats:
-            code.keys.block(layer.head_dim)
+            code.keys.block(grouped_spec(layer).head_dim)
 
 
 def check_biases(checkpoint: Checkpoint) -> None:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from headwise.base.progress import Progress
 from headwise.conversion.preparation.change import Change, changed, channels, num_pairs
 from headwise.conversion.preparation.samples import projected
+from headwise.conversion.solvers.layer import grouped_spec
 from headwise.costs.prediction import RUNNABLE
 from headwise.errors import ArgumentError, CheckpointError, StorageError
 from headwise.measure.evaluation import Evaluation, Pair, evaluate_windows, open_pair
@@ -75,8 +76,7 @@ def check_written(
     largest = 0.0
     for index, change in enumerate(changes):
         progress("checking", index, len(changes))
-        layer = source.spec.layers[index]
-        assert isinstance(layer, GroupedSpec)
+        layer = grouped_spec(source.spec.layers[index])
         before, after = (each.family.read_attention(each.read, index, layer) for each in (source, written))
         if change.shift is not None:  # in float64: what was written may have more digits than the source's biases
             before["k_proj.bias"] = before["k_proj.bias"].double()
@@ -390,15 +390,6 @@ def _in_its_engine(
 
 
 def _loss(evaluation: Evaluation) -> Loss:
-    ratio, kl, agreement = evaluation.perplexity_ratio, evaluation.kl, evaluation.top1_agreement
-    assert ratio is not None
-    assert kl is not None
-    assert agreement is not None
-    assert evaluation.kl_999 is not None
-    return Loss(
-        perplexity=evaluation.perplexity,
-        perplexity_ratio=ratio,
-        kl=kl,
-        kl_999=evaluation.kl_999,
-        top1_agreement=agreement,
-    )
+    numbers = {field.name: getattr(evaluation, field.name) for field in fields(Loss)}
+    assert None not in numbers.values()
+    return Loss(**numbers)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from headwise.base.progress import Progress
 from headwise.conversion.preparation.change import Change, changed, channels, row_plan
+from headwise.conversion.solvers.layer import grouped_layers, grouped_spec
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints import FolderCheckpoint, FolderWriter, GgufCheckpoint, QuantisedFolder
 from headwise.models.checkpoints.gguf.scaling import Bytes, Rows
@@ -133,8 +134,7 @@ class FolderLayers:
             if name.endswith(_OF_A_CACHE):
                 rule = "was measured on the keys or queries as they are: prepare the model before that"
                 raise CheckpointError("tensor", name, rule)
-        for index, layer in enumerate(checkpoint.spec.layers):
-            assert isinstance(layer, GroupedSpec)
+        for index, layer in enumerate(grouped_layers(checkpoint.spec)):
             for name in (*self._held(index, layer, "q"), *self._held(index, layer, "k")):
                 self._check(name, is_norm=layer.qk_norm is not None)
 
@@ -217,8 +217,7 @@ class FolderLayers:
 
     def _changed(self, index: int, change: Change) -> dict[str, Tensor]:
         """The stored tensors of a layer's queries and keys after a change."""
-        source, layer = self._checkpoint, self._checkpoint.spec.layers[index]
-        assert isinstance(layer, GroupedSpec)
+        source, layer = self._checkpoint, grouped_spec(self._checkpoint.spec.layers[index])
         names = dict.fromkeys(name for side in "qk" for name in self._held(index, layer, side))
         quantised = {name: rows for name in names if (rows := self._rows(name)) is not None}
 
@@ -359,8 +358,7 @@ class GgufLayers:
         for path, copy in files.items():
             with copy.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
                 for index, change in enumerate(changes):
-                    layer = self._checkpoint.spec.layers[index]
-                    assert isinstance(layer, GroupedSpec)
+                    layer = grouped_spec(self._checkpoint.spec.layers[index])
                     for side in ("q", "k"):
                         for name, start in self._places(index, layer, side):
                             tensor = self._header.tensors[name]

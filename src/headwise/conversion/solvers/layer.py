@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.models.specs import AttentionSpec, GroupedSpec, LatentSpec
+from headwise.models.specs import AttentionSpec, GroupedSpec, LatentSpec, ModelSpec
 from headwise.runtime.attention import RotaryEmbedding
 from headwise.runtime.attention.rope import rotate
 from headwise.runtime.kernels import attend
@@ -33,6 +33,23 @@ KEYS = 128
 took a quarter of the time of a descent whose queries are drawn at random."""
 
 State = Mapping[str, Tensor]
+
+
+def grouped_spec(spec: AttentionSpec) -> GroupedSpec:
+    """The spec of a layer that is known to be MHA, GQA or MQA, as every source's is."""
+    assert isinstance(spec, GroupedSpec)
+    return spec
+
+
+def latent_spec(spec: AttentionSpec) -> LatentSpec:
+    """The spec of a layer that is known to be MLA."""
+    assert isinstance(spec, LatentSpec)
+    return spec
+
+
+def grouped_layers(model: ModelSpec) -> list[GroupedSpec]:
+    """The specs of all layers of a source, cross-attention last."""
+    return [grouped_spec(layer) for layer in (*model.layers, *model.cross_layers)]
 
 
 class Heads(NamedTuple):

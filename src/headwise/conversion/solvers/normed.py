@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headwise.conversion.solvers.layer import Layer, normed_heads
+from headwise.conversion.solvers.layer import Layer, grouped_spec, normed_heads
 from headwise.models.specs import GroupedSpec, LatentSpec
 
 _OWN = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "q_norm.weight", "k_norm.weight")
@@ -45,8 +45,7 @@ def is_normed(layer: Layer) -> bool:
 
 def of_heads(layer: Layer) -> Layer:
     """The layer without norms whose inputs ``[T, U]`` are a layer's normed queries, normed keys and values."""
-    spec = layer.spec
-    assert isinstance(spec, GroupedSpec)
+    spec = grouped_spec(layer.spec)
     widths = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.value_dim]
     identity = torch.eye(sum(widths), dtype=layer.state["o_proj.weight"].dtype)
     rows = torch.split(identity, widths)
@@ -69,8 +68,7 @@ def with_norms(source: Layer, solved: Layer, target: LatentSpec) -> Layer:
         solved: the solution, which reads the source's normed queries, normed keys and values.
         target: the converted layer's spec.
     """
-    spec = source.spec
-    assert isinstance(spec, GroupedSpec)
+    spec = grouped_spec(source.spec)
     H, D = spec.num_heads, spec.head_dim
     queries = torch.unflatten(solved.state["q_proj.weight"], 0, (H, -1))[..., : H * D]  # [H, N + P, H·D]
     own = torch.unflatten(queries, 2, (H, D)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [H, N + P, D]
@@ -83,8 +81,7 @@ def with_norms(source: Layer, solved: Layer, target: LatentSpec) -> Layer:
 
 def _normed_inputs(layer: Layer, inputs: Tensor) -> Tensor:
     """Normed queries, normed keys and values ``[T, U]`` of inputs ``[T, E]``."""
-    spec = layer.spec
-    assert isinstance(spec, GroupedSpec)
+    spec = grouped_spec(layer.spec)
     heads = spec.num_heads, spec.num_kv_heads
     parts = normed_heads(layer.state, spec, inputs, torch.arange(len(inputs)), layer.norm_eps, heads)
     return torch.cat([part.transpose(0, 1).flatten(1) for part in parts], 1)
