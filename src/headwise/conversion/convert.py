@@ -22,9 +22,10 @@ from headwise.conversion.output.card import CardFacts, base_model_of, last_name,
 from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.plan import ConversionPlan, make_plan, refuse_inputs
-from headwise.conversion.report import COMPARING, Conversion, compare_plain, describe, measured_json, notes_before
+from headwise.conversion.report import COMPARING, Conversion, balance, compare_plain, measured_json
 from headwise.conversion.solvers.device import computing_on, own_device, peak_bytes, refuse_unsolvable, reset_peak
 from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, write_folder
+from headwise.costs.formulas.model import cache_bytes_per_token
 from headwise.costs.formulas.target import Target, parse_target
 from headwise.costs.prediction import check_engine
 from headwise.errors import HeadwiseError
@@ -54,9 +55,12 @@ from headwise.models.checkpoints import (
     run_identity,
     versions,
 )
+from headwise.models.checkpoints.gguf import GgufCheckpoint
 from headwise.models.checkpoints.writer import MODEL
 from headwise.models.specs import read_config
 from headwise.runtime.hf import as_dtype, auto_class
+from headwise.runtime.quantization import SINKS
+from headwise.runtime.quantization.transform_code import FILE
 
 UNKNOWN_SPREAD = "the text decides how the cache is spread over layers; parameters and disk depend on it"
 """The note of a dry run about sizes that it does not compute."""
@@ -115,7 +119,7 @@ def convert(
     return report
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Prepared:
     """A conversion whose inputs have been checked.
 
@@ -173,9 +177,28 @@ class _Prepared:
         )
 
     def notes(self, tokens: int | None) -> list[str]:
-        """See `notes_before`."""
-        is_calibrated = bool(self.inputs.texts) or self.inputs.statistics is not None
-        return notes_before(self.plan, is_calibrated=is_calibrated, tokens=tokens, output_format=self.format)
+        """The notes for the user that do not depend on the result.
+
+        Args:
+            tokens: the number of calibration tokens; None before they are read.
+        """
+        plan, is_calibrated = self.plan, bool(self.inputs.texts) or self.inputs.statistics is not None
+        notes, width = list(plan.checkpoint.notes), plan.before.hidden_size
+        if not is_calibrated and not plan.is_exact and plan.method.uses_text:
+            notes.append("no calibration text: converting by weights alone costs quality; name a text with calibrate")
+        if is_calibrated and plan.is_exact:
+            notes.append("this size is lossless: calibration was not needed")
+        elif is_calibrated and tokens is not None and tokens <= width:
+            notes.append(f"only {tokens} calibration tokens for layers of {width} inputs: too few for good quality")
+        if plan.token_bytes is not None:
+            notes.append(
+                f"headwise.load stores the cache in codes, which {FILE} describes; each sequence's first {SINKS} "
+                "tokens are stored in bfloat16. Other programs store all values as they are"
+            )
+        notes += self.format.notes(plan)
+        if isinstance(plan.checkpoint, GgufCheckpoint) and plan.checkpoint.quantization is not None:
+            notes.append(f"the source is dequantised from {plan.checkpoint.quantization}")
+        return notes
 
 
 def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress: Progress) -> _Prepared:
@@ -190,10 +213,10 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
     check_output(output, overwrite=options.overwrite, mark=folder_format.mark)
     checkpoint = open_checkpoint(source)
     refuse_cross_layers(checkpoint, texts)
-    inputs = {"the source": checkpoint.path}
+    read = {"the source": checkpoint.path}
     if options.statistics is not None:
-        inputs["the statistics"] = Path(options.statistics)
-    refuse_inputs_within(output, inputs, calibrate=texts.sources, evaluate=named_texts(options.evaluate))
+        read["the statistics"] = Path(options.statistics)
+    refuse_inputs_within(output, read, calibrate=texts.sources, evaluate=named_texts(options.evaluate))
     # The plan decides sizes, so that it has to know what the format asks of them.
     target = replace(
         target, spreads=options.spread, has_constant=folder_format.has_constant, block=folder_format.block
@@ -220,15 +243,8 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
     # These read files to their ends, and so come after all that can be refused by the config.
     statistics = None if options.statistics is None else open_statistics(options.statistics, checkpoint, progress)
     evaluation_set, no_evaluation_set = _find_evaluation_set(checkpoint, options, texts, statistics)
-    return _Prepared(
-        source=str(source),
-        output=output,
-        options=options,
-        plan=plan,
-        format=folder_format,
-        inputs=ConversionInputs(texts, statistics, evaluation_set, progress=progress),
-        no_evaluation_set=no_evaluation_set,
-    )
+    inputs = ConversionInputs(texts, statistics, evaluation_set, progress=progress)
+    return _Prepared(str(source), output, options, plan, folder_format, inputs, no_evaluation_set)
 
 
 def _target(options: ConvertOptions) -> Target:
@@ -277,16 +293,34 @@ def _estimate(prepared: _Prepared) -> Conversion:
 
 
 def _report(prepared: _Prepared, written: WrittenFolder, seconds: float, notes: Sequence[str]) -> Conversion:
-    """The report of a folder, written or not; see `describe`."""
-    return describe(
-        prepared.plan,
-        written,
-        prepared.format,
+    """The report of a folder, written or not; what only a written one has is left to the caller."""
+    plan, before, after = prepared.plan, prepared.plan.before, read_config(written.config)
+    dtype, codes = dtype_name(plan.dtype), written.code_bytes
+    weight_bytes = prepared.format.weight_bytes(written.tensors, written.config, plan)
+    return Conversion(
         source=prepared.source,
         output=str(prepared.output),
-        context=prepared.options.served_context,
+        model_type=written.config["model_type"],
+        mechanism=after.mechanism,
+        label=after.label,
+        format=prepared.format.name,
+        method=plan.method.spelling,
+        dtype=dtype,
+        kv_bytes_per_token_before=cache_bytes_per_token(before, dtype),
+        kv_bytes_per_token_after=cache_bytes_per_token(after, dtype) if codes is None else codes,
+        coded=codes is not None,
+        parameters_before=sum(info.numel for info in plan.checkpoint.tensors.values()),
+        parameters_after=sum(info.numel for info in written.tensors.values()),
+        disk_bytes=weight_bytes,
+        balance=balance(
+            before,
+            after,
+            context=prepared.options.served_context,
+            token_bytes=(cache_bytes_per_token(before), cache_bytes_per_token(after) if codes is None else codes),
+            weight_bytes=(sum(file.stat().st_size for file in plan.checkpoint.files), weight_bytes),
+        ),
         seconds=seconds,
-        notes=notes,
+        notes=tuple(notes),
     )
 
 

@@ -185,10 +185,6 @@ class ConversionPlan:
             counts = tuple(_code_bytes(self.bits, size.rank + size.rotary) for size in sizes)
         return replace(self, after=after, key_weights=key_weights, token_bytes=counts or None)
 
-    def sharing(self, rotary_channels: Tensor | None) -> ConversionPlan:
-        """The plan with one list of rotary channels for all layers."""
-        return replace(self, rotary_channels=rotary_channels)
-
 
 def make_plan(
     checkpoint: Checkpoint,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +17,8 @@ from headwise.base.documents import as_document, finite
 from headwise.base.options import ConvertOptions
 from headwise.base.progress import Progress, silent
 from headwise.conversion.budget.spread import Spread
-from headwise.conversion.output.formats import OutputFormat, StockReport
+from headwise.conversion.output.formats import StockReport
 from headwise.conversion.plan import ConversionPlan
-from headwise.conversion.write_folder import WrittenFolder
 from headwise.costs.formulas.model import cache_bytes_per_token
 from headwise.costs.formulas.target import Target
 from headwise.costs.prediction import Pass, check_engine, operators
@@ -34,11 +32,8 @@ from headwise.measure.evaluation.plain_cache import (
     nearest_formats,
     served_bytes,
 )
-from headwise.models.checkpoints import Checkpoint, dtype_name, open_checkpoint
-from headwise.models.checkpoints.gguf import GgufCheckpoint
-from headwise.models.specs import ModelSpec, read_config
-from headwise.runtime.quantization import SINKS
-from headwise.runtime.quantization.transform_code import FILE
+from headwise.models.checkpoints import Checkpoint, open_checkpoint
+from headwise.models.specs import ModelSpec
 
 COMPARING = "comparing with plain quantisation"
 """The name of the stage, for progress."""
@@ -331,88 +326,6 @@ class Conversion:
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-able values."""
         return as_document(self)
-
-
-def describe(
-    plan: ConversionPlan,
-    written: WrittenFolder,
-    output_format: OutputFormat,
-    *,
-    source: str,
-    output: str,
-    context: int,
-    seconds: float,
-    notes: Sequence[str],
-) -> Conversion:
-    """Make the report of a result; what only a written folder has is left to the caller.
-
-    Args:
-        plan: the plan of the conversion.
-        written: the result's config and tensors, and the bytes of its codes.
-        output_format: the format of the folder.
-        source: the source, as the user named it.
-        output: the folder of the result.
-        context: the number of tokens that the balance is of.
-        seconds: the seconds that it took.
-        notes: notes for the user.
-    """
-    before, after, dtype = plan.before, read_config(written.config), dtype_name(plan.dtype)
-    codes, weight_bytes = written.code_bytes, output_format.weight_bytes(written.tensors, written.config, plan)
-    return Conversion(
-        source=source,
-        output=output,
-        model_type=written.config["model_type"],
-        mechanism=after.mechanism,
-        label=after.label,
-        format=output_format.name,
-        method=plan.method.spelling,
-        dtype=dtype,
-        kv_bytes_per_token_before=cache_bytes_per_token(before, dtype),
-        kv_bytes_per_token_after=cache_bytes_per_token(after, dtype) if codes is None else codes,
-        coded=codes is not None,
-        parameters_before=sum(info.numel for info in plan.checkpoint.tensors.values()),
-        parameters_after=sum(info.numel for info in written.tensors.values()),
-        disk_bytes=weight_bytes,
-        balance=balance(
-            before,
-            after,
-            context=context,
-            token_bytes=(cache_bytes_per_token(before), cache_bytes_per_token(after) if codes is None else codes),
-            weight_bytes=(sum(file.stat().st_size for file in plan.checkpoint.files), weight_bytes),
-        ),
-        seconds=seconds,
-        notes=tuple(notes),
-    )
-
-
-def notes_before(
-    plan: ConversionPlan, *, is_calibrated: bool, tokens: int | None, output_format: OutputFormat
-) -> list[str]:
-    """The notes for the user that do not depend on the result.
-
-    Args:
-        plan: the plan of the conversion.
-        is_calibrated: whether there is a calibration text, or statistics.
-        tokens: the number of calibration tokens; None before they are read.
-        output_format: the format of the folder.
-    """
-    notes = list(plan.checkpoint.notes)
-    inputs = plan.before.hidden_size
-    if not is_calibrated and not plan.is_exact and plan.method.uses_text:
-        notes.append("no calibration text: converting by weights alone costs quality; name a text with calibrate")
-    if is_calibrated and plan.is_exact:
-        notes.append("this size is lossless: calibration was not needed")
-    elif is_calibrated and tokens is not None and tokens <= inputs:
-        notes.append(f"only {tokens} calibration tokens for layers of {inputs} inputs: too few for good quality")
-    if plan.token_bytes is not None:
-        notes.append(
-            f"headwise.load stores the cache in codes, which {FILE} describes; each sequence's first {SINKS} tokens "
-            "are stored in bfloat16. Other programs store all values as they are"
-        )
-    notes += output_format.notes(plan)
-    if isinstance(plan.checkpoint, GgufCheckpoint) and plan.checkpoint.quantization is not None:
-        notes.append(f"the source is dequantised from {plan.checkpoint.quantization}")
-    return notes
 
 
 def measured_json(plan: ConversionPlan, target: Target, options: ConvertOptions, report: Conversion) -> str | None:

@@ -325,7 +325,9 @@ def _write_exported(
         with entered_first(FolderWriter(folder, OutputLayout(plan).tensors, run=inputs.run, overwrite=True)) as inner:
             calibrator = inputs.start_calibrator(plan, inner)
             channels = _shared_channels(plan, calibrator, results, inputs.progress, output_format)
-            _, store, _ = _fill(OutputLayout(plan.sharing(channels)), inner, calibrator, inputs.progress)
+            _, store, _ = _fill(
+                OutputLayout(replace(plan, rotary_channels=channels)), inner, calibrator, inputs.progress
+            )
             read_seconds = store.read_seconds + calibrator.read_seconds
             write_seconds = store.write_seconds + inner.write_seconds
             if process_index() == 0:

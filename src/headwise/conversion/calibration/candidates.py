@@ -37,7 +37,7 @@ ALWAYS_TAKEN = ("code", "norm")
 """The steps whose result is taken whatever it loses, because the folder needs it."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LayerData:
     """A layer that is being converted, on the windows of a text.
 

@@ -22,7 +22,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from headwise.base.disk import storage_errors
@@ -34,7 +33,7 @@ from headwise.conversion.solvers.device import CPU, quick_products, to_device
 from headwise.conversion.solvers.layer import Layer
 from headwise.conversion.solvers.normed import seen_by_mla
 from headwise.conversion.solvers.statistics import Statistics, statistics_of
-from headwise.conversion.storage import LOST, Activations, LayerFiles
+from headwise.conversion.storage import LOST, Activations, LayerFiles, Spill
 from headwise.errors import CheckpointError
 from headwise.models.specs import ModelSpec
 from headwise.runtime.hf import AttentionCall, LayerwiseModel
@@ -81,14 +80,16 @@ def _measure(
 ) -> None:
     count, layers = len(windows), model.num_layers
     mine = my_windows(count)
-    files = [folder / f"{index}.activations" for index in range(layers)]
     with torch.no_grad(), quick_products():
         hidden = model.begin(windows.ids[mine.start : mine.stop]) if len(mine) else model.begin(windows.ids[:1])[:0]
         placed = [windows.placed(model, number) for number in mine]
+        shape = len(hidden), windows.width, hidden.shape[-1]
+        spills = [Spill(folder / f"{index}.activations", shape) for index in range(layers)]
         for index in range(layers):
             progress(MEASURING, index, 2 * layers)
             refuse_no_numbers(hidden, index)
-            _save_inputs(hidden, files[index])
+            for window, states in enumerate(hidden):
+                spills[index].write(window, states)
             module = model.module(index)
             outputs = map_in_threads(partial(_passed, index, module), zip(placed, hidden, strict=True))
             hidden = torch.cat([hidden[:0], *outputs])
@@ -97,15 +98,14 @@ def _measure(
     for index in reversed(range(layers)):
         progress(MEASURING, 2 * layers - index - 1, 2 * layers)
         module = model.module(index)
-        with storage_errors("activations", files[index], "read"):
-            inputs = to_device(load_file(files[index])["hidden"])
-        gram = torch.zeros(inputs.shape[-1], inputs.shape[-1], dtype=torch.float64)
+        inputs = map(spills[index].read, range(len(mine)))
+        gram = torch.zeros(shape[-1], shape[-1], dtype=torch.float64)
         backward = map_in_threads(partial(_passed_back, index, module), zip(placed, inputs, gradient, strict=True))
         for window, (input_gradient, attention_gradient) in enumerate(backward):
             gradient[window] = input_gradient
             wide = attention_gradient.double()  # [W, E]
             gram.addmm_(wide.mT, wide)
-        files[index].unlink()
+        spills[index].path.unlink(missing_ok=True)  # a process may have no windows
         total = all_sum(gram) / windows.tokens
         if process_index() == 0:
             results.save(index, {"sensitivity": total.float()}, {})
@@ -133,16 +133,6 @@ def _passed_back(index: int, module: nn.Module, item: tuple[LayerwiseModel, Tens
         call, output = model.trace(index, module, inputs)
     gradients = torch.autograd.grad(output, (inputs, call.output), gradient[None].to(output.dtype))
     return gradients[0][0], gradients[1][0]
-
-
-def _save_inputs(hidden: Tensor, file: Path) -> None:
-    """Save a layer's inputs for the backward pass.
-
-    Raises:
-        StorageError: the disk is full, or the file cannot be written.
-    """
-    with storage_errors("activations", file):
-        file.write_bytes(save({"hidden": hidden.contiguous()}))
 
 
 def kept_sensitivity(results: LayerFiles, index: int) -> Tensor:
@@ -223,7 +213,7 @@ class SourceStream:
         self._model, self.windows, self._for_mla = model, windows, for_mla
         self._hidden = {index: model.begin(windows.ids[index : index + 1]) for index in my_windows(len(windows))}
         self.inputs: dict[int, Tensor] = {}
-        """The inputs ``[W, E]`` of the attention whose statistics were taken last, by window."""
+        """The inputs ``[W, E]`` of the attention that the windows passed last, by window."""
         model.release()
 
     def statistics(self, index: int, module: nn.Module, source: Layer, sensitivity: Tensor | None) -> Statistics:
@@ -236,21 +226,14 @@ class SourceStream:
             sensitivity: the cost of an error of the layer's output, ``[E, E]``; see
                 `headwise.conversion.methods.Evidence`.
         """
-        for window, call in self._pass(index, module):
-            self.inputs[window] = call.inputs[0]
+        self.skip(index, module)
         return measured(source, sensitivity, self.inputs.items(), self.windows, for_mla=self._for_mla)
 
     def skip(self, index: int, module: nn.Module) -> None:
-        """Move the windows past a layer whose statistics are known."""
-        for _ in self._pass(index, module):
-            pass
-
-    def _pass(self, index: int, module: nn.Module) -> Iterator[tuple[int, AttentionCall]]:
-        """Move the windows past a layer, and yield each one's number and its attention's call."""
+        """Move the windows past the next layer."""
         states = ((window, self._hidden[window]) for window in list(self._hidden))
         for window, _, call, output in traced(self._model, self.windows, index, module, states):
-            self._hidden[window] = output
-            yield window, call
+            self._hidden[window], self.inputs[window] = output, call.inputs[0]
 
 
 def measured(

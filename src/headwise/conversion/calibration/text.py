@@ -141,18 +141,9 @@ class TextCalibrator(Calibrator):
         if self.windows.first_tokens is not None:
             last, rotation = len(self.windows), self.windows.rotation(spec, 0)
             first_tokens = FirstTokens(self._inputs.read(last), self._wanted.read(last), rotation, cost)
-        return Evidence(statistics, sensitivity), LayerData(
-            index=place.index,
-            module=module,
-            spec=spec,
-            windows=self.windows,
-            inputs=self._inputs,
-            wanted=self._wanted,
-            cost=cost,
-            first_tokens=first_tokens,
-            descent_steps=self.steps,
-            seconds=self.seconds,
-        )
+        tensors = self.windows, self._inputs, self._wanted
+        data = LayerData(place.index, module, spec, *tensors, cost, first_tokens, self.steps, self.seconds)
+        return Evidence(statistics, sensitivity), data
 
     @torch.no_grad()
     def advance(self, data: LayerData | None, best: Candidate) -> None:

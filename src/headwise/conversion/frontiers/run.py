@@ -59,7 +59,7 @@ WORK = ".headwise-work"
 """The name of the folder there that a run works in."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Setting:
     """The settings that all candidates share.
 
@@ -300,17 +300,8 @@ def frontier(
         *window_notes(checkpoint, evaluation_set),
     ]
     with entered_first(Job(folder, folder=folder / WORK, run=ANY_RUN)) as job:
-        setting = Setting(
-            checkpoint=checkpoint,
-            source=str(source),
-            output=folder,
-            options=options,
-            models=folder / _MODELS if options.keep else job.work,
-            calibrate=texts,
-            evaluation_set=evaluation_set,
-            dtype=dtype,
-            progress=progress,
-        )
+        models = folder / _MODELS if options.keep else job.work
+        setting = Setting(checkpoint, str(source), folder, options, models, texts, evaluation_set, dtype, progress)
         result = collect(
             _results(candidates, setting, notes),
             source=str(source),

@@ -132,7 +132,7 @@ def _heal_file(checkpoint: GgufCheckpoint, prepared: _Prepared, progress: Progre
     return _report(prepared, done, count, before, after)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Prepared:
     """A healing whose inputs have been checked.
 
@@ -218,18 +218,7 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
             teacher, named, calibrate=trained_on, windows=options.evaluation_windows
         )
     dtype = as_dtype(options.dtype or ("bfloat16" if is_quick(device) else "float32"))
-    return _Prepared(
-        model=str(model),
-        output=output,
-        options=options,
-        checkpoint=checkpoint,
-        teacher=teacher,
-        windows=windows,
-        evaluation_set=evaluation_set,
-        device=device,
-        dtype=dtype,
-        code=code,
-    )
+    return _Prepared(str(model), output, options, checkpoint, teacher, windows, evaluation_set, device, dtype, code)
 
 
 def _work_bytes(prepared: _Prepared) -> int:

@@ -82,14 +82,12 @@ class OutputFormat(ABC):
     mark: ClassVar[str] = MODEL
     pads: ClassVar[bool] = False
     pad_to: tuple[int, int] | None = None
+    keep = staticmethod(keep_rotation)
+    """The function that chooses the rotary channels that all layers share."""
 
     def notes(self, plan: ConversionPlan) -> list[str]:
         """The notes for the user about the format and what it makes of a plan."""
         return [self.note] if self.note else []
-
-    def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
-        """Choose the rotary channels that all layers share; see `keep_rotation`."""
-        return keep_rotation(energy, lost, pairs)
 
     @abstractmethod
     def config(self, layout: OutputLayout) -> dict[str, Any]:
@@ -110,9 +108,9 @@ class OutputFormat(ABC):
         """
         self.config(layout)
 
-    @abstractmethod
     def tensors(self, layout: OutputLayout) -> dict[str, TensorInfo]:
-        """All tensors of the model, in the folder's order."""
+        """All tensors of the model, those of transformers' class, in the folder's order."""
+        return tensors_of(self.config(layout), layout.plan.dtype)
 
     def announced(self, layout: OutputLayout) -> dict[str, TensorInfo]:
         """The tensors that are written as safetensors."""
@@ -159,10 +157,7 @@ class DeepseekFormat(OutputFormat):
     note = "one channel of each deepseek_v3 latent is a constant that its norm needs"
     may_lack_biases = has_constant = pads = True
     for_engines: ClassVar[bool] = True
-
-    def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
-        """See `keep_comb`."""
-        return keep_comb(energy, lost, pairs)
+    keep = staticmethod(keep_comb)
 
     def config(self, layout: OutputLayout) -> dict[str, Any]:
         """See `deepseek_config`."""
@@ -199,10 +194,6 @@ class DeepseekFormat(OutputFormat):
                 )
                 raise ArgumentError("qk_rope_head_dim", rotary, rule)
 
-    def tensors(self, layout: OutputLayout) -> dict[str, TensorInfo]:
-        """The tensors of transformers' class."""
-        return tensors_of(self.config(layout), layout.plan.dtype)
-
     def exported_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `deepseek_config`."""
         return deepseek_config(config, for_engines=self.for_engines, pad_to=self.pad_to)
@@ -222,10 +213,7 @@ class DeepseekLongropeFormat(DeepseekFormat):
     name = "deepseek-longrope"
     note = "each deepseek_v3 latent has one channel more than requested, a constant that its norm needs"
     may_lack_biases = has_constant = for_engines = pads = False
-
-    def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
-        """See `keep_rotation`."""
-        return keep_rotation(energy, lost, pairs)
+    keep = staticmethod(keep_rotation)
 
 
 class GgufFormat(OutputFormat):
@@ -238,6 +226,7 @@ class GgufFormat(OutputFormat):
     block = BLOCK
     kind: ClassVar[str | None] = None
     """The type of matrices; None for the model's dtype."""
+    keep = staticmethod(keep_comb)
 
     def notes(self, plan: ConversionPlan) -> list[str]:
         """See `OutputFormat.notes`; whether llama.cpp takes its quantised caches for MLA of these sizes."""
@@ -254,10 +243,6 @@ class GgufFormat(OutputFormat):
         why = f"{R} + {P} values a token, multiples of {BLOCK}: llama.cpp takes its quantised caches too"
         return [*notes, f"{why}, keys and values of one type (-fa on -ctk q8_0 -ctv q8_0)"]
 
-    def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
-        """See `keep_comb`."""
-        return keep_comb(energy, lost, pairs)
-
     def config(self, layout: OutputLayout) -> dict[str, Any]:
         """The config of the model that the file holds: stock, or from `deepseek_config`. See `GgufFile`."""
         if layout.plan.after.mechanism == "mla":
@@ -266,10 +251,6 @@ class GgufFormat(OutputFormat):
             rule = f"is not written as GGUF; can: {', '.join(GGUF_ARCHITECTURES)}"
             raise SpecError("model_type", layout.plan.checkpoint.family.model_type, rule)
         return layout.config()
-
-    def tensors(self, layout: OutputLayout) -> dict[str, TensorInfo]:
-        """The tensors of transformers' class."""
-        return tensors_of(self.config(layout), layout.plan.dtype)
 
     def announced(self, layout: OutputLayout) -> dict[str, TensorInfo]:
         """No tensors: the file is written at once, by `export`."""

@@ -74,7 +74,7 @@ def shift(projected: Projected, formats: Sequence[EngineFormat], *, longest: int
     keys = projected.keys.flatten(1, 2)
     # The bias turns with a key's position, and rounding has to bear it at all of them.
     chosen = torch.randint(longest, (keys.shape[1],), generator=torch.Generator().manual_seed(0))
-    problem = Problem(queries, projected.turned(keys[:, None], chosen)[:, 0], layer, formats)
+    problem = Problem(queries, projected.turning(chosen)(keys[:, None])[:, 0], layer, formats)
     chosen = chosen[:: problem.stride]
     turn = projected.turning(chosen)
     units = [_noise(code, D) * projected.scale**2 for code in formats]

@@ -28,12 +28,7 @@ from headwise.conversion.preparation.stored import FolderLayers, GgufLayers, Roo
 from headwise.conversion.solvers.layer import grouped_layers, grouped_spec
 from headwise.costs.prediction import SERVING_ENGINES
 from headwise.errors import ArgumentError, HeadwiseError, SpecError, StorageError
-from headwise.measure.evaluation.beside_source import (
-    EvaluationSet,
-    choose_evaluation_set,
-    overlap_notes,
-    window_notes,
-)
+from headwise.measure.evaluation.beside_source import choose_evaluation_set, overlap_notes, window_notes
 from headwise.measure.texts import named_texts, refuse_inputs_within
 from headwise.measure.texts.calibration import CalibrationTexts, check_texts
 from headwise.models.checkpoints import Checkpoint, FolderCheckpoint, GgufCheckpoint, open_checkpoint
@@ -166,7 +161,11 @@ def prepare(
             written = path
     # The measurement on a text takes far longer. It comes last, when no error of it can cost what is written.
     seconds = time.perf_counter() - start
-    proof = _proved(source, written, products[0], evaluation_set, formats, options, progress)
+    try:
+        proof = prove(source, written, products[0], evaluation_set, formats, options, progress)
+    except HeadwiseError:  # it does not hold
+        _remove(written)
+        raise
     return Preparation(
         source=str(source),
         output=str(written),
@@ -201,26 +200,6 @@ def _as_written(checkpoint: Checkpoint, output: Path, progress: Progress) -> Ite
                 raise
             raise StorageError("output", str(output), error.rule) from None
         yield open_checkpoint(file)
-
-
-def _proved(
-    source: str | Path,
-    written: Path,
-    products: float,
-    evaluation_set: EvaluationSet,
-    formats: Sequence[EngineFormat],
-    options: PrepareOptions,
-    progress: Progress,
-) -> Proof:
-    """The proof of what was written, which is removed where it does not hold."""
-    python, is_exact = options.engine_python, not options.refit
-    try:
-        return prove(
-            source, written, products, evaluation_set, formats, python=python, is_exact=is_exact, progress=progress
-        )
-    except HeadwiseError:
-        _remove(written)
-        raise
 
 
 def _fitted(

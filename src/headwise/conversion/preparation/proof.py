@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headwise.base.options import PrepareOptions
 from headwise.base.progress import Progress
 from headwise.conversion.preparation.change import Change, changed, channels, num_pairs
 from headwise.conversion.preparation.samples import projected
@@ -246,9 +247,7 @@ def prove(
     products: float,
     evaluation_set: EvaluationSet,
     formats: Sequence[EngineFormat],
-    *,
-    python: str | Path | None,
-    is_exact: bool,
+    options: PrepareOptions,
     progress: Progress,
 ) -> Proof:
     """Measure a prepared model beside its source.
@@ -259,8 +258,8 @@ def prove(
         products: the ratio that `check_written` returned.
         evaluation_set: the windows of text to measure on; nothing is measured without any.
         formats: the formats that the model was prepared for.
-        python: the interpreter that has an engine; this process's own when None.
-        is_exact: whether the prepared model should compute what its source does.
+        options: the options of `prepare`: which interpreter has an engine, and whether the prepared model should
+            compute what its source does.
         progress: the callback that is told of each window.
 
     Raises:
@@ -281,7 +280,7 @@ def prove(
         if pair.dtype != torch.float32:
             differences.append(_difference(_opened(source, output, "float32", progress), ids))
         differences.append(_difference(pair, ids))
-    if is_exact and any(one.dtype == "float32" and one.kl > SAME for one in differences):
+    if not options.refit and any(one.dtype == "float32" and one.kl > SAME for one in differences):
         rule = f"computes something else than its source: KL {differences[0].kl:.2g} on {evaluation_set[0][0]}"
         raise CheckpointError("output", str(output), f"{rule}; nothing is left of it")
     if pair is not None and differences:
@@ -290,7 +289,7 @@ def prove(
     pair = None  # engines load models of their own
     for code in formats:
         with _noting(notes, output, f" in {code.engine} itself"):
-            caches += _in_its_engine(source, output, evaluation_set, code, python, notes, progress)
+            caches += _in_its_engine(source, output, evaluation_set, code, options.engine_python, notes, progress)
     return Proof(
         products=products,
         text=", ".join(name for name, _ in evaluation_set),

@@ -94,11 +94,7 @@ class Projected:
             shift: the numbers that are added to keys before that, ``[K, D]``.
         """
         states = self.queries if side == "q" else self.keys
-        return self.turned(states if shift is None else states + shift[:, None, None], positions)
-
-    def turned(self, states: Tensor, positions: Tensor) -> Tensor:
-        """States ``[…, W, D]`` of four dimensions, as RoPE turns them at positions ``[W]``."""
-        return self.turning(positions)(states)
+        return self.turning(positions)(states if shift is None else states + shift[:, None, None])
 
     def turning(self, positions: Tensor, *, backwards: bool = False) -> Callable[[Tensor], Tensor]:
         """The function that turns states ``[…, W, D]`` of four dimensions as RoPE does, or as its transpose does.

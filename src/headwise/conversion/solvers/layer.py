@@ -85,31 +85,20 @@ def sample_rows(tokens: int, count: int, window: int = 0) -> Tensor:
     return torch.arange(step - 1 - window % step, tokens, step)
 
 
-def grouped_heads(
-    state: State,
-    spec: GroupedSpec,
-    inputs: Tensor,
-    rows: Tensor,
-    rotation: Rotation | None,
-    norm_eps: float,
-    code: TransformCode | None = None,
-) -> Heads:
-    """The queries, keys and values of MHA, GQA or MQA.
+def grouped_heads(layer: Layer, inputs: Tensor, rows: Tensor, rotation: Rotation | None) -> Heads:
+    """The queries, keys and values of MHA, GQA or MQA; a code rounds keys before rotation, and values.
 
     Args:
-        state: the layer's tensors; the weights of norms of queries and keys are the factors they multiply by.
-        spec: the layer's spec.
+        layer: the layer; the weights of norms of queries and keys are the factors they multiply by.
         inputs: the inputs of the layer's attention, ``[T, E]``.
         rows: the positions of the queries, ``[S]``.
         rotation: the model's rotary tables.
-        norm_eps: the epsilon of the norms of queries and keys.
-        code: the code that rounds the keys before rotation and the values, those of the first tokens excepted; None
-            to round nothing.
     """
+    spec = grouped_spec(layer.spec)
     H, K = spec.num_heads, spec.num_kv_heads
-    query, key, value = normed_heads(state, spec, inputs, rows, norm_eps, (H, K))  # [H, S, D], [K, T, D], [K, T, V]
-    if code is not None:
-        cached = coded(torch.cat((key.transpose(0, 1).flatten(1), value.transpose(0, 1).flatten(1)), 1), code)
+    query, key, value = normed_heads(layer, inputs, rows)  # [H, S, D], [K, T, D], [K, T, V]
+    if layer.code is not None:
+        cached = coded(torch.cat((key.transpose(0, 1).flatten(1), value.transpose(0, 1).flatten(1)), 1), layer.code)
         key, value = (_split(x, K) for x in cached.split_with_sizes((K * spec.head_dim, K * spec.value_dim), 1))
     if spec.rope is not None and rotation is not None:
         query, key = (
@@ -120,74 +109,52 @@ def grouped_heads(
     return Heads(query, key.repeat_interleave(group, 0), value.repeat_interleave(group, 0))
 
 
-def normed_heads(
-    state: State,
-    spec: GroupedSpec | LatentSpec,
-    inputs: Tensor,
-    rows: Tensor,
-    norm_eps: float,
-    heads: tuple[int, int],
-) -> tuple[Tensor, Tensor, Tensor]:
+def normed_heads(layer: Layer, inputs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Projected queries ``[H, S, D]``, keys ``[K, T, D]`` and values ``[K, T, V]``, with norms where there are any.
 
     Args:
-        state: the layer's tensors; see `grouped_heads`.
-        spec: the spec of the layer, for its kind of norm.
+        layer: the layer, which projects its inputs to heads.
         inputs: the inputs of the layer's attention, ``[T, E]``.
         rows: the positions of the queries, ``[S]``.
-        norm_eps: the epsilon of the norms.
-        heads: the numbers of query heads H and of key heads K.
     """
-    H, K = heads
-    query = _split(_project(state, "q_proj", inputs[rows]), H)
+    state, K = layer.state, layer.spec.num_kv_heads
+    assert K is not None
+    query = _split(_project(state, "q_proj", inputs[rows]), layer.spec.num_heads)
     key, value = (_split(_project(state, name, inputs), K) for name in ("k_proj", "v_proj"))
-    if spec.qk_norm is not None:
-        query, key = (_normed(x, state[f"{n}_norm.weight"], spec, norm_eps) for x, n in ((query, "q"), (key, "k")))
+    if layer.spec.qk_norm is not None:
+        query, key = (_normed(x, state[f"{n}_norm.weight"], layer) for x, n in ((query, "q"), (key, "k")))
     return query, key, value
 
 
-def latent_heads(
-    state: State,
-    spec: LatentSpec,
-    inputs: Tensor,
-    rows: Tensor,
-    rotation: Rotation | None,
-    channels: list[int],
-    code: TransformCode | None = None,
-    norm_eps: float = NORM_EPS,
-) -> Heads:
+def latent_heads(layer: Layer, inputs: Tensor, rows: Tensor, rotation: Rotation | None) -> Heads:
     """The queries, decoded keys and values of MLA: each head's key is its content and the shared rotary key.
 
     Args:
-        state: the layer's tensors, without a query latent.
-        spec: the layer's spec; N is the width of its heads' content.
+        layer: the layer, without a query latent; N is the width of its heads' content. A code rounds cached values.
         inputs: the inputs of the layer's attention, ``[T, E]``.
         rows: the positions of the queries, ``[S]``.
-        rotation: the model's rotary tables, of which ``channels`` are taken.
-        channels: the model frequency of each of the P/2 pairs.
-        code: the code that rounds the cached values, those of the first tokens excepted; None to round nothing.
-        norm_eps: the epsilon of the norms of queries and keys.
+        rotation: the model's rotary tables, of which the layer's channels are taken.
     """
+    spec, state = latent_spec(layer.spec), layer.state
     H, R, N = spec.num_heads, spec.kv_lora_rank, spec.qk_nope_head_dim
     if spec.qk_norm is None:
         query = _split(_project(state, "q_proj", inputs[rows]), H)  # [H, S, N + P]
     else:
-        assert spec.num_kv_heads is not None
-        query, key, value = normed_heads(state, spec, inputs, rows, norm_eps, (H, spec.num_kv_heads))
+        query, key, value = normed_heads(layer, inputs, rows)
         query = query @ torch.unflatten(state["q_b_proj.weight"], 0, (H, -1)).mT  # [H, S, N + P]
         inputs = torch.cat((key.transpose(0, 1).flatten(1), value.transpose(0, 1).flatten(1)), 1)  # [T, K·(D + V)]
     latent = _project(state, "kv_a_proj_with_mqa", inputs)  # [T, R + P], the rotary key last
-    if code is not None:
-        latent = coded(latent, code)
+    if layer.code is not None:
+        latent = coded(latent, layer.code)
     decoded = latent[:, :R]
     if spec.latent_norm:
         weight = state["kv_a_layernorm.weight"]
         decoded = F.rms_norm(decoded.to(weight.dtype), (R,), weight, NORM_EPS)
     content = _split(F.linear(decoded, state["kv_b_proj.weight"]), H)  # [H, T, N + V]
     key, value = content[..., :N], content[..., N:]
-    if channels:
+    if layer.channels:
         assert rotation is not None
-        tables = Rotation(*(table[..., channels] for table in rotation))  # [1, T, P/2]
+        tables = Rotation(*(table[..., layer.channels] for table in rotation))  # [1, T, P/2]
         rotary_key = _rotate(latent[None, :, R:], tables, interleaved=False).expand(H, -1, -1)  # [H, T, P]
         rotary_query = _rotate(query[..., N:], tables, interleaved=False, rows=rows)  # [H, S, P]
         query, key = torch.cat((query[..., :N], rotary_query), -1), torch.cat((key, rotary_key), -1)
@@ -254,11 +221,8 @@ class Layer:
 
     def heads(self, inputs: Tensor, rows: Tensor, rotation: Rotation | None) -> Heads:
         """The queries at positions ``rows``, and the keys and values, of one window's inputs ``[T, E]``."""
-        if isinstance(self.spec, LatentSpec):
-            return latent_heads(
-                self.state, self.spec, inputs, rows, rotation, self.channels, self.code, self.norm_eps
-            )
-        return grouped_heads(self.state, self.spec, inputs, rows, rotation, self.norm_eps, self.code)
+        heads = latent_heads if isinstance(self.spec, LatentSpec) else grouped_heads
+        return heads(self, inputs, rows, rotation)
 
     def mixed(self, inputs: Tensor, rotation: Rotation | None) -> Tensor:
         """The inputs of the output projection at every position: ``[T, H·V]``."""
@@ -303,12 +267,12 @@ def _split(projection: Tensor, heads: int) -> Tensor:
     return torch.unflatten(projection, -1, (heads, -1)).transpose(0, 1)  # [heads, tokens, dims]
 
 
-def _normed(heads: Tensor, weight: Tensor, spec: GroupedSpec | LatentSpec, eps: float) -> Tensor:
+def _normed(heads: Tensor, weight: Tensor, layer: Layer) -> Tensor:
     heads = heads.to(weight.dtype)  # narrower where products are
-    if spec.qk_norm == "head":
-        return F.rms_norm(heads, heads.shape[-1:], weight, eps)
+    if layer.spec.qk_norm == "head":
+        return F.rms_norm(heads, heads.shape[-1:], weight, layer.norm_eps)
     flat = heads.transpose(0, 1).flatten(1)  # [tokens, heads·dims]
-    return _split(F.rms_norm(flat, flat.shape[-1:], weight, eps), len(heads))
+    return _split(F.rms_norm(flat, flat.shape[-1:], weight, layer.norm_eps), len(heads))
 
 
 def _rotate(heads: Tensor, rotation: Rotation, interleaved: bool, rows: Tensor | None = None) -> Tensor:

@@ -81,7 +81,5 @@ def with_norms(source: Layer, solved: Layer, target: LatentSpec) -> Layer:
 
 def _normed_inputs(layer: Layer, inputs: Tensor) -> Tensor:
     """Normed queries, normed keys and values ``[T, U]`` of inputs ``[T, E]``."""
-    spec = grouped_spec(layer.spec)
-    heads = spec.num_heads, spec.num_kv_heads
-    parts = normed_heads(layer.state, spec, inputs, torch.arange(len(inputs)), layer.norm_eps, heads)
+    parts = normed_heads(layer, inputs, torch.arange(len(inputs)))
     return torch.cat([part.transpose(0, 1).flatten(1) for part in parts], 1)
