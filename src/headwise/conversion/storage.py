@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from torch import Tensor
 from headwise.base.disk import storage_errors, write_whole
 from headwise.base.processes import all_sum, barrier, process_index
 from headwise.conversion.plan import Place
-from headwise.conversion.solvers.device import CPU, to_device
+from headwise.conversion.solvers.device import CPU, Stopwatch, to_device
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints import dtype_name
 from headwise.models.checkpoints.writer import tensor_bytes
@@ -334,13 +332,12 @@ class LayerStore:
         folder: the folder of the files, such as one within `FolderWriter.work`; None to save nothing.
 
     Attributes:
-        read_seconds: the seconds spent on reading.
-        write_seconds: the seconds spent on writing.
+        seconds: the seconds spent on ``reading`` and on ``writing``.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._files = {} if folder is None else {False: LayerFiles(folder), True: LayerFiles(folder / "cross")}
-        self.read_seconds = self.write_seconds = 0.0
+        self.seconds = Stopwatch()
 
     def save(self, layer: ConvertedLayer) -> None:
         """Save a layer; when this returns, it is on disk.
@@ -353,14 +350,14 @@ class LayerStore:
             if layer.code is not None:
                 parts, about["code"] = code_tensors(layer.code)
                 tensors |= {_CODE + name: tensor for name, tensor in parts.items()}
-            with self._timed("write_seconds"):
+            with self.seconds.timed("writing"):
                 self._files[layer.place.cross].save(layer.place.index, tensors, about)
 
     def load(self, place: Place) -> ConvertedLayer | None:
         """A saved layer; None if it was not saved or is damaged."""
         if not self._files:
             return None
-        with self._timed("read_seconds"):
+        with self.seconds.timed("reading"):
             result = self._files[place.cross].load(place.index)
         if result is None:
             return None
@@ -374,11 +371,3 @@ class LayerStore:
     def about(self, place: Place) -> dict[str, Any]:
         """A saved layer's measurements; empty if it was not saved."""
         return (self._files[place.cross].about(place.index) if self._files else None) or {}
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, name, getattr(self, name) + time.perf_counter() - start)

@@ -282,8 +282,8 @@ def write_folder(
         tensors=layout.tensors,
         tokens=calibrator.tokens,
         window=calibrator.window,
-        read_seconds=store.read_seconds + calibrator.read_seconds,
-        write_seconds=store.write_seconds,
+        read_seconds=store.seconds["reading"] + calibrator.read_seconds,
+        write_seconds=store.seconds["writing"],
         spread=spread,
         code_bytes=code_bytes,
     )
@@ -328,8 +328,8 @@ def _write_exported(
             _, store, _ = _fill(
                 OutputLayout(replace(plan, rotary_channels=channels)), inner, calibrator, inputs.progress
             )
-            read_seconds = store.read_seconds + calibrator.read_seconds
-            write_seconds = store.write_seconds + inner.write_seconds
+            read_seconds = store.seconds["reading"] + calibrator.read_seconds
+            write_seconds = store.seconds["writing"] + inner.write_seconds
             if process_index() == 0:
                 losses = _channel_losses(plan, store) if calibrator.is_sequential else {}
                 results.save(CALIBRATED, {}, {"tokens": calibrator.tokens, "window": calibrator.window, **losses})

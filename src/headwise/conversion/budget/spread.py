@@ -250,11 +250,13 @@ def _search(trials: LayerTrials) -> Spread:
         nodes = allocate([curve(layer.nodes, share, step) for layer, share in zip(layers, shares, strict=True)])
     best = [LayerSize(*node[:2], layer.key_weight) for node, layer in zip(nodes, layers, strict=True)]
     predicted = sum(layer.even.loss for layer in layers), sum(node.loss for node in nodes)
-    if predicted[1] > (1 - MARGIN) * predicted[0]:
-        return _spread(even, even, predicted, None)
-    other_pieces = pieces[1:] if len(pieces) > 1 else pieces
-    even_kl, best_kl = trials.divergences(_trial(trials, other_pieces), [even, best])
-    return _spread(best if best_kl < even_kl else even, even, predicted, (even_kl, best_kl))
+    sizes, measured = even, None
+    if predicted[1] <= (1 - MARGIN) * predicted[0]:
+        other_pieces = pieces[1:] if len(pieces) > 1 else pieces
+        even_kl, best_kl = trials.divergences(_trial(trials, other_pieces), [even, best])
+        sizes, measured = best if best_kl < even_kl else even, (even_kl, best_kl)
+    weights = tuple(size.key_weight for size in sizes)
+    return Spread(tuple(s[:2] for s in sizes), weights, tuple(s[:2] for s in even), predicted, measured)
 
 
 def _trial(trials: LayerTrials, pieces: Tensor) -> Trial:
@@ -316,13 +318,3 @@ def _roundings(layers: Sequence[LayerLosses]) -> list[list[tuple[float, float]]]
     course = (logs - levels[:, None]).mean(0)
     levels = levels.mean() + TRUST * (levels - levels.mean())
     return [list(zip(bits, row, strict=True)) for row in (levels[:, None] + course).exp().tolist()]
-
-
-def _spread(
-    sizes: list[LayerSize],
-    even: list[LayerSize],
-    predicted: tuple[float, float],
-    measured: tuple[float, float] | None,
-) -> Spread:
-    weights = tuple(size.key_weight for size in sizes)
-    return Spread(tuple(s[:2] for s in sizes), weights, tuple(s[:2] for s in even), predicted, measured)

@@ -88,13 +88,13 @@ def select(model: Any, checkpoint: Checkpoint, trained: str, teacher: Checkpoint
     named = dict(model.named_parameters(remove_duplicate=False))
     stays |= {id(named[own[stored]]) for stored in in_blocks if own[stored] in named}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(id(parameter) not in stays and _is_chosen(name, parameter, trained, teacher))
+        parameter.requires_grad_(id(parameter) not in stays and _is_chosen(name, parameter.shape, trained, teacher))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         why = "only what computes the values of a cache in codes, which stays as it is, is not the teacher's"
         raise ArgumentError("train", trained, f"leaves nothing to train: {why}" if fixed else NOTHING_TO_TRAIN)
 
 
-def _is_chosen(name: str, parameter: nn.Parameter, trained: str, teacher: Checkpoint) -> bool:
+def _is_chosen(name: str, shape: Sequence[int], trained: str, teacher: Checkpoint) -> bool:
     if trained == "all":
         return True
     if trained == "lora":
@@ -102,7 +102,7 @@ def _is_chosen(name: str, parameter: nn.Parameter, trained: str, teacher: Checkp
     if trained == "attention":
         return _ATTENTION.search(name) is not None
     info = teacher.tensors.get(name)
-    return info is None or info.shape != tuple(parameter.shape)
+    return info is None or info.shape != tuple(shape)
 
 
 def _add_low_rank(model: Any, rank: int, fixed: Sequence[nn.Module]) -> None:
@@ -141,9 +141,7 @@ def trained_numbers(checkpoint: Checkpoint, teacher: Checkpoint, options: HealOp
             continue
         if options.train == "lora":
             total += options.lora_rank * sum(info.shape) if len(info.shape) == 2 else 0
-        elif options.train == "attention":
-            total += info.numel if _ATTENTION.search(name) else 0
-        elif options.train == "all" or name not in teacher.tensors or teacher.tensors[name].shape != info.shape:
+        elif _is_chosen(name, info.shape, options.train, teacher):
             total += info.numel
     return total
 
