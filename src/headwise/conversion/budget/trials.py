@@ -44,8 +44,8 @@ from headwise.conversion.solvers.layer import (
     latent_spec,
     rotation_tables,
     sample_rows,
+    seen_by_mla,
 )
-from headwise.conversion.solvers.normed import seen_by_mla
 from headwise.conversion.solvers.statistics import root
 from headwise.conversion.storage import LayerFiles
 from headwise.measure.evaluation.scoring import kl_divergence

@@ -30,8 +30,7 @@ from headwise.base.progress import Progress, silent
 from headwise.base.threads import map_in_threads
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.solvers.device import CPU, quick_products, to_device
-from headwise.conversion.solvers.layer import Layer
-from headwise.conversion.solvers.normed import seen_by_mla
+from headwise.conversion.solvers.layer import Layer, seen_by_mla
 from headwise.conversion.solvers.statistics import Statistics, statistics_of
 from headwise.conversion.storage import LOST, Activations, LayerFiles, Spill
 from headwise.errors import CheckpointError

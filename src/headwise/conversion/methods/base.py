@@ -17,8 +17,15 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from headwise.conversion.solvers.layer import Layer, LayerTarget, grouped_spec, latent_spec
-from headwise.conversion.solvers.normed import is_normed, seen_by_mla, with_norms, without_norms
+from headwise.conversion.solvers.layer import (
+    Layer,
+    LayerTarget,
+    grouped_spec,
+    latent_spec,
+    seen_by_mla,
+    with_norms,
+    without_norms,
+)
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec, ModelSpec, as_latent
@@ -148,12 +155,12 @@ class LatentMethod(Method):
     targets = frozenset({"mla"})
 
     def solve(self, source: Layer, target: LayerTarget, evidence: Evidence) -> Layer:
-        """Convert one layer by `solve_latent`; one with norms as `solvers.normed` has it."""
+        """Convert one layer by `solve_latent`; one with norms as `solvers.layer` has it."""
         seen, wanted = seen_by_mla(source)[0], latent_spec(target.spec)
         own = grouped_spec(seen.spec)
         spec = without_norms(wanted, own)
         solved = Layer(spec, *self.solve_latent(seen.state, own, replace(target, spec=spec), evidence))
-        return with_norms(source, solved, wanted) if is_normed(source) else solved
+        return with_norms(source, solved, wanted)
 
     @abstractmethod
     def solve_latent(
