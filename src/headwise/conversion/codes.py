@@ -59,7 +59,7 @@ class ChannelStatistics:
 
 
 def channel_statistics(
-    layer: Layer, windows: Iterable[tuple[Tensor, Rotation | None]], root: Tensor, *, seed: int = 0
+    layer: Layer, windows: Iterable[tuple[Tensor, Rotation | None]], root: Tensor
 ) -> ChannelStatistics:
     """Collect a layer's cached values, and the metric of errors in them, on some windows.
 
@@ -70,7 +70,6 @@ def channel_statistics(
         layer: the layer, float32: MLA, MHA, GQA or MQA.
         windows: the inputs ``[T, E]`` of the layer on each window, and the window's rotary tables.
         root: the root of the layer's sensitivity, ``[E, E]``.
-        seed: the seed of the random directions.
 
     Returns:
         The statistics of the cached values; gradients whose square is above `OUTLIER` medians count as so many in the
@@ -79,7 +78,7 @@ def channel_statistics(
     Raises:
         torch.linalg.LinAlgError: cached values are not finite.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     values, gradients = [], []
     for inputs, rotation in windows:
         tap = _Tap()

@@ -239,10 +239,8 @@ class _Run:
         if abs(exact.loss) > exactly:
             self._remove(exact)
             self._file(FULL).unlink()
-            rule = (
-                f"must be within {exactly:g} where the cache is not smaller: the evaluation measures something else"
-            )
-            raise CheckpointError("loss", f"{exact.loss:.4g}", rule)
+            rule = f"must be within {exactly:g} where the cache is not smaller"
+            raise CheckpointError("loss", f"{exact.loss:.4g}", f"{rule}: the evaluation measures something else")
         tried = [exact]
         chosen: Step | None = None
         ended = set()

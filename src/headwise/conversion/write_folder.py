@@ -69,13 +69,8 @@ def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStor
     steps = later_steps(plan, place, evidence.statistics, on_text=data is not None)
     best, about = select(solved, steps, data)
     layer = best.layer
-    converted = ConvertedLayer(
-        place,
-        layout.stored(place, layer),
-        layer.channels,
-        about | channel_losses,
-        None if layer.code is None else layer.code.to(CPU),
-    )
+    code = None if layer.code is None else layer.code.to(CPU)
+    converted = ConvertedLayer(place, layout.stored(place, layer), layer.channels, about | channel_losses, code)
     # On disk before the streams pass it: a run that goes on behind a layer reads it from there.
     if process_index() == 0:
         store.save(converted)

@@ -118,10 +118,10 @@ class Candidate:
         shape = (*data.windows.ids.shape, layer.state["o_proj.weight"].shape[1])  # [N, W, H·V]
         return cls(step, layer.float(), data, Spill(data.inputs.path.with_name(f"mixed-{step}.spill"), shape))
 
-    def projecting(self, step: str, tensors: Mapping[str, Tensor]) -> Candidate:
+    def projecting(self, tensors: Mapping[str, Tensor]) -> Candidate:
         """The layer with another output projection: the inputs of the projection stay, and are not computed again."""
         state = {**self.layer.state, **{name: tensor.float() for name, tensor in tensors.items()}}
-        return replace(self, step=step, layer=replace(self.layer, state=state))
+        return replace(self, step="refit", layer=replace(self.layer, state=state))
 
     @property
     def on_text(self) -> LayerData:
@@ -337,4 +337,4 @@ def refitted(candidate: Candidate) -> Iterator[Candidate]:
     all_sum(refit.moments)
     all_sum(refit.error)
     for ridge in RIDGES:
-        yield candidate.projecting("refit", refit.solve(ridge))
+        yield candidate.projecting(refit.solve(ridge))

@@ -93,6 +93,8 @@ class TextCalibrator(Calibrator):
     ) -> None:
         self.model, self.windows, self.stages, self.for_mla = model, windows, frozenset(stages), for_mla
         self.tokens, self.window = windows.tokens, windows.width
+        # Layers are solved for the source's stream without the stage ``sequence``.
+        self._solved_stream = "converted" if "sequence" in self.stages else "source"
         self.steps = descent_steps(windows) if steps is None else steps
         self.sensitivities = LayerFiles(folder / "sensitivities")
         self.seconds = Stopwatch()
@@ -136,7 +138,8 @@ class TextCalibrator(Calibrator):
             barrier()  # all processes read the held-out windows
             inputs = ((window, self._inputs.read(window)) for window in mine if window < self.windows.train)
             statistics = measured(source, sensitivity, inputs, self.windows, for_mla=self.for_mla)
-        cost = output_cost(sensitivity, spec.hidden_size)
+        # Every direction costs the same without sensitivities.
+        cost = Cost(torch.eye(spec.hidden_size) if sensitivity is None else root(sensitivity).float())
         first_tokens = None
         if self.windows.first_tokens is not None:
             last, rotation = len(self.windows), self.windows.rotation(spec, 0)
@@ -184,11 +187,6 @@ class TextCalibrator(Calibrator):
             source = read_layer(plan.checkpoint, place)
             module, sensitivity = self.model.module(place.index), self.sensitivity(place.index)
             yield source, Evidence(stream.statistics(place.index, module, source.float(), sensitivity), sensitivity)
-
-    @property
-    def _solved_stream(self) -> str:
-        """The name of the stream that layers are solved for: the source's without the stage ``sequence``."""
-        return "converted" if "sequence" in self.stages else "source"
 
     @property
     def sample(self) -> CalibrationWindows:
@@ -263,8 +261,3 @@ def open_calibration(plan: ConversionPlan, texts: CalibrationTexts) -> Calibrati
         rule = f"are too few to design a code on, which needs two windows of more than {SINKS} tokens"
         raise ArgumentError("calibrate", f"{windows.tokens} tokens", rule)
     return windows.to(plan.device)
-
-
-def output_cost(sensitivity: Tensor | None, hidden_size: int) -> Cost:
-    """The cost of an error of a layer's output; every direction costs the same without sensitivities."""
-    return Cost(torch.eye(hidden_size) if sensitivity is None else root(sensitivity).float())

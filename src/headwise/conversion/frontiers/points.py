@@ -213,7 +213,7 @@ def shown(frontier: Frontier) -> list[Point]:
     for point in frontier.points:
         if point.held_out_loss is not None:
             variants = point.target, find_method(point.way).label
-            best[variants] = min(best.get(variants, point), point, key=_held_out_loss)
+            best[variants] = min(best.get(variants, point), point, key=lambda one: one.held_out_loss or 0.0)
     return [point for point in frontier.points if point.held_out_loss is None or point in best.values()]
 
 
@@ -260,11 +260,6 @@ def advice(frontier: Frontier) -> list[str]:
             recommendation = f"{best.target}, {best.cache_fraction:.1%} of the cache (× {best.perplexity_ratio:.3f})"
         lines.append(f"perplexity up by at most {loss - 1:.0%}: {recommendation}")
     return lines
-
-
-def _held_out_loss(point: Point) -> float:
-    assert point.held_out_loss is not None
-    return point.held_out_loss
 
 
 _VERBS: dict[Kind, str] = {

@@ -189,10 +189,10 @@ class DeepseekFormat(OutputFormat):
                 raise SpecError("rope_type", kind, rule)
             rotary = latent_spec(after).qk_rope_head_dim
             if rotary > before.rope.dim:
-                rule = (
-                    f"must be at most {before.rope.dim} for {self.name}: plain RoPE has each frequency of a head once"
+                rule = f"must be at most {before.rope.dim} for {self.name}"
+                raise ArgumentError(
+                    "qk_rope_head_dim", rotary, f"{rule}: plain RoPE has each frequency of a head once"
                 )
-                raise ArgumentError("qk_rope_head_dim", rotary, rule)
 
     def exported_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `deepseek_config`."""
@@ -236,10 +236,8 @@ class GgufFormat(OutputFormat):
             return notes
         R, P = first.kv_lora_rank, first.qk_rope_head_dim
         if R % BLOCK or P % BLOCK:
-            rule = (
-                f"a latent of {R} and a rotary key of {P}: llama.cpp refuses its quantised caches (such as -ctk q8_0)"
-            )
-            return [*notes, f"{rule} unless both are multiples of {BLOCK}"]
+            rule = f"a latent of {R} and a rotary key of {P}: llama.cpp refuses its quantised caches"
+            return [*notes, f"{rule} (such as -ctk q8_0) unless both are multiples of {BLOCK}"]
         why = f"{R} + {P} values a token, multiples of {BLOCK}: llama.cpp takes its quantised caches too"
         return [*notes, f"{why}, keys and values of one type (-fa on -ctk q8_0 -ctv q8_0)"]
 

@@ -15,7 +15,7 @@ from headwise.conversion.solvers.device import CPU
 from headwise.conversion.solvers.layer import Layer, grouped_spec
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints import TensorInfo, dtype_name
-from headwise.models.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, hosted_attention
+from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, hosted_attention
 from headwise.runtime.hf import model_class, stock_config, tensors_of
 
 _OF_A_LOADED_MODEL = {
@@ -47,9 +47,8 @@ class OutputLayout:
     def is_hosted(self) -> bool:
         """Whether headwise's layers replace the family's: for MLA, and in families without a number of KV heads."""
         after, family = self.plan.after, self.plan.checkpoint.family
-        return after.mechanism == "mla" or (
-            not family.stock_kv_heads and any(_shares_heads(layer) for layer in after.layers)
-        )
+        shares_heads = (isinstance(own, GroupedSpec) and own.num_kv_heads < own.num_heads for own in after.layers)
+        return after.mechanism == "mla" or (not family.stock_kv_heads and any(shares_heads))
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -147,7 +146,3 @@ def _with_former_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     former = {"rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else scaling}
     return {**former, **config, **former, "rope_parameters": rope}
-
-
-def _shares_heads(layer: AttentionSpec) -> bool:
-    return isinstance(layer, GroupedSpec) and layer.num_kv_heads < layer.num_heads

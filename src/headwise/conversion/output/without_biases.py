@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.solvers.joint_latent import NOTHING
+from headwise.conversion.solvers.latent import with_bias
 from headwise.conversion.solvers.layer import Layer, latent_spec
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.models.specs import as_normed
@@ -54,8 +55,8 @@ def with_even_pairs(layer: Layer, moments: Tensor, frequencies: Tensor) -> Layer
     R, N, H = spec.kv_lora_rank, spec.qk_nope_head_dim, spec.num_heads
     if not spec.qk_rope_head_dim:
         return replace(layer, state=state)
-    keys = _with_bias(state, "kv_a_proj_with_mqa")[R:]  # [P, E']
-    queries = torch.unflatten(_with_bias(state, "q_proj"), 0, (H, -1))[:, N:]  # [H, P, E']
+    keys = with_bias(state, "kv_a_proj_with_mqa", True)[R:]  # [P, E']
+    queries = torch.unflatten(with_bias(state, "q_proj", True), 0, (H, -1))[:, N:]  # [H, P, E']
     asked = torch.stack([_squares(each, moments) for each in queries]).mean(0)
     sizes = asked**_QUERIES / _squares(keys, moments) ** _KEYS
     mean = torch.complex(*torch.unflatten(keys @ moments[:, -1], 0, (2, -1)))
@@ -71,13 +72,6 @@ def with_even_pairs(layer: Layer, moments: Tensor, frequencies: Tensor) -> Layer
             turned = [_times(each, 1 / factors.conj()) for each in by_head[:, N:]]
             state[name] = torch.cat((by_head[:, :N], torch.stack(turned)), 1).flatten(0, 1)
     return replace(layer, state=state)
-
-
-def _with_bias(state: dict[str, Tensor], name: str) -> Tensor:
-    """A projection's weight with its bias as the last column, zeros where it has none."""
-    weight = state[f"{name}.weight"]
-    bias = state.get(f"{name}.bias", weight.new_zeros(len(weight)))
-    return torch.cat((weight, bias[:, None]), 1)
 
 
 def _squares(rows: Tensor, moments: Tensor) -> Tensor:

@@ -364,16 +364,11 @@ def _notes(layers: Sequence[PreparedLayer], context: int | None) -> list[str]:
         )
         if context is not None:
             notes.append(f"for texts of up to {context:,} tokens: longer ones lose more, with a full cache as well")
-    return notes + _cut_notes(layers)
-
-
-def _cut_notes(layers: Sequence[PreparedLayer]) -> list[str]:
-    cut = [layer for layer in layers if layer.cut]
-    if not cut:
-        return []
-    most = max(cut, key=lambda layer: layer.cut)
-    names = ", ".join(str(layer.layer) for layer in cut)
-    return [
-        f"the types of layers {names} have too little room for the powers of two that were wanted (layer"
-        f" {most.layer}: {most.cut} too many); smaller ones were taken"
-    ]
+    if cut := [layer for layer in layers if layer.cut]:
+        most = max(cut, key=lambda layer: layer.cut)
+        names = ", ".join(str(layer.layer) for layer in cut)
+        notes.append(
+            f"the types of layers {names} have too little room for the powers of two that were wanted (layer"
+            f" {most.layer}: {most.cut} too many); smaller ones were taken"
+        )
+    return notes

@@ -109,9 +109,7 @@ class Projected:
         return lambda states: rotate(states, cos, -sin if backwards else sin, interleaved=rope.interleaved)
 
 
-def projected(
-    state: Mapping[str, Tensor], layer: GroupedSpec, inputs: Tensor, positions: Tensor, *, eps: float = _EPS
-) -> Projected:
+def projected(state: Mapping[str, Tensor], layer: GroupedSpec, inputs: Tensor, positions: Tensor) -> Projected:
     """Queries, keys and values of inputs, in the dtype of these.
 
     Args:
@@ -119,7 +117,6 @@ def projected(
         layer: the layer's spec.
         inputs: the inputs, ``[B, W, E]``, behind the norm before the attention.
         positions: the positions of a window's tokens, ``[W]``.
-        eps: the epsilon of the norms of queries and keys.
     """
 
     def taken(name: str) -> Tensor | None:
@@ -130,10 +127,10 @@ def projected(
         states = linear(inputs, state[f"{side}_proj.weight"].to(inputs.dtype), taken(f"{side}_proj.bias"))
         norm = taken(f"{side}_norm.weight")
         if norm is not None and layer.qk_norm == "full":
-            states = rms_norm(states, norm.shape, norm, eps)
+            states = rms_norm(states, norm.shape, norm, _EPS)
         states = torch.unflatten(states, -1, (heads, -1)).movedim(-2, 0)  # [heads, B, W, D]
         if norm is not None and layer.qk_norm == "head":
-            states = rms_norm(states, norm.shape, norm, eps)
+            states = rms_norm(states, norm.shape, norm, _EPS)
         sides.append(states)
     return Projected(layer, sides[0], sides[1], sides[2], positions, taken("k_proj.bias"))
 

@@ -142,15 +142,12 @@ class FolderLayers:
         """Refuse a tensor of queries or keys whose rows cannot be multiplied one by one."""
         info = self._checkpoint.tensors.get(name)
         if is_norm and info is not None and self._checkpoint.family.gguf_norm_offset and info.dtype.itemsize < 4:
-            rule = (
-                "has no room for powers of two where norms are stored as offsets: prepare a float32 copy, or a .gguf"
-            )
+            rule = "has no room for powers of two where norms are stored as offsets"
+            rule = f"{rule}: prepare a float32 copy, or a .gguf"
             raise CheckpointError(f"{name} dtype", str(info.dtype).removeprefix("torch."), rule)
         if isinstance(self._checkpoint, QuantisedFolder) and (rows := self._checkpoint.sharing(name)) > 1:
-            rule = (
-                f"has one scale for {rows} rows, which are multiplied one by one: prepare the model before quantising"
-            )
-            raise CheckpointError("tensor", name, rule)
+            rule = f"has one scale for {rows} rows, which are multiplied one by one"
+            raise CheckpointError("tensor", name, f"{rule}: prepare the model before quantising")
 
     def room(self, index: int, layer: GroupedSpec) -> Room:
         """The exponents that a layer's weights can take; where scales must be positive, codes are negated.

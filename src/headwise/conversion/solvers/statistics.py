@@ -27,11 +27,6 @@ SAMPLES = 2304
 """The number of attention rows (queries times heads) sampled in a window: 256 queries of nine heads."""
 
 
-def sampled_queries(heads: int) -> int:
-    """The number of queries sampled in a window, in every head."""
-    return max(SAMPLES // heads, 8)
-
-
 class WindowStatistics(NamedTuple):
     """The numbers that one window adds to `Statistics`.
 
@@ -64,7 +59,7 @@ class WindowStatistics(NamedTuple):
             longest: the number of distances that are counted, more than the last position.
         """
         H, T = layer.spec.num_heads, len(inputs)
-        rows = sample_rows(T, sampled_queries(H), window)  # [S]
+        rows = sample_rows(T, max(SAMPLES // H, 8), window)  # [S], as many in every head
         # Float64: where a text has fewer tokens than there are inputs, rounding would make the moments indefinite.
         wide = torch.cat((inputs, inputs.new_ones(T, 1)), dim=1).double()  # [T, E']
         heads = layer.heads(inputs, rows, rotation_tables(grouped_spec(layer.spec), positions))
