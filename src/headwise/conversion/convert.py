@@ -296,7 +296,9 @@ def _report(prepared: _Prepared, written: WrittenFolder, seconds: float, notes: 
     """The report of a folder, written or not; what only a written one has is left to the caller."""
     plan, before, after = prepared.plan, prepared.plan.before, read_config(written.config)
     dtype, codes = dtype_name(plan.dtype), written.code_bytes
-    weight_bytes = prepared.format.weight_bytes(written.tensors, written.config, plan)
+    disk_bytes = prepared.format.weight_bytes(written.tensors, written.config, plan)
+    token_bytes = cache_bytes_per_token(before), cache_bytes_per_token(after) if codes is None else codes
+    weight_bytes = sum(file.stat().st_size for file in plan.checkpoint.files), disk_bytes
     return Conversion(
         source=prepared.source,
         output=str(prepared.output),
@@ -311,14 +313,8 @@ def _report(prepared: _Prepared, written: WrittenFolder, seconds: float, notes: 
         coded=codes is not None,
         parameters_before=sum(info.numel for info in plan.checkpoint.tensors.values()),
         parameters_after=sum(info.numel for info in written.tensors.values()),
-        disk_bytes=weight_bytes,
-        balance=balance(
-            before,
-            after,
-            context=prepared.options.served_context,
-            token_bytes=(cache_bytes_per_token(before), cache_bytes_per_token(after) if codes is None else codes),
-            weight_bytes=(sum(file.stat().st_size for file in plan.checkpoint.files), weight_bytes),
-        ),
+        disk_bytes=disk_bytes,
+        balance=balance(before, after, prepared.options.served_context, token_bytes, weight_bytes),
         seconds=seconds,
         notes=tuple(notes),
     )

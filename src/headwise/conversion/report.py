@@ -211,12 +211,7 @@ class Balance:
 
 
 def balance(
-    before: ModelSpec,
-    after: ModelSpec,
-    *,
-    context: int,
-    token_bytes: tuple[float, float],
-    weight_bytes: tuple[int, int],
+    before: ModelSpec, after: ModelSpec, context: int, token_bytes: tuple[float, float], weight_bytes: tuple[int, int]
 ) -> Balance | None:
     """Weigh a conversion.
 
