@@ -209,8 +209,8 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     dtype = None if options.dtype is None else as_dtype(options.dtype)
     device = own_device(options.device)
-    folder_format = output_format(options.format, options.pad_to)
-    check_output(output, overwrite=options.overwrite, mark=folder_format.mark)
+    form = output_format(options.format, options.pad_to)
+    check_output(output, overwrite=options.overwrite, mark=form.mark)
     checkpoint = open_checkpoint(source)
     refuse_cross_layers(checkpoint, texts)
     read = {"the source": checkpoint.path}
@@ -218,33 +218,25 @@ def _prepare(source: str | Path, output: Path, options: ConvertOptions, progress
         read["the statistics"] = Path(options.statistics)
     refuse_inputs_within(output, read, calibrate=texts.sources, evaluate=named_texts(options.evaluate))
     # The plan decides sizes, so that it has to know what the format asks of them.
-    target = replace(
-        target, spreads=options.spread, has_constant=folder_format.has_constant, block=folder_format.block
-    )
+    target = replace(target, spreads=options.spread, has_constant=form.has_constant, block=form.block)
     plan = make_plan(
         checkpoint,
         target,
         method=options.method,
         dtype=dtype,
         # A stock folder has one width of latent for all layers, over which nothing can be spread.
-        without=[*options.without, *(["spread"] if folder_format.is_exported else [])],
+        without=[*options.without, *(["spread"] if form.is_exported else [])],
         calibration="statistics" if options.statistics is not None else "text" if texts else None,
         device=device,
-        bias_free=options.bias_free or (folder_format.lacks_biases and target.mechanism == "mla"),
+        bias_free=options.bias_free or (form.lacks_biases and target.mechanism == "mla"),
     )
-    refuse_inputs(
-        plan,
-        options,
-        texts.sources,
-        is_exported=folder_format.is_exported,
-        may_lack_biases=folder_format.may_lack_biases,
-    )
-    folder_format.check(OutputLayout(plan))
+    refuse_inputs(plan, options, texts.sources, is_exported=form.is_exported, may_lack_biases=form.may_lack_biases)
+    form.check(OutputLayout(plan))
     # These read files to their ends, and so come after all that can be refused by the config.
     statistics = None if options.statistics is None else open_statistics(options.statistics, checkpoint, progress)
     evaluation_set, no_evaluation_set = _find_evaluation_set(checkpoint, options, texts, statistics)
     inputs = ConversionInputs(texts, statistics, evaluation_set, progress=progress)
-    return _Prepared(str(source), output, options, plan, folder_format, inputs, no_evaluation_set)
+    return _Prepared(str(source), output, options, plan, form, inputs, no_evaluation_set)
 
 
 def _target(options: ConvertOptions) -> Target:
@@ -264,14 +256,11 @@ def _find_evaluation_set(
     """The windows to evaluate on and to compare two formats on, and why there are none if none are named or serve."""
     if options.evaluate is False and not output_format(options.format).is_exported:
         return [], None
-    named = named_texts(options.evaluate)
+    named, windows = named_texts(options.evaluate), options.evaluation_windows
+    known = () if statistics is None else statistics.text_identities
     try:
         evaluation_set = choose_evaluation_set(
-            checkpoint,
-            named,
-            calibrate=texts,
-            calibrated_on=() if statistics is None else statistics.text_identities,
-            windows=options.evaluation_windows,
+            checkpoint, named, calibrate=texts, calibrated_on=known, windows=windows
         )
     except HeadwiseError as error:
         if named:
@@ -376,7 +365,7 @@ def _prove(prepared: _Prepared, report: Conversion, writer: FolderWriter) -> Con
         return report
     if prepared.no_evaluation_set:
         return replace(report, notes=(*report.notes, *_unevaluated(prepared)))
-    start, inputs = time.perf_counter(), prepared.inputs
+    start, inputs, source = time.perf_counter(), prepared.inputs, prepared.plan.checkpoint
     evaluation = evaluate_result(
         writer.folder, report.source, inputs.evaluation_set, inputs.progress, device=prepared.options.device
     )
@@ -384,12 +373,7 @@ def _prove(prepared: _Prepared, report: Conversion, writer: FolderWriter) -> Con
         return replace(report, notes=(*report.notes, evaluation))
     report = replace(report, evaluation=replace(evaluation, model=report.output))
     plain = compare_plain(
-        prepared.plan.checkpoint,
-        writer.folder,
-        inputs.evaluation_set,
-        evaluation,
-        engine=prepared.engine,
-        progress=inputs.progress,
+        source, writer.folder, inputs.evaluation_set, evaluation, engine=prepared.engine, progress=inputs.progress
     )
     report = replace(report, seconds_evaluating=time.perf_counter() - start)
     if isinstance(plain, str):

@@ -165,13 +165,9 @@ class ConversionPlan:
         if self.bias_free:
             spec = latent_spec(spec)
             spec = as_latent(self.before.layers[place.index], spec.kv_lora_rank - 1, spec.qk_rope_head_dim)
-        return LayerTarget(
-            spec,
-            key_weight=KEY_WEIGHT if self.key_weights is None else self.key_weights[place.index],
-            rotary_channels=self.rotary_channels,
-            mixes_heads=self.mixes_heads,
-            longest=min(LONGEST, self.before.max_position_embeddings or LONGEST),
-        )
+        key_weight = KEY_WEIGHT if self.key_weights is None else self.key_weights[place.index]
+        longest = min(LONGEST, self.before.max_position_embeddings or LONGEST)
+        return LayerTarget(spec, key_weight, self.rotary_channels, self.mixes_heads, longest)
 
     def resized(self, sizes: Sequence[LayerSize]) -> ConversionPlan:
         """The plan with another size for each MLA layer."""

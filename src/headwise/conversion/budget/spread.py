@@ -294,14 +294,9 @@ def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
     specs = [as_latent(own, node.rank, node.rotary) for own, node in zip(plan.before.layers, nodes, strict=True)]
     token_bytes = whole_shares([(node.token_bytes or 0) + left / len(nodes) for node in nodes], specs)
     even = [next((c.node for c in curve if c.steps == 0), curve[0].node) for curve in curves]
-    return Spread(
-        tuple((node.rank, node.rotary) for node in nodes),
-        tuple(layer.key_weight for layer in layers),
-        tuple((node.rank, node.rotary) for node in even),
-        (sum(node.loss for node in even), sum(node.loss for node in nodes)),
-        None,
-        token_bytes,
-    )
+    predicted = sum(node.loss for node in even), sum(node.loss for node in nodes)
+    sizes, even_sizes = (tuple((node.rank, node.rotary) for node in own) for own in (nodes, even))
+    return Spread(sizes, tuple(layer.key_weight for layer in layers), even_sizes, predicted, None, token_bytes)
 
 
 def _roundings(layers: Sequence[LayerLosses]) -> list[list[tuple[float, float]]]:

@@ -114,16 +114,9 @@ def _document(
     candidate: Candidate, model: str | Path, conversion: dict[str, Any] | None, setting: Setting
 ) -> dict[str, Any]:
     """Evaluate a candidate beside the source; see `result_of`."""
-    pair = open_pair(
-        model,
-        against=setting.source,
-        dtype=_name(setting.dtype),
-        device=setting.options.device,
-        progress=setting.progress,
-    )
-    scored = evaluate_windows(
-        pair, setting.evaluation_set, cache=candidate.cache, progress=setting.progress, shared=True
-    )
+    progress, device, dtype = setting.progress, setting.options.device, _name(setting.dtype)
+    pair = open_pair(model, against=setting.source, dtype=dtype, device=device, progress=progress)
+    scored = evaluate_windows(pair, setting.evaluation_set, cache=candidate.cache, progress=progress, shared=True)
     document: dict[str, Any] = {
         "conversion": conversion,
         # The path of a model that is removed is no part of the result.

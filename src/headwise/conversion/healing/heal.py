@@ -95,12 +95,9 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
     checkpoint = prepared.checkpoint
     if isinstance(checkpoint, GgufCheckpoint):
         return _heal_file(checkpoint, prepared, progress)
+    work_bytes = _work_bytes(prepared)
     writer = FolderWriter(
-        prepared.output,
-        prepared.checkpoint.tensors,
-        run=prepared.run,
-        overwrite=options.overwrite,
-        work_bytes=_work_bytes(prepared),
+        prepared.output, checkpoint.tensors, run=prepared.run, overwrite=options.overwrite, work_bytes=work_bytes
     )
     with entered_first(writer):
         before = _evaluate(checkpoint.path, prepared, progress)

@@ -233,14 +233,10 @@ def _fitted(
 
     def fitted(item: tuple[int, GroupedSpec, Mapping[str, Tensor], Inputs, Room]) -> tuple[Change, PreparedLayer]:
         index, layer, state, inputs, room = item
+        states = projected(state, layer, *inputs)
+        codes = [code for code in formats if not code.is_unquantised(index, spec.num_layers)]
         change, loss, off = best_change(
-            projected(state, layer, *inputs),
-            state,
-            [code for code in formats if not code.is_unquantised(index, spec.num_layers)],
-            room,
-            shifts=options.refit,
-            longest=longest,
-            on_text=bool(texts),
+            states, state, codes, room, shifts=options.refit, longest=longest, on_text=bool(texts)
         )
         return change, PreparedLayer(layer=index, loss=loss, cut=change.cut, off=off)
 

@@ -382,13 +382,9 @@ def solve_sizes(
         for size in width_sizes:
             spec = as_latent(own, *size)
             if widest is None:
+                own_target = replace(target, spec=spec)
                 solution = convert_to_latent(
-                    source.state,
-                    own,
-                    replace(target, spec=spec),
-                    statistics=statistics,
-                    sensitivity=sensitivity,
-                    rotary=rotary,
+                    source.state, own, own_target, statistics=statistics, sensitivity=sensitivity, rotary=rotary
                 )
                 widest = Layer(spec, *solution)
                 del solution
