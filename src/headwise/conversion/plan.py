@@ -215,12 +215,8 @@ def make_plan(
     _ = checkpoint.family  # refuses a family without a file by name
     after = convert_spec(before, target)
     if target.has_constant and after.mechanism == "mla":
-        after = replace(
-            after,
-            layers=tuple(
-                _with_constant(*pair, target, bias_free) for pair in zip(before.layers, after.layers, strict=True)
-            ),
-        )
+        pairs = zip(before.layers, after.layers, strict=True)
+        after = replace(after, layers=tuple(_with_constant(*pair, target, bias_free) for pair in pairs))
     check_complete(checkpoint)  # before anything as large as the config claims is built
     plan = ConversionPlan(
         checkpoint=checkpoint,

@@ -345,10 +345,5 @@ def measured_json(plan: ConversionPlan, target: Target, options: ConvertOptions,
         "perplexity_ratio": evaluation.perplexity_ratio,
         "kl": evaluation.kl,
     }
-    document = {
-        "label": plan.before.label,
-        "tokens": evaluation.tokens,
-        "window": evaluation.window,
-        "points": [point],
-    }
-    return json.dumps(finite(document), indent=1) + "\n"
+    document = {"label": plan.before.label, "tokens": evaluation.tokens, "window": evaluation.window}
+    return json.dumps(finite(document | {"points": [point]}), indent=1) + "\n"

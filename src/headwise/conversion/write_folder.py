@@ -241,10 +241,8 @@ class WrittenFolder:
 
     def notes(self) -> list[str]:
         """The notes for the user about the format and the allocation of the cache."""
-        return [
-            *([] if self.stock is None else self.stock.notes()),
-            *([] if self.spread is None else [self.spread.note]),
-        ]
+        stock = [] if self.stock is None else self.stock.notes()
+        return stock if self.spread is None else [*stock, self.spread.note]
 
 
 def write_folder(

@@ -191,18 +191,14 @@ def _identity(candidate: Candidate, setting: Setting) -> str:
     evaluation_set = [
         [name, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), *ids.shape] for name, ids in setting.evaluation_set
     ]
+    held_out = ["held out"] if candidate.is_variant else []
     decides = setting.options.identity() | {
         "evaluate": evaluation_set,
         "window": None,
         "windows": None,
         "dtype": _name(setting.dtype),
         "cache_bytes": "bfloat16",  # results of other units are measured again
-        "candidate": [
-            candidate.target,
-            candidate.method,
-            sorted(candidate.without),
-            *(["held out"] if candidate.is_variant else []),
-        ],
+        "candidate": [candidate.target, candidate.method, sorted(candidate.without), *held_out],
     }
     return run_identity(setting.checkpoint, **decides | _texts(candidate, setting).identity())
 
@@ -287,11 +283,8 @@ def frontier(
     evaluation_set = choose_evaluation_set(
         checkpoint, named, calibrate=texts, window=options.window, windows=options.windows
     )
-    notes += [
-        *checkpoint.notes,
-        *overlap_notes(checkpoint, evaluation_set, texts),
-        *window_notes(checkpoint, evaluation_set),
-    ]
+    notes += [*checkpoint.notes, *overlap_notes(checkpoint, evaluation_set, texts)]
+    notes += window_notes(checkpoint, evaluation_set)
     with entered_first(Job(folder, folder=folder / WORK, run=ANY_RUN)) as job:
         models = folder / _MODELS if options.keep else job.work
         setting = Setting(checkpoint, str(source), folder, options, models, texts, evaluation_set, dtype, progress)

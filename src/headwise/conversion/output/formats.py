@@ -347,7 +347,5 @@ class StockReport:
         """The loss in words, for a user."""
         if self.logits_difference is None:
             return []
-        return [
-            f"float32 logits differ by at most {self.logits_difference:.1e} from headwise's own format's, on "
-            f"{self.tokens:,} tokens of text"
-        ]
+        differ = f"float32 logits differ by at most {self.logits_difference:.1e} from headwise's own format's"
+        return [f"{differ}, on {self.tokens:,} tokens of text"]

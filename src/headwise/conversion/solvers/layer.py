@@ -108,10 +108,8 @@ def grouped_heads(layer: Layer, inputs: Tensor, rows: Tensor, rotation: Rotation
         cached = coded(torch.cat((key.transpose(0, 1).flatten(1), value.transpose(0, 1).flatten(1)), 1), layer.code)
         key, value = (_split(x, K) for x in cached.split_with_sizes((K * spec.head_dim, K * spec.value_dim), 1))
     if spec.rope is not None and rotation is not None:
-        query, key = (
-            _rotate(query, rotation, spec.rope.interleaved, rows),
-            _rotate(key, rotation, spec.rope.interleaved),
-        )
+        query = _rotate(query, rotation, spec.rope.interleaved, rows)
+        key = _rotate(key, rotation, spec.rope.interleaved)
     group = H // K
     return Heads(query, key.repeat_interleave(group, 0), value.repeat_interleave(group, 0))
 
