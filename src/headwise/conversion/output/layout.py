@@ -18,16 +18,8 @@ from headwise.models.checkpoints import TensorInfo, dtype_name
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, hosted_attention
 from headwise.runtime.hf import model_class, stock_config, tensors_of
 
-_OF_A_LOADED_MODEL = {
-    "_attn_implementation",
-    "_attn_implementation_autoset",
-    "_attn_implementation_internal",
-    "_commit_hash",
-    "_experts_implementation",
-    "_experts_implementation_internal",
-    "_name_or_path",
-}
-"""The fields of a config that say where a model came from and how it was run, and not what it is."""
+_OF_A_LOADED_MODEL = ("_attn_implementation", "_commit_hash", "_experts_implementation", "_name_or_path")
+"""The beginnings of a config's fields that say where a model came from and how it was run, and not what it is."""
 
 FORMAT = 1
 """The version of the ``headwise`` block in a converted ``config.json``."""
@@ -70,7 +62,7 @@ class OutputLayout:
         """
         checkpoint, after = self.plan.checkpoint, self.plan.after
         family = checkpoint.family
-        config = {key: value for key, value in checkpoint.config.items() if key not in _OF_A_LOADED_MODEL}
+        config = {key: value for key, value in checkpoint.config.items() if not key.startswith(_OF_A_LOADED_MODEL)}
         config.pop("torch_dtype", None)
         config["dtype"] = dtype_name(self.plan.dtype)
         config["model_type"] = family.model_type

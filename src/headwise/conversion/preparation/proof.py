@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -374,17 +375,12 @@ def _in_its_engine(
             place = tempfile.TemporaryDirectory(prefix=".headwise-partial-", dir=output.resolve().parent)
             original = Path(stack.enter_context(place)) / "source.gguf"
             export_gguf(source, original, progress=progress)
-        before, after = (
-            evaluate_windows_in_engine(
-                open_pair(model, against=original),
-                evaluation_set,
-                engine=code.engine,
-                cache=str(code).partition(":")[2],
-                python=python,
-                progress=progress,
-            )
-            for model in (original, output)
+        cache = str(code).partition(":")[2]
+        scored = partial(
+            evaluate_windows_in_engine, engine=code.engine, cache=cache, python=python, progress=progress
         )
+        pairs = (open_pair(model, against=original) for model in (original, output))
+        before, after = (scored(pair, evaluation_set) for pair in pairs)
     return [CacheLoss(cache=str(code), engine=after.engine, before=_loss(before), after=_loss(after))]
 
 
