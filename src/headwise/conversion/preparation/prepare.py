@@ -166,6 +166,8 @@ def prepare(
     except HeadwiseError:  # it does not hold
         _remove(written)
         raise
+    notes = [*checkpoint.notes, *_notes(layers, options.context), *overlap_notes(checkpoint, evaluation_set, texts)]
+    notes += window_notes(checkpoint, evaluation_set) if evaluation_set else []
     return Preparation(
         source=str(source),
         output=str(written),
@@ -173,13 +175,7 @@ def prepare(
         calibrate=tuple(map(str, texts.sources)),
         layers=tuple(layers),
         proof=proof,
-        notes=(
-            *checkpoint.notes,
-            *_notes(layers, options.context),
-            *overlap_notes(checkpoint, evaluation_set, texts),
-            *(window_notes(checkpoint, evaluation_set) if evaluation_set else ()),
-            *proof.notes,
-        ),
+        notes=(*notes, *proof.notes),
         seconds=seconds,
     )
 
