@@ -105,7 +105,7 @@ def test_layers_that_are_done_are_not_solved_again(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(TextCalibrator, "collect", noting)
     # `None` fails if sensitivities are measured again.
-    monkeypatch.setattr("headwise.conversion.calibration.sensitivity._measure", None)
+    monkeypatch.setattr("headwise.conversion.calibration.source._measure", None)
     steps: list[tuple[str, int]] = []
 
     def progress(stage: str, done: int, total: int) -> None:

@@ -16,8 +16,13 @@ from headwise.base.processes import entered_first, my_windows, on_main_process
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.conversion.calibration.saved import ABOUT, save_layer, write_statistics
-from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
-from headwise.conversion.calibration.source_stream import begin_streams, sensitivity_windows, traced
+from headwise.conversion.calibration.source import (
+    begin_streams,
+    kept_sensitivity,
+    output_sensitivities,
+    sensitivity_windows,
+    traced,
+)
 from headwise.conversion.calibration.windows import CalibrationWindows, recall_windows
 from headwise.conversion.plan import Place, read_layer
 from headwise.conversion.solvers.device import computing_on, own_device, refuse_unsolvable

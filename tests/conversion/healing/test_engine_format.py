@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import headwise
 from headwise.conversion import export_gguf
-from headwise.conversion.healing.engine_format import round_in_training, trained_format
-from headwise.conversion.healing.state import TrainingState
+from headwise.conversion.healing.optimizer import TrainingState
+from headwise.conversion.healing.trained import round_in_training, trained_format
 from headwise.errors import HeadwiseError
 from headwise.models.checkpoints import open_checkpoint
 from headwise.runtime.hf import default_cache

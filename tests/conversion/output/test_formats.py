@@ -18,7 +18,7 @@ from headwise.base.progress import silent
 from headwise.conversion import parse_target
 from headwise.conversion.budget import spread as shared_channels
 from headwise.conversion.budget.spread import choose_shared_channels, rotary_losses
-from headwise.conversion.calibration.base import NOTHING_KNOWN
+from headwise.conversion.calibration.candidates import NOTHING_KNOWN
 from headwise.conversion.output import formats
 from headwise.conversion.output.formats import logits_difference
 from headwise.conversion.output.layout import OutputLayout

@@ -12,9 +12,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import headwise
+from headwise.conversion.methods import Evidence
 from headwise.conversion.methods.first_head import first_head
 from headwise.conversion.methods.mha2mla import mha2mla
-from headwise.conversion.methods.random_heads import random_heads
+from headwise.conversion.methods.random_heads import METHOD as RANDOM
 from headwise.conversion.methods.transmla import rotate_rope, transmla
 from headwise.conversion.solvers.orthogonal_channels import principal, share_out
 from headwise.models.checkpoints import open_checkpoint
@@ -393,7 +394,7 @@ def test_random_heads_are_as_large_as_the_sources_and_always_the_same() -> None:
     torch.manual_seed(0)
     names = ("q_proj", "k_proj", "v_proj")
     before = {f"{name}.weight": torch.randn(256, 64) * scale for name, scale in zip(names, (1, 3, 0.1), strict=True)}
-    one, again = (random_heads(before, spec, as_grouped(spec, 2)) for _ in range(2))
+    one, again = (RANDOM.solve_heads(before, spec, as_grouped(spec, 2), Evidence()) for _ in range(2))
     for name in names[1:]:
         drawn, source = one[f"{name}.weight"], before[f"{name}.weight"]
         assert drawn.shape == (64, 64)

@@ -60,7 +60,7 @@ WORK = ".headwise-work"
 """The name of the folder there that a run works in."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Setting:
     """The settings that all candidates share.
 
@@ -116,16 +116,9 @@ def _document(
     candidate: Candidate, model: str | Path, conversion: dict[str, Any] | None, setting: Setting
 ) -> dict[str, Any]:
     """Evaluate a candidate beside the source; see `result_of`."""
-    pair = open_pair(
-        model,
-        against=setting.source,
-        dtype=_name(setting.dtype),
-        device=setting.options.device,
-        progress=setting.progress,
-    )
-    scored = evaluate_windows(
-        pair, setting.evaluation_set, cache=candidate.cache, progress=setting.progress, shared=True
-    )
+    progress, device, dtype = setting.progress, setting.options.device, _name(setting.dtype)
+    pair = open_pair(model, against=setting.source, dtype=dtype, device=device, progress=progress)
+    scored = evaluate_windows(pair, setting.evaluation_set, cache=candidate.cache, progress=progress, shared=True)
     document: dict[str, Any] = {
         "conversion": conversion,
         # The path of a model that is removed is no part of the result.
@@ -200,18 +193,14 @@ def _identity(candidate: Candidate, setting: Setting) -> str:
     evaluation_set = [
         [name, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), *ids.shape] for name, ids in setting.evaluation_set
     ]
+    held_out = ["held out"] if candidate.is_variant else []
     decides = setting.options.identity() | {
         "evaluate": evaluation_set,
         "window": None,
         "windows": None,
         "dtype": _name(setting.dtype),
         "cache_bytes": "bfloat16",  # results of other units are measured again
-        "candidate": [
-            candidate.target,
-            candidate.method,
-            sorted(candidate.without),
-            *(["held out"] if candidate.is_variant else []),
-        ],
+        "candidate": [candidate.target, candidate.method, sorted(candidate.without), *held_out],
     }
     return run_identity(setting.checkpoint, **decides | _texts(candidate, setting).identity())
 
@@ -296,23 +285,11 @@ def frontier(
     evaluation_set = choose_evaluation_set(
         checkpoint, named, calibrate=texts, window=options.window, windows=options.windows
     )
-    notes += [
-        *checkpoint.notes,
-        *overlap_notes(checkpoint, evaluation_set, texts),
-        *window_notes(checkpoint, evaluation_set),
-    ]
+    notes += [*checkpoint.notes, *overlap_notes(checkpoint, evaluation_set, texts)]
+    notes += window_notes(checkpoint, evaluation_set)
     with entered_first(Job(folder, folder=folder / WORK, run=ANY_RUN)) as job:
-        setting = Setting(
-            checkpoint=checkpoint,
-            source=str(source),
-            output=folder,
-            options=options,
-            models=folder / _MODELS if options.keep else job.work,
-            calibrate=texts,
-            evaluation_set=evaluation_set,
-            dtype=dtype,
-            progress=progress,
-        )
+        models = folder / _MODELS if options.keep else job.work
+        setting = Setting(checkpoint, str(source), folder, options, models, texts, evaluation_set, dtype, progress)
         result = collect(
             _results(candidates, setting, notes),
             source=str(source),

@@ -98,7 +98,7 @@ class Curves:
         latent_input: what a latent layer does besides, over values of a hidden state (tokens · E) and E.
         norm: a norm and half of what else a layer does, over the same.
         embedding: what a model does around its layers, over the same.
-        pace: times of the yardsticks of `headwise.measure.profiling.Pace`, at the pace of all of these.
+        pace: times of the yardsticks of `headwise.measure.profiling.pace.Pace`, at the pace of all of these.
     """
 
     few: Mapping[float, Grid] = field(hash=False)
