@@ -2,7 +2,7 @@
 
 import pytest
 
-from headwise.conversion.preparation.fit import OFFSETS
+from headwise.conversion.preparation.change import OFFSETS
 from tests.cli.conftest import cli, here, refused
 from tests.serving.engines.conftest import interpreter, models
 
