@@ -25,12 +25,13 @@ from headwise.measure.timing.machine import Probes
 from headwise.measure.timing.timing import time_call
 from headwise.runtime.hf import HeadwiseCache
 from headwise.runtime.kernels import attend
+from headwise.runtime.kernels.mask import Scoring
 from headwise.runtime.kernels.native.abi import TURN
-from headwise.runtime.kernels.native.calls import attend_coded, attend_heads
+from headwise.runtime.kernels.native.calls import attend_trellis
 from headwise.runtime.quantization import SINKS, TransformCode
 from headwise.runtime.quantization.codec import Stored
 from headwise.runtime.quantization.formats import parse_format
-from headwise.runtime.quantization.transform_code import blocks, coded_layout, heads_layout
+from headwise.runtime.quantization.transform_code import blocks, trellis_layout
 
 LATENT_HEADS, FREQUENCIES = 9, 32
 LATENTS = {"191+192": (191, 192), "240+96": (240, 96)}
@@ -84,13 +85,13 @@ def latent_calls(
     code = code_of((rank, rotary // 2, rotary // 2), (rank, rotary), bits)
     codes, wide, first = coded_tokens(code, tokens)
     tables, frequency = rotation(tokens), torch.randint(0, FREQUENCIES, (rotary // 2,))
-    layout = coded_layout(code, (tables[0][:TURN, frequency], tables[1][:TURN, frequency]))
+    layout = trellis_layout(code, (tables[0][:TURN, frequency], tables[1][:TURN, frequency]))
     query = torch.randn(1, LATENT_HEADS, 1, code.width if content else rotary) / 10
     latents = torch.randn(COPIES, 1, 1, tokens, code.width).to(torch.bfloat16)
     own, narrow = query.to(dtype), query.to(torch.bfloat16)
 
     def coded(i: int) -> Tensor:
-        return attend_coded(own, codes[i], wide, first, layout, tables, frequency, None, True, 0.1)
+        return attend_trellis(own, codes[i], wide, first, layout, tables, frequency, Scoring(None, True, 0.1))
 
     def plain(i: int) -> Tensor:
         keys = latents[i] if content else latents[i, ..., rank:]
@@ -112,14 +113,14 @@ def heads_calls(shape: str, form: str, tokens: int, dtype: torch.dtype) -> tuple
     if not form.endswith(BITS):
         codec, caches = parse_format(form), stored_caches(form, (K, D), tokens)
         nbytes = sum(part.nbytes for part in caches[0].tensors)
-        return (lambda i: codec.attend(own, caches[i], None, True, D**-0.5)), plain, nbytes
+        return (lambda i: codec.attend(own, caches[i], Scoring(None, True, D**-0.5))), plain, nbytes
     code = code_of((D,) * (2 * K), (K * D, K * D), float(form.removesuffix(BITS)))
     codes, wide, first = coded_tokens(code, tokens)
     tables, frequency = rotation(tokens), torch.arange(D // 2) % FREQUENCIES
-    layout = heads_layout(code, (tables[0][:TURN, frequency], tables[1][:TURN, frequency]))
+    layout = trellis_layout(code, (tables[0][:TURN, frequency], tables[1][:TURN, frequency]))
 
     def coded(i: int) -> Tensor:
-        return attend_heads(own, codes[i], wide, first, layout, tables, frequency, None, True, D**-0.5)
+        return attend_trellis(own, codes[i], wide, first, layout, tables, frequency, Scoring(None, True, D**-0.5))
 
     return coded, plain, codes[0].numel()
 

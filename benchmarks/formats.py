@@ -19,7 +19,7 @@ import headwise
 from benchmarks import data
 from headwise.costs.formulas.target import PLAIN_FORMATS
 from headwise.measure.evaluation import open_pair
-from headwise.measure.evaluation.plain_cache import bfloat16_bytes
+from headwise.measure.evaluation.beside_source import bfloat16_bytes
 from headwise.models.checkpoints import open_checkpoint
 
 SOURCE = "smollm2-135m"

@@ -22,7 +22,7 @@ from benchmarks.tables import RESULTS
 
 from benchmarks import joined
 from headwise.base.jobs import write_file
-from headwise.base.plots import refuse_no_matplotlib
+from headwise.base.pages import refuse_no_matplotlib
 from headwise.conversion.frontiers.page import markdown, page
 from headwise.conversion.frontiers.points import advice
 from headwise.models.checkpoints import open_checkpoint

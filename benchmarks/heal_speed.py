@@ -23,8 +23,7 @@ import headwise
 from benchmarks import data
 from headwise.base.options.heal import HealOptions
 from headwise.conversion.healing.loop import Loop
-from headwise.conversion.healing.optimizer import optimizer_of
-from headwise.conversion.healing.state import Progressed
+from headwise.conversion.healing.optimizer import Progressed, optimizer_of
 from headwise.conversion.healing.windows import open_windows
 from headwise.measure.timing.machine import Probes
 from headwise.measure.timing.timing import time_call

@@ -17,7 +17,7 @@ from benchmarks.budgets import BUDGETS
 
 from headwise.conversion.frontiers.candidate import Candidate, Kind
 from headwise.conversion.frontiers.points import Frontier, collect
-from headwise.measure.evaluation.plain_cache import SAME_BYTES
+from headwise.measure.evaluation.beside_source import SAME_BYTES
 from headwise.measure.texts.calibration import NARROWEST
 
 PUBLISHED = {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headwise.measure.texts import read_text, shared_fraction, token_windows
 from headwise.measure.texts.calibration import CalibrationTexts, open_windows
-from headwise.measure.texts.overlap import TOLERATED
+from headwise.measure.texts.windows import TOLERATED
 from headwise.models.checkpoints import Checkpoint, load_tokenizer
 
 

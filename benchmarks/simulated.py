@@ -33,9 +33,9 @@ from headwise.conversion import export_gguf
 from headwise.measure.texts import read_text, token_windows
 from headwise.models.checkpoints import load_tokenizer
 from headwise.runtime.hf import default_cache
-from headwise.runtime.quantization.formats import ENGINES, EngineFormat
+from headwise.runtime.quantization.formats import ENGINE_FORMATS, EngineFormat
 
-MLX: dict[str, Any] = ENGINES["mlx"]
+MLX: dict[str, Any] = ENGINE_FORMATS["mlx"]
 IDS = 256
 STEPS = 400
 FULL, FIRST = "full", ", first layer"

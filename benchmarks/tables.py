@@ -25,7 +25,7 @@ from headwise.base.tables import Table
 from headwise.conversion.frontiers.points import verdict_lines
 from headwise.conversion.methods import all_methods
 from headwise.costs.prediction import SERVING_ENGINES
-from headwise.measure.texts.overlap import SHARED
+from headwise.measure.texts.windows import SHARED
 from headwise.models.specs import read_spec
 
 RESULTS = Path("benchmarks/results")

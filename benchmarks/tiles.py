@@ -28,6 +28,7 @@ from headwise.measure.timing.machine import Probes
 from headwise.measure.timing.timing import record_graph, time_call
 from headwise.runtime.kernels import attend
 from headwise.runtime.kernels.gpu import attend_split, split
+from headwise.runtime.kernels.mask import Scoring
 
 SHAPES = ("32/8/128", "9/3/64", "16/512+64")
 LENGTHS = (4096, 32768)
@@ -72,7 +73,7 @@ def with_tile(tile: split.Tile, least: int) -> Callable[..., Tensor]:
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with mock.patch.multiple(split, tile_of=lambda *_: tile, _LEAST_TOKENS=least):
-            return attend_split(query, key, value, None, True, None, query.shape[3] ** -0.5)
+            return attend_split(query, key, value, Scoring(None, True, query.shape[3] ** -0.5))
 
     return call
 

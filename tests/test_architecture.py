@@ -41,12 +41,11 @@ LONGEST_BODY, MOST_PARAMETERS = 60, 8
 EXEMPT = {
     # Its parameters are those of torch's scaled_dot_product_attention.
     "runtime/kernels/attend.py": "SDPA's signature",
-    "runtime/kernels/gpu/code_kernels.py": "a GPU kernel",
     "runtime/kernels/gpu/kernels.py": "a GPU kernel",
     "runtime/kernels/gpu/codes.py": "a kernel's call",
     "runtime/kernels/native/calls.py": "a kernel's call",
     "costs/formulas/layer.py:forward_flops": "a formula: each keyword is one of its letters, or which terms count",
-    "costs/formulas/reports/complexity.py:complexity": "the letters of forward_flops, and which layer of a model",
+    "costs/formulas/reports.py:complexity": "the letters of forward_flops, and which layer of a model",
     "study/bench/decode.py:bench_decode": "a grid: each keyword is one of its axes",
 }
 """Files and functions that may take more parameters, and why; layers' constructors may too, of config fields."""
@@ -56,7 +55,7 @@ FORWARDED = {
     "runtime/attention/grouped.py:__init__": "to the base class, whose keywords are config fields",
     "models/checkpoints/tokenizer.py:decode": "to a tokenizer of transformers",
     "models/checkpoints/tokenizer.py:tokenize": "to a tokenizer of transformers",
-    "models/checkpoints/identity.py:run_identity": "options by name, whatever they are: a digest is made of them",
+    "models/checkpoints/checkpoint.py:run_identity": "options by name, whatever they are: a digest is made of them",
     "cli/printable.py:write": "called as Python's showwarning",
     "cli/options.py:run": "a command's arguments, as typer names them by the signature",
     "cli/printable.py:render_str": "to a method of rich",

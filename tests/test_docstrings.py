@@ -49,11 +49,12 @@ BUNDLED = "smollm2-135m"
 
 
 def _exported() -> dict[str, Any]:
-    """Everything in the packages' ``__all__`` by package and name; what several packages export, once."""
+    """Everything that the packages import for others, by package and name; what several packages export, once."""
     by_name: dict[str, Any] = {}
     for package in PACKAGES:
         module = importlib.import_module(package)
-        for name in module.__all__:
+        public = [name for name, value in vars(module).items() if name[0] != "_" and not inspect.ismodule(value)]
+        for name in getattr(module, "__all__", public):
             value = getattr(module, name)
             if not any(value is other for other in by_name.values()):
                 by_name[f"{package}.{name}"] = value

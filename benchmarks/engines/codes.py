@@ -29,7 +29,7 @@ from transformers import DynamicCache
 import headwise
 from headwise.measure.texts import read_text, token_windows
 from headwise.models.checkpoints import load_tokenizer, model_path
-from headwise.runtime.quantization.formats import ENGINES
+from headwise.runtime.quantization.formats import ENGINE_FORMATS
 
 ROOT = Path(__file__).parents[2]
 MODEL = "smollm2-135m"
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows, versions = _rows(engine, python, states)
         for key in (key for key in rows if not key.endswith("/read")):
             name, cache, side = key.split("/")
-            form = ENGINES[engine][cache]
+            form = ENGINE_FORMATS[engine][cache]
             code = form.values if side == "values" else form.keys
             own = code.encode(torch.from_numpy(states[name]))
             row: dict[str, Any] = {"equal bytes": float((own.numpy() == rows[key]).mean()), "versions": versions}

@@ -186,11 +186,11 @@ def test_what_is_remembered_is_made_once_and_again_where_it_is_damaged(tmp_path:
         made.append(0)
         return {"loss": [0.1, 2]}
 
-    for damage, count in ((None, 1), (None, 1), (b"{", 2), (b"[]", 3), (None, 3)):
+    for damage, count in ((None, 1), (None, 1), (b"{", 2), (b"[]", 3), (b'{"kl": 1}', 4), (None, 4)):
         if damage is not None:
             file.write_bytes(damage)
-        assert remembered(file, make) == {"loss": [0.1, 2]}
+        assert remembered(file, ["loss"], make) == {"loss": [0.1, 2]}
         assert len(made) == count
     (tmp_path / "file").write_text("")
     with pytest.raises(HeadwiseError, match=r"output = .*loss\.json': could not be written"):
-        remembered(tmp_path / "file" / "loss.json", make)
+        remembered(tmp_path / "file" / "loss.json", ["loss"], make)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from matplotlib.figure import Figure
 
-from headwise.base.plots import as_svg, new_figure
+from headwise.base.pages import as_svg, new_figure
 
 
 @pytest.mark.parametrize(("points", "label"), [([2e2, 9e2], "500"), ([1.0, 1e9], "1e+08")])

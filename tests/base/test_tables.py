@@ -7,8 +7,7 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
-from headwise.base.pages import Picture, Text, web_page
-from headwise.base.plots import as_file, as_svg, new_figure
+from headwise.base.pages import Picture, Text, as_file, as_svg, new_figure, web_page
 from headwise.base.tables import Cell, Table, bytes_text, count_text, seconds_text
 from headwise.cli.app import out
 

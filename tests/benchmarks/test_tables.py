@@ -31,7 +31,7 @@ from benchmarks.tables import (
 
 from headwise.costs.prediction import SAFE_LOSS
 from headwise.decide.advice import PREDICTED_ERROR, Measured
-from headwise.measure.texts.overlap import SHARED
+from headwise.measure.texts.windows import SHARED
 
 ROOT = Path(__file__).parents[2]
 

@@ -119,10 +119,24 @@ def test_a_question_about_a_config_imports_no_torch(tiny_llama: Path) -> None:
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
 
 
+HELP_WITHOUT_TORCH = """
+import sys
+from headwise.cli import main
+for command in sys.argv[1:]:
+    try:
+        main([*command.split(), "--help"])
+    except SystemExit as stopped:
+        heavy = {"torch", "transformers", "numpy"} & set(sys.modules)
+        assert not heavy, (command, heavy)
+        assert not stopped.code, command
+"""
+
+
 def test_help_imports_no_torch() -> None:
-    for command in ((), *((name,) for name in COMMANDS)):
-        result = run(*command, "--help", code=NO_TORCH)
-        assert (result.returncode, result.stderr) == (0, "")
+    """Of all commands in one process, as what one imports stays there for the next to be asked about."""
+    result = run("", *COMMANDS, code=HELP_WITHOUT_TORCH)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.count("Usage: ") == 1 + len(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import headwise
 from headwise.conversion.calibration.saved import open_statistics, read_evidence
 from headwise.conversion.storage import LayerFiles
 from headwise.models.checkpoints import open_checkpoint
+from tests.cli.conftest import Result
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
 
@@ -22,9 +24,9 @@ TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
 
 
-def run(*arguments: object, launch: tuple[str, ...] = TWO) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *launch, *(str(argument) for argument in arguments)],
+        [sys.executable, *TWO, *(str(argument) for argument in arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -44,13 +46,14 @@ def source(tmp_path: Path) -> Path:
     return save_tiny(tmp_path / "source", "qwen2")
 
 
-def test_grams_are_those_of_one_process(source: Path, tmp_path: Path) -> None:
+def test_grams_are_those_of_one_process(cli: Callable[..., Result], source: Path, tmp_path: Path) -> None:
     """Seven windows, which do not split evenly."""
     options = ("--calibrate", tmp_path / "text.txt", "--calibration-tokens", 7 * 256, "--calibration-window", 64)
-    for name, launch in (("one", ()), ("two", TWO)):
-        done = run("-m", "headwise", "calibrate", source, tmp_path / name, *options, "--json", launch=launch)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["tokens"] == 7 * 256  # printed once
+    alone = cli("calibrate", source, tmp_path / "one", *options, "--json")
+    assert (alone.status, json.loads(alone.out)["tokens"]) == (0, 7 * 256)
+    done = run("-m", "headwise", "calibrate", source, tmp_path / "two", *options, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tokens"] == 7 * 256  # printed once
     for name in ("one", "two"):
         open_statistics(tmp_path / name, open_checkpoint(source))  # refuses what is not whole
     for index in range(2):
@@ -68,16 +71,17 @@ def test_grams_are_those_of_one_process(source: Path, tmp_path: Path) -> None:
     ids=["headwise", "deepseek"],
 )
 def test_a_conversion_is_that_of_one_process(
-    source: Path, tmp_path: Path, form: str, without: tuple[str, ...], tolerance: float
+    cli: Callable[..., Result], source: Path, tmp_path: Path, form: str, without: tuple[str, ...], tolerance: float
 ) -> None:
     options = ("--to", "mla", "--kv-budget", "0.5", "--calibrate", tmp_path / "text.txt", "--format", form, *without)
     exam = ("--evaluate", tmp_path / "exam.txt", "--json")
-    reports = []
-    for name, launch in (("one", ()), ("two", TWO)):
-        done = run("-m", "headwise", "convert", source, tmp_path / name, *options, *exam, launch=launch)
-        assert done.returncode == 0, done.stderr
-        reports.append(json.loads(done.stdout))  # printed once
-        assert reports[-1]["output"] == str(tmp_path / name)
+    alone = cli("convert", source, tmp_path / "one", *options, *exam)
+    assert alone.status == 0, alone.err
+    done = run("-m", "headwise", "convert", source, tmp_path / "two", *options, *exam)
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(alone.out), json.loads(done.stdout)]  # printed once
+    for name, report in zip(("one", "two"), reports, strict=True):
+        assert report["output"] == str(tmp_path / name)
         assert "Not measured" not in (tmp_path / name / "README.md").read_text()
     one, two = (report["evaluation"]["perplexity"] for report in reports)
     assert two == pytest.approx(one, rel=1e-3)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import headwise
-from headwise.conversion import plain_comparison
+from headwise.conversion import report
 from headwise.measure.evaluation import beside_source, evaluate_windows
-from headwise.measure.evaluation.plain_cache import bfloat16_bytes
+from headwise.measure.evaluation.beside_source import bfloat16_bytes
 from headwise.models.checkpoints import open_checkpoint
 from tests.real_models import save_tiny
 
@@ -139,7 +139,7 @@ def test_the_comparison_in_words(shares: list[float], plain: list[float], words:
     def scored(ratio: float) -> Any:
         return SimpleNamespace(kl=0.01, tokens=12_000, perplexity=ratio, perplexity_ratio=ratio)
 
-    made: Any = plain_comparison
+    made: Any = report
     formats = []
     for name, share, ratio in zip("ab", shares, plain, strict=False):
         loses = made._loses(scored(ratio), scored(1.03))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from tests.tiny_families import save_family
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
 FILES = ("model.safetensors", "config.json")
+OPTIONS: dict[str, dict[str, Any]] = {"mla": {"to": "mla", "kv_budget": 0.5, "spread": True}, "mqa": {"to": "mqa"}}
+Uninterrupted = Callable[[str], tuple[Path, Path, dict[str, Any]]]
 
 
 class StoppedError(Exception):
@@ -44,9 +47,24 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, *
     monkeypatch.setattr(owner, name, stopping)
 
 
-@pytest.mark.parametrize(
-    "options", [{"to": "mla", "kv_budget": 0.5, "spread": True}, {"to": "mqa"}], ids=["mla", "mqa"]
-)
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+    """A source, its conversion without an interruption, and all options of that; made once for each."""
+
+    @cache
+    def convert(to: str) -> tuple[Path, Path, dict[str, Any]]:
+        folder = tmp_path_factory.mktemp(to)
+        text = folder / "text.txt"
+        text.write_text(TEXT)
+        options = {**OPTIONS[to], "calibrate": text, "calibration_tokens": 512}
+        source = save_tiny(folder / "source")
+        headwise.convert(source, folder / "whole", **options, evaluate=False)
+        return source, folder / "whole", options
+
+    return convert
+
+
+@pytest.mark.parametrize("to", OPTIONS)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
@@ -66,25 +84,25 @@ def test_it_goes_on(
     name: str,
     call: int,
     after: bool,
-    options: dict[str, Any],
+    to: str,
+    uninterrupted: Uninterrupted,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if options["to"] == "mqa" and name == "save" and call > 4:
+    if to == "mqa" and name == "save" and call > 4:
         pytest.skip("heads that are merged all have one size, and nothing is spread")
-    source = save_tiny(tmp_path / "source")
-    (tmp_path / "text.txt").write_text(TEXT)
-    options = {**options, "calibrate": tmp_path / "text.txt", "calibration_tokens": 512}
-    headwise.convert(source, tmp_path / "whole", **options, evaluate=False)
+    source, whole, options = uninterrupted(to)
+    # Of those that stop after a call, what resumes is measured too, which changes neither file.
     with monkeypatch.context() as patch:
         stop_at(patch, owner, name, call, after=after)
         with pytest.raises(StoppedError):
-            headwise.convert(source, tmp_path / "out", **options)
+            headwise.convert(source, tmp_path / "out", **options, evaluate=after)
     assert not (tmp_path / "out").exists()
-    headwise.convert(source, tmp_path / "out", **options)
+    headwise.convert(source, tmp_path / "out", **options, evaluate=after)
     for file in FILES:
-        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "text.txt", "whole"]
+        assert (tmp_path / "out" / file).read_bytes() == (whole / file).read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert sorted(path.name for path in source.parent.iterdir()) == ["source", "text.txt", whole.name]
 
 
 def test_layers_that_are_done_are_not_solved_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +123,7 @@ def test_layers_that_are_done_are_not_solved_again(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(TextCalibrator, "collect", noting)
     # `None` fails if sensitivities are measured again.
-    monkeypatch.setattr("headwise.conversion.calibration.sensitivity._measure", None)
+    monkeypatch.setattr("headwise.conversion.calibration.source._measure", None)
     steps: list[tuple[str, int]] = []
 
     def progress(stage: str, done: int, total: int) -> None:

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -168,15 +168,16 @@ def partial_folder(output: Path) -> Path:
     return output.with_name(f".{output.name}.headwise-partial")
 
 
-def remembered(file: Path, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """The JSON object that a file keeps; made and kept there where it keeps none, or none that is whole.
+def remembered(file: Path, keys: Collection[str], make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """The record that a file keeps as a JSON object; made and kept there where it keeps none, or none that is whole.
 
     All processes of a run call it, make the object together, and get what the first one has written.
 
-    For example ``remembered(Path("loss.json"), lambda: {"loss": measure()})["loss"]``.
+    For example ``remembered(Path("loss.json"), ["loss"], lambda: {"loss": measure()})["loss"]``.
 
     Args:
         file: the path of the JSON file.
+        keys: the keys of the record; an object with others is none.
         make: called where there is none.
 
     Raises:
@@ -184,7 +185,7 @@ def remembered(file: Path, make: Callable[[], Mapping[str, Any]]) -> dict[str, A
     """
     known = read_document(file)
     barrier()  # every process has looked for the file before the first one writes it
-    if known is None:
+    if known is None or known.keys() != set(keys):
         write_file(file, json.dumps(make(), indent=2))
         known = read_document(file)
         assert known is not None

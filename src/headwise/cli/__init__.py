@@ -1,5 +1,3 @@
 """The ``headwise`` command, with one file for each subcommand in `commands`."""
 
 from headwise.cli.main import main
-
-__all__ = ["main"]

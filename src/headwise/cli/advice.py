@@ -15,8 +15,7 @@ import typer
 
 from headwise.base.tables import Table, bytes_text
 from headwise.cli.app import LINE, beyond, emit, out, say
-from headwise.cli.pages import model_page, write_page
-from headwise.cli.plots import advice_figure, write_plot
+from headwise.cli.pages import advice_figure, model_page, write_page, write_plot
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:

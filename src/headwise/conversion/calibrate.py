@@ -16,8 +16,13 @@ from headwise.base.processes import entered_first, my_windows, on_main_process
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.conversion.calibration.saved import ABOUT, save_layer, write_statistics
-from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
-from headwise.conversion.calibration.source_stream import begin_streams, sensitivity_windows, traced
+from headwise.conversion.calibration.source import (
+    begin_streams,
+    kept_sensitivity,
+    output_sensitivities,
+    sensitivity_windows,
+    traced,
+)
 from headwise.conversion.calibration.windows import CalibrationWindows, recall_windows
 from headwise.conversion.plan import Place, read_layer
 from headwise.conversion.solvers.device import computing_on, own_device, refuse_unsolvable
@@ -92,12 +97,13 @@ def calibrate(
     refuse_latent(checkpoint.spec)
     refuse_cross_layers(checkpoint, texts)
     run = run_identity(checkpoint, **options.identity() | texts.identity())
-    with (
-        entered_first(FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT)) as writer,
-        refuse_unsolvable(checkpoint),
-    ):
+    with refuse_unsolvable(checkpoint):
         ids, _, begin = open_windows(checkpoint, texts)
         windows = recall_windows(ids, 0, checkpoint.spec, begin=begin)
+    # What enters a layer, what leaves it and what enters its attention, each float32 [N, W, E].
+    spilled = 3 * 4 * windows.rows * windows.width * checkpoint.spec.hidden_size
+    folder = FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT, work_bytes=spilled)
+    with entered_first(folder) as writer, refuse_unsolvable(checkpoint):
         with computing_on(device):
             results = collect_statistics(checkpoint, windows.to(device), writer.work, run, progress)
         with storage_errors("output", output):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headwise.conversion.solvers.device import CPU, to_device
 from headwise.conversion.solvers.joint_latent import NOTHING
-from headwise.conversion.solvers.layer import Layer, Rotation
+from headwise.conversion.solvers.layer import Layer, Rotation, grouped_spec, latent_spec
 from headwise.conversion.solvers.refit import OUTLIER
 from headwise.models.specs import GroupedSpec, LatentSpec
 from headwise.runtime.kernels.native.abi import CHANNELS
@@ -59,7 +59,7 @@ class ChannelStatistics:
 
 
 def channel_statistics(
-    layer: Layer, windows: Iterable[tuple[Tensor, Rotation | None]], root: Tensor, *, seed: int = 0
+    layer: Layer, windows: Iterable[tuple[Tensor, Rotation | None]], root: Tensor
 ) -> ChannelStatistics:
     """Collect a layer's cached values, and the metric of errors in them, on some windows.
 
@@ -70,7 +70,6 @@ def channel_statistics(
         layer: the layer, float32: MLA, MHA, GQA or MQA.
         windows: the inputs ``[T, E]`` of the layer on each window, and the window's rotary tables.
         root: the root of the layer's sensitivity, ``[E, E]``.
-        seed: the seed of the random directions.
 
     Returns:
         The statistics of the cached values; gradients whose square is above `OUTLIER` medians count as so many in the
@@ -79,7 +78,7 @@ def channel_statistics(
     Raises:
         torch.linalg.LinAlgError: cached values are not finite.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     values, gradients = [], []
     for inputs, rotation in windows:
         tap = _Tap()
@@ -123,8 +122,7 @@ def decorrelated(layer: Layer, statistics: ChannelStatistics) -> tuple[Layer, Te
 
 def _decorrelated_latent(layer: Layer, covariance: Tensor, metric: Tensor) -> tuple[Layer, Tensor]:
     """`decorrelated` for MLA: any map of the latent, and a complex one of the rotary pairs of each frequency."""
-    spec, state = layer.spec, dict(layer.state)
-    assert isinstance(spec, LatentSpec)
+    spec, state = latent_spec(layer.spec), dict(layer.state)
     R, P, N, H = spec.kv_lora_rank, spec.qk_rope_head_dim, spec.qk_nope_head_dim, spec.num_heads
     forward, inverse = _uncorrelated(covariance[:R, :R], metric[:R, :R])
     basis = torch.zeros(R + P, R + P, dtype=torch.float64)
@@ -151,8 +149,7 @@ def _decorrelated_latent(layer: Layer, covariance: Tensor, metric: Tensor) -> tu
 
 def _decorrelated_heads(layer: Layer, covariance: Tensor, metric: Tensor) -> tuple[Layer, Tensor]:
     """`decorrelated` for MHA, GQA and MQA: any map of a head's values and unrotated keys, a complex number a pair."""
-    spec, state = layer.spec, dict(layer.state)
-    assert isinstance(spec, GroupedSpec)
+    spec, state = grouped_spec(layer.spec), dict(layer.state)
     H, K, D, V = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim
     maps = []
     for head in range(K):

@@ -12,23 +12,18 @@ import torch
 from torch import Tensor
 
 from headwise.base.processes import process_count, temporary_folder
-from headwise.base.progress import Progress, silent
-from headwise.conversion.budget.spread import CHOOSING, PIECES, TOKENS
+from headwise.conversion.budget.spread import CHOOSING, PIECES, TRIAL_TOKENS
 from headwise.conversion.budget.trials import SPREADING
-from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
-from headwise.conversion.calibration.saved import SavedCalibrator
-from headwise.conversion.calibration.sensitivity import MEASURING, PIECE
-from headwise.conversion.calibration.source_stream import sensitivity_windows
-from headwise.conversion.calibration.steps import descent_steps
+from headwise.conversion.calibration.candidates import NOTHING_KNOWN, Calibrator, descent_steps
+from headwise.conversion.calibration.source import MEASURING, PIECE, sensitivity_windows
 from headwise.conversion.calibration.text import TextCalibrator, open_calibration
 from headwise.conversion.output.layout import OutputLayout
-from headwise.conversion.plain_comparison import COMPARING
 from headwise.conversion.plan import ConversionPlan, Place
+from headwise.conversion.report import COMPARING
 from headwise.conversion.solvers.device import clock
 from headwise.conversion.storage import LayerStore
-from headwise.conversion.write_folder import CONVERTING, convert_layer
+from headwise.conversion.write_folder import CONVERTING, ConversionInputs, convert_layer
 from headwise.measure.evaluation.beside_source import EVALUATING, EvaluationSet
-from headwise.measure.texts import NO_TEXTS, CalibrationTexts
 from headwise.runtime.hf import LayerwiseModel
 from headwise.runtime.kernels import attend
 
@@ -47,24 +42,15 @@ _PARTS = 4
 
 
 def estimate_stages(
-    plan: ConversionPlan,
-    texts: CalibrationTexts = NO_TEXTS,
-    statistics: SavedCalibrator | None = None,
-    *,
-    shares_channels: bool = False,
-    evaluation_set: EvaluationSet | None = None,
-    progress: Progress = silent,
+    plan: ConversionPlan, inputs: ConversionInputs, *, shares_channels: bool = False
 ) -> dict[str, float]:
     """Estimate the seconds of each stage of a conversion on this machine; no file stays.
 
     Args:
         plan: the plan of the conversion.
-        texts: the calibration texts.
-        statistics: the statistics to use in place of a text.
+        inputs: the inputs of the conversion; without windows to evaluate on, there is no evaluation that ends it.
         shares_channels: whether all layers get one list of rotary channels, which is chosen first and compared with
             the channels that each layer would choose.
-        evaluation_set: the windows of an evaluation on a text that ends the conversion; it is left out without them.
-        progress: the callback that is told of each part.
 
     Returns:
         The seconds by the names of the stages that `convert` reports to its ``progress``, in their order.
@@ -72,19 +58,17 @@ def estimate_stages(
     Raises:
         ArgumentError: a text cannot be read or is too short.
     """
-    evaluation_set = evaluation_set or []
+    progress, statistics = inputs.progress, inputs.statistics
     progress("estimating", 0, _PARTS)
-    if texts and not plan.is_exact:
-        stages = _time_on_text(
-            plan, texts, shares_channels=shares_channels, evaluation_set=evaluation_set, progress=progress
-        )
+    if inputs.texts and not plan.is_exact:
+        stages = _time_on_text(plan, inputs, shares_channels=shares_channels)
     else:
         if not plan.bias_free:  # which takes statistics
             _time_layer(plan, NOTHING_KNOWN)  # the first solution also initialises the libraries
         progress("estimating", 1, _PARTS)
         calibrator = NOTHING_KNOWN if statistics is None or plan.is_exact else statistics
         stages = {CONVERTING: _time_layer(plan, calibrator) * plan.before.num_layers}
-        stages |= _time_evaluation(plan, evaluation_set)
+        stages |= _time_evaluation(plan, inputs.evaluation_set)
     progress("estimating", _PARTS, _PARTS)
     stages[CONVERTING] += _time_copy(plan)
     return stages
@@ -104,19 +88,12 @@ def _time_copy(plan: ConversionPlan) -> float:
     return 2 * per_byte * sum(info.nbytes for info in tensors.values())
 
 
-def _time_on_text(
-    plan: ConversionPlan,
-    texts: CalibrationTexts,
-    *,
-    shares_channels: bool,
-    evaluation_set: EvaluationSet,
-    progress: Progress,
-) -> dict[str, float]:
+def _time_on_text(plan: ConversionPlan, inputs: ConversionInputs, *, shares_channels: bool) -> dict[str, float]:
     """The seconds of each stage: a layer takes a fixed time, and more for each window and each step of its descent.
 
     Several processes share the windows, so that as many more windows are timed.
     """
-    windows = open_calibration(plan, texts)
+    progress, windows = inputs.progress, open_calibration(plan, inputs.texts)
     progress("estimating", 1, _PARTS)
     nothing = torch.zeros(1, 1, _TOKENS, 8)
     attend(nothing, nothing, nothing, is_causal=True)  # the first call compiles kernels, or loads them
@@ -124,7 +101,7 @@ def _time_on_text(
     sensitivity_count = len(sensitivity_windows(plan.before, windows))
     backward = _time_sensitivity(model, windows.ids[:1]) if "sensitivity" in plan.stages else 0.0
     processes = process_count()
-    evaluating = _time_evaluation(plan, evaluation_set, model)
+    evaluating = _time_evaluation(plan, inputs.evaluation_set, model)
     progress("estimating", 2, _PARTS)
     with temporary_folder() as folder:
         sample = windows[torch.arange(_WINDOWS * processes) % len(windows)]
@@ -148,7 +125,7 @@ def _time_on_text(
         # On average half of all layers run behind a layer that is tried; a timed window is two streams. With codes,
         # two streams of every piece do, and else one of one.
         streams = 2 * min(1 + PIECES, windows.held) if plan.spends_bytes else 1
-        later_windows = streams * layers / 4 * min(TOKENS / windows.width, 1.0)
+        later_windows = streams * layers / 4 * min(TRIAL_TOKENS / windows.width, 1.0)
         by_layer = _TRIALS * solving + by_window * (sensitivity_count + later_windows)
         if plan.spends_bytes:
             by_layer += coding  # codes of a few numbers of bits on a little text take about as long

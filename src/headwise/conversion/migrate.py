@@ -13,7 +13,7 @@ from headwise.base.disk import storage_errors
 from headwise.base.documents import MIGRATION, as_document, finite
 from headwise.base.jobs import ANY_RUN, Job, remembered, write_file
 from headwise.base.options import HealOptions, takes_options
-from headwise.base.options.migrate import MigrateOptions
+from headwise.base.options.convert import MigrateOptions
 from headwise.base.processes import process_count
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
@@ -27,8 +27,12 @@ from headwise.costs.formulas.model import cache_bytes_per_token
 from headwise.costs.formulas.target import target_options
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.measure.evaluation import Evaluation
-from headwise.measure.evaluation.beside_source import NOT_EVALUATED, refuse_no_evaluation_set
-from headwise.measure.evaluation.plain_cache import bfloat16_bytes, served_bytes
+from headwise.measure.evaluation.beside_source import (
+    NOT_EVALUATED,
+    bfloat16_bytes,
+    refuse_no_evaluation_set,
+    served_bytes,
+)
 from headwise.measure.texts import (
     check_texts,
     named_texts,
@@ -239,10 +243,8 @@ class _Run:
         if abs(exact.loss) > exactly:
             self._remove(exact)
             self._file(FULL).unlink()
-            rule = (
-                f"must be within {exactly:g} where the cache is not smaller: the evaluation measures something else"
-            )
-            raise CheckpointError("loss", f"{exact.loss:.4g}", rule)
+            rule = f"must be within {exactly:g} where the cache is not smaller"
+            raise CheckpointError("loss", f"{exact.loss:.4g}", f"{rule}: the evaluation measures something else")
         tried = [exact]
         chosen: Step | None = None
         ended = set()
@@ -301,7 +303,8 @@ class _Run:
         )
 
     def _known(self, target: str, *, healed: bool = False) -> dict[str, Any]:
-        return remembered(self._file(target, healed=healed), partial(self._make, target, healed=healed))
+        file, make = self._file(target, healed=healed), partial(self._make, target, healed=healed)
+        return remembered(file, ("loss", "kl", "bytes", "reference"), make)
 
     def _make(self, target: str, *, healed: bool) -> dict[str, Any]:
         """Make the folder of a size where it is missing; return what was measured of it."""
@@ -319,36 +322,20 @@ class _Run:
 
         return kept_model(folder, self.runs[healed], make)
 
+    @property
+    def _alike(self) -> dict[str, Any]:
+        """The keywords of every conversion and every training."""
+        evaluated = {"evaluate": self.options.evaluate, "evaluation_windows": self.options.evaluation_windows}
+        return evaluated | {"device": self.options.device, "overwrite": True, "progress": self.progress}
+
     def _converted(self, target: str, folder: Path) -> Evaluation:
-        options = self.options
-        lossy = {"calibrate": options.calibrate, "calibration_tokens": options.calibration_tokens}
-        lossy |= {"calibration_window": options.calibration_window}
-        report = convert(
-            self.source,
-            folder,
-            **target_options(target),
-            **({} if target == FULL else lossy),
-            device=options.device,
-            evaluate=options.evaluate,
-            evaluation_windows=options.evaluation_windows,
-            overwrite=True,
-            progress=self.progress,
-        )
+        names = () if target == FULL else ("calibrate", "calibration_tokens", "calibration_window")
+        calibrated = {name: getattr(self.options, name) for name in names}
+        report = convert(self.source, folder, **target_options(target), **calibrated, **self._alike)
         return _evaluation(report.evaluation, target, report.notes)
 
     def _healed(self, target: str, folder: Path) -> Evaluation:
-        options = self.options
         self._make(target, healed=False)
-        report = heal(
-            self._folder(target, healed=False),
-            folder,
-            teacher=self.source,
-            text=options.calibrate,
-            tokens=options.heal_tokens,
-            device=options.device,
-            evaluate=options.evaluate,
-            evaluation_windows=options.evaluation_windows,
-            overwrite=True,
-            progress=self.progress,
-        )
+        trained = {"teacher": self.source, "text": self.options.calibrate, "tokens": self.options.heal_tokens}
+        report = heal(self._folder(target, healed=False), folder, **trained, **self._alike)
         return _evaluation(report.after, target, report.notes)

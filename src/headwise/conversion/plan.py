@@ -14,9 +14,15 @@ from headwise.base.options import ConvertOptions
 from headwise.conversion.codes import whole_shares
 from headwise.conversion.methods import Method, choose_method
 from headwise.conversion.solvers.device import CPU, to_device
-from headwise.conversion.solvers.layer import NORM_EPS, Layer
-from headwise.conversion.solvers.statistics import KEY_WEIGHT
-from headwise.conversion.solvers.target import LONGEST, LayerTarget
+from headwise.conversion.solvers.layer import (
+    KEY_WEIGHT,
+    LONGEST,
+    NORM_EPS,
+    Layer,
+    LayerTarget,
+    grouped_spec,
+    latent_spec,
+)
 from headwise.costs.formulas import formulas
 from headwise.costs.formulas.target import Target, code_bytes, convert_spec, refuse_codes, refuse_latent
 from headwise.errors import ArgumentError
@@ -157,15 +163,11 @@ class ConversionPlan:
         spec = (self.after.cross_layers if place.cross else self.after.layers)[place.index]
         assert isinstance(spec, GroupedSpec | LatentSpec)
         if self.bias_free:
-            assert isinstance(spec, LatentSpec)
+            spec = latent_spec(spec)
             spec = as_latent(self.before.layers[place.index], spec.kv_lora_rank - 1, spec.qk_rope_head_dim)
-        return LayerTarget(
-            spec,
-            key_weight=KEY_WEIGHT if self.key_weights is None else self.key_weights[place.index],
-            rotary_channels=self.rotary_channels,
-            mixes_heads=self.mixes_heads,
-            longest=min(LONGEST, self.before.max_position_embeddings or LONGEST),
-        )
+        key_weight = KEY_WEIGHT if self.key_weights is None else self.key_weights[place.index]
+        longest = min(LONGEST, self.before.max_position_embeddings or LONGEST)
+        return LayerTarget(spec, key_weight, self.rotary_channels, self.mixes_heads, longest)
 
     def resized(self, sizes: Sequence[LayerSize]) -> ConversionPlan:
         """The plan with another size for each MLA layer."""
@@ -178,10 +180,6 @@ class ConversionPlan:
         if self.bits is not None:
             counts = tuple(_code_bytes(self.bits, size.rank + size.rotary) for size in sizes)
         return replace(self, after=after, key_weights=key_weights, token_bytes=counts or None)
-
-    def sharing(self, rotary_channels: Tensor | None) -> ConversionPlan:
-        """The plan with one list of rotary channels for all layers."""
-        return replace(self, rotary_channels=rotary_channels)
 
 
 def make_plan(
@@ -217,12 +215,8 @@ def make_plan(
     _ = checkpoint.family  # refuses a family without a file by name
     after = convert_spec(before, target)
     if target.has_constant and after.mechanism == "mla":
-        after = replace(
-            after,
-            layers=tuple(
-                _with_constant(*pair, target, bias_free) for pair in zip(before.layers, after.layers, strict=True)
-            ),
-        )
+        pairs = zip(before.layers, after.layers, strict=True)
+        after = replace(after, layers=tuple(_with_constant(*pair, target, bias_free) for pair in pairs))
     check_complete(checkpoint)  # before anything as large as the config claims is built
     plan = ConversionPlan(
         checkpoint=checkpoint,
@@ -250,14 +244,11 @@ def _with_constant(source: AttentionSpec, layer: AttentionSpec, target: Target, 
     Raises:
         ArgumentError: the latent has no channel besides the constant.
     """
-    assert isinstance(layer, LatentSpec)
-    rank, rotary = layer.kv_lora_rank, layer.qk_rope_head_dim
+    rank, rotary = latent_spec(layer).kv_lora_rank, latent_spec(layer).qk_rope_head_dim
     if target.kv_budget is not None and source.rope is not None:
-        assert isinstance(source, GroupedSpec)
-        rotary = min(rotary, source.rope.dim)
-        rank += layer.qk_rope_head_dim - rotary
+        rank, rotary = rank + max(rotary - source.rope.dim, 0), min(rotary, source.rope.dim)
         if target.block > 1:
-            rank, rotary = split_in_blocks(source, rank + rotary, target.block) or (rank, rotary)
+            rank, rotary = split_in_blocks(grouped_spec(source), rank + rotary, target.block) or (rank, rotary)
     if rank < 2:
         raise ArgumentError("kv_lora_rank", rank, "must be at least 2: one channel of the latent is a constant")
     solved = as_latent(source, rank - 1, rotary)
@@ -310,8 +301,7 @@ def _stages(plan: ConversionPlan, without: Collection[str], spread: bool) -> Ite
 
 def read_layer(checkpoint: Checkpoint, place: Place) -> Layer:
     """Read one attention layer of a model, by the layer's own names, in its stored dtype, to the block's device."""
-    spec = (checkpoint.spec.cross_layers if place.cross else checkpoint.spec.layers)[place.index]
-    assert isinstance(spec, GroupedSpec)
+    spec = grouped_spec((checkpoint.spec.cross_layers if place.cross else checkpoint.spec.layers)[place.index])
     was_hosted = str(checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
     state = checkpoint.family.read_attention(checkpoint.read, place.index, spec, cross=place.cross, hosted=was_hosted)
     state = {name: to_device(tensor) for name, tensor in state.items()}

@@ -1,35 +1,180 @@
-"""The report of a conversion, what it gains at a context, and the file that keeps it.
+"""The report of a conversion: what it gains at a context, plain quantisation beside it, and the file that keeps it.
 
-Gains and costs at a user's context are bytes of cache and of weights, and the work of a decode step. What a
-conversion measured of itself is a file of its folder, which `headwise advise --measured` reads.
+Gains and costs at a user's context are bytes of cache and of weights, and the work of a decode step. What plain
+quantisation of the source loses at about these bytes needs no conversion. What a conversion measured of itself is a
+file of its folder, which `headwise advise --measured` reads.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from headwise.base.documents import as_document, finite
 from headwise.base.options import ConvertOptions
+from headwise.base.progress import Progress, silent
 from headwise.conversion.budget.spread import Spread
-from headwise.conversion.output.card import parameters_of
-from headwise.conversion.output.formats import OutputFormat, StockReport
-from headwise.conversion.plain_comparison import PlainComparison
+from headwise.conversion.output.formats import StockReport
 from headwise.conversion.plan import ConversionPlan
-from headwise.costs.formulas import model as cost
 from headwise.costs.formulas.model import cache_bytes_per_token
 from headwise.costs.formulas.target import Target
-from headwise.costs.prediction import Pass, operators
+from headwise.costs.prediction import Pass, check_engine, operators
 from headwise.errors import HeadwiseError
 from headwise.measure.evaluation import Evaluation
-from headwise.models.checkpoints import TensorInfo, dtype_name
-from headwise.models.checkpoints.gguf import GgufCheckpoint
-from headwise.models.specs import ModelSpec, read_config
-from headwise.runtime.quantization import SINKS
-from headwise.runtime.quantization.transform_code import FILE
+from headwise.measure.evaluation.beside_source import (
+    EVALUATING,
+    SIMILAR_BYTES,
+    EvaluationSet,
+    bfloat16_bytes,
+    evaluate_result,
+    log_perplexity_margin,
+    nearest_formats,
+    served_bytes,
+)
+from headwise.models.checkpoints import Checkpoint, open_checkpoint
+from headwise.models.specs import ModelSpec
+
+COMPARING = "comparing with plain quantisation"
+"""The name of the stage, for progress."""
+
+Loses = Literal["less", "as much", "more"]
+"""What a format loses beside a conversion; as much where they differ by no more than chance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedFormat:
+    """The source with its cache in one of the field's formats, beside a conversion on the same text.
+
+    Attributes:
+        format: the format.
+        bytes_per_token: the bytes a token of the source's cache in this format.
+        loses: how the format's loss compares with the conversion's: less, as much or more, by
+            `headwise.measure.evaluation.beside_source.log_perplexity_margin`.
+        evaluation: the source with the format beside the source without it.
+    """
+
+    format: str
+    bytes_per_token: float
+    loses: Loses
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainComparison:
+    """A conversion beside its source with the cache in the nearest of the field's formats, on the same text.
+
+    Bytes are those that a cache allocates for an evaluation window, a token; numbers that are not in codes count as
+    bfloat16.
+
+    Attributes:
+        formats: the largest format that takes no more bytes than the conversion, and the smallest that takes more;
+            one of them where there is no other.
+        converted_bytes_per_token: the bytes a token of the conversion's cache.
+        source_bytes_per_token: the bytes a token of the source's cache as it is.
+        line: the comparison in words.
+    """
+
+    formats: tuple[ComparedFormat, ...]
+    converted_bytes_per_token: float
+    source_bytes_per_token: float
+    line: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The comparison as JSON-able values."""
+        return as_document(self)
+
+
+def compare_plain(
+    source: Checkpoint,
+    folder: Path,
+    evaluation_set: EvaluationSet,
+    evaluation: Evaluation,
+    *,
+    engine: str | None = None,
+    progress: Progress = silent,
+) -> PlainComparison | str | None:
+    """Evaluate the source with its cache in the formats that are nearest to a conversion's bytes, below and above.
+
+    Args:
+        source: the model that was converted.
+        folder: the converted model.
+        evaluation_set: the windows that the conversion was evaluated on.
+        evaluation: the evaluation of the conversion beside the source on these windows.
+        engine: the engine that is to run the result, with whose own caches the result is compared; None where it is
+            not known.
+        progress: the callback that is told of each window.
+
+    Returns:
+        The comparison; None where the conversion's cache is no smaller than the source's in bfloat16, or no format
+        suits the source; or a note why there is none.
+    """
+    tokens = evaluation.window
+    try:
+        own = bfloat16_bytes(source, tokens)
+        converted = served_bytes(open_checkpoint(folder), evaluation)
+        nearest = nearest_formats(source, tokens, converted, engine) if converted < own else {}
+    except HeadwiseError:  # a source whose layers cache something else
+        return None
+    name = evaluation.against or source.path  # as the user named it
+    formats: list[ComparedFormat] = []
+
+    def comparing(stage: str, done: int, total: int) -> None:
+        if stage == EVALUATING:
+            stage, done, total = COMPARING, done + len(formats) * total, total * len(nearest)
+        progress(stage, done, total)
+
+    for spelling, taken in nearest.items():
+        plain = evaluate_result(
+            name, name, evaluation_set, comparing, cache=spelling, dtype=evaluation.dtype, device=evaluation.device
+        )
+        if isinstance(plain, str):
+            return plain
+        loses = _loses(plain, evaluation)
+        formats.append(ComparedFormat(format=spelling, bytes_per_token=taken, loses=loses, evaluation=plain))
+    if not formats:
+        return None
+    return PlainComparison(
+        formats=tuple(formats),
+        converted_bytes_per_token=converted,
+        source_bytes_per_token=own,
+        line=_line(formats, evaluation, converted, own, engine),
+    )
+
+
+def _loses(plain: Evaluation, converted: Evaluation) -> Loses:
+    """Whether the source with a format loses less than the conversion, as much or more, on the same text."""
+    assert plain.kl is not None
+    assert converted.kl is not None
+    gain = math.log(plain.perplexity / converted.perplexity)  # above 0 where the conversion loses less
+    chance = log_perplexity_margin(plain.kl, converted.kl, converted.tokens)
+    return "more" if gain > chance else "less" if gain < -chance else "as much"
+
+
+def _line(
+    formats: list[ComparedFormat], evaluation: Evaluation, converted: float, own: float, engine: str | None
+) -> str:
+    """The comparison in words; bytes are called the same only within a point of the source's cache."""
+    title = "" if engine is None else check_engine(engine).title
+    is_own = any(each.format.startswith(f"{engine}:") for each in formats)
+    caches = f"{title}'s own caches of the source" if is_own else "the source's plain formats"
+    if title and not is_own:
+        caches += f" (headwise computes none of {title}'s own)"
+    clauses: list[str] = []
+    for each in formats:
+        beyond = (each.bytes_per_token - converted) / own
+        where = "these" if abs(beyond) <= SIMILAR_BYTES else "more" if beyond > 0 else "fewer"
+        if where == "more" and not clauses:
+            clauses.append("none is so small")
+        loses = "as much, within chance," if each.loses == "as much" else each.loses
+        ratio = f"×{each.evaluation.perplexity_ratio:.3f} at {each.bytes_per_token / own:.1%}"
+        clauses.append(f"{each.format} loses {loses} at {where} bytes ({ratio})")
+    return (
+        f"this conversion has perplexity ×{evaluation.perplexity_ratio:.3f} at {converted / own:.1%} of a bfloat16 "
+        f"cache; of {caches}, {', and '.join(clauses)}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +213,7 @@ class Balance:
 
 
 def balance(
-    before: ModelSpec,
-    after: ModelSpec,
-    *,
-    context: int,
-    token_bytes: tuple[float, float],
-    weight_bytes: tuple[int, int],
+    before: ModelSpec, after: ModelSpec, context: int, token_bytes: tuple[float, float], weight_bytes: tuple[int, int]
 ) -> Balance | None:
     """Weigh a conversion.
 
@@ -90,9 +230,7 @@ def balance(
     if not token_bytes[0]:
         return None
     found = Balance(
-        context=context,
-        cache_bytes=(context * token_bytes[0], context * token_bytes[1]),
-        weight_bytes=weight_bytes,
+        context=context, cache_bytes=(context * token_bytes[0], context * token_bytes[1]), weight_bytes=weight_bytes
     )
     try:
         (flops, read), (later_flops, later_read) = (
@@ -187,79 +325,6 @@ class Conversion:
         return as_document(self)
 
 
-def describe(
-    plan: ConversionPlan,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, TensorInfo],
-    *,
-    source: str,
-    output: str,
-    seconds: float,
-    notes: Sequence[str],
-    code_bytes: int | None = None,
-) -> Conversion:
-    """Make the report of a result; the fields of `Conversion` with defaults are left to the caller.
-
-    Args:
-        plan: the plan of the conversion.
-        config: the result's config.
-        tensors: the result's tensors.
-        source: the source, as the user named it.
-        output: the folder of the result.
-        seconds: the seconds that it took.
-        notes: notes for the user.
-        code_bytes: cache bytes a token, all layers, of a cache that is stored in codes; None without codes.
-    """
-    after, dtype = read_config(config), dtype_name(plan.dtype)
-    return Conversion(
-        source=source,
-        output=output,
-        model_type=config["model_type"],
-        mechanism=after.mechanism,
-        label=after.label,
-        method=plan.method.spelling,
-        dtype=dtype,
-        kv_bytes_per_token_before=cost.cache_bytes_per_token(plan.before, dtype),
-        kv_bytes_per_token_after=cost.cache_bytes_per_token(after, dtype) if code_bytes is None else code_bytes,
-        coded=code_bytes is not None,
-        parameters_before=parameters_of(plan.checkpoint.tensors),
-        parameters_after=parameters_of(tensors),
-        disk_bytes=sum(info.nbytes for info in tensors.values()),
-        seconds=seconds,
-        notes=tuple(notes),
-    )
-
-
-def notes_before(
-    plan: ConversionPlan, *, is_calibrated: bool, tokens: int | None, output_format: OutputFormat
-) -> list[str]:
-    """The notes for the user that do not depend on the result.
-
-    Args:
-        plan: the plan of the conversion.
-        is_calibrated: whether there is a calibration text, or statistics.
-        tokens: the number of calibration tokens; None before they are read.
-        output_format: the format of the folder.
-    """
-    notes = list(plan.checkpoint.notes)
-    inputs = plan.before.hidden_size
-    if not is_calibrated and not plan.is_exact and plan.method.uses_text:
-        notes.append("no calibration text: converting by weights alone costs quality; name a text with calibrate")
-    if is_calibrated and plan.is_exact:
-        notes.append("this size is lossless: calibration was not needed")
-    elif is_calibrated and tokens is not None and tokens <= inputs:
-        notes.append(f"only {tokens} calibration tokens for layers of {inputs} inputs: too few for good quality")
-    if plan.token_bytes is not None:
-        notes.append(
-            f"headwise.load stores the cache in codes, which {FILE} describes; each sequence's first {SINKS} tokens "
-            "are stored in bfloat16. Other programs store all values as they are"
-        )
-    notes += output_format.notes(plan)
-    if isinstance(plan.checkpoint, GgufCheckpoint) and plan.checkpoint.quantization is not None:
-        notes.append(f"the source is dequantised from {plan.checkpoint.quantization}")
-    return notes
-
-
 def measured_json(plan: ConversionPlan, target: Target, options: ConvertOptions, report: Conversion) -> str | None:
     """A frontier's JSON with one point, this conversion's; None where nothing was measured, or it has no spelling.
 
@@ -282,10 +347,5 @@ def measured_json(plan: ConversionPlan, target: Target, options: ConvertOptions,
         "perplexity_ratio": evaluation.perplexity_ratio,
         "kl": evaluation.kl,
     }
-    document = {
-        "label": plan.before.label,
-        "tokens": evaluation.tokens,
-        "window": evaluation.window,
-        "points": [point],
-    }
-    return json.dumps(finite(document), indent=1) + "\n"
+    document = {"label": plan.before.label, "tokens": evaluation.tokens, "window": evaluation.window}
+    return json.dumps(finite(document | {"points": [point]}), indent=1) + "\n"

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from torch import Tensor
 from headwise.base.disk import storage_errors, write_whole
 from headwise.base.processes import all_sum, barrier, process_index
 from headwise.conversion.plan import Place
-from headwise.conversion.solvers.device import CPU, to_device
+from headwise.conversion.solvers.device import CPU, Stopwatch, to_device
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints import dtype_name
 from headwise.models.checkpoints.writer import tensor_bytes
@@ -70,7 +68,6 @@ class Activations:
     ) -> None:
         self.folder, self.streams, self.shape, self.dtype = folder, streams, shape, dtype
         self._about = {"run": run, "streams": list(streams), "shape": list(shape), "dtype": dtype_name(dtype)}
-        self._window_bytes = shape[1] * shape[2] * dtype.itemsize
         with storage_errors("activations", self.folder, "prepared"):
             folder.mkdir(parents=True, exist_ok=True)
             self.layer = self._last_commit()
@@ -92,11 +89,7 @@ class Activations:
         assert self.layer is not None, "nothing was committed yet"
         assert 0 <= start < stop <= len(self), (start, stop)
         states = torch.empty(stop - start, *self.shape[1:], dtype=self.dtype, device=CPU)
-        with storage_errors("activations", self.folder, "read"), self._file(stream, self.layer).open("rb") as file:
-            file.seek(start * self._window_bytes)
-            if file.readinto(_bytes(states)) != states.nbytes:
-                raise CheckpointError("activations", str(self.folder), "are cut short")
-        return to_device(states)
+        return _read(self._file(stream, self.layer), start, states, self.folder)
 
     def write(self, stream: str, start: int, states: Tensor) -> None:
         """Write the next layer's outputs of the windows from ``start`` on, ``[n, W, E]``.
@@ -106,14 +99,8 @@ class Activations:
         """
         assert states.shape[1:] == self.shape[1:], (states.shape, self.shape)
         assert 0 <= start <= start + len(states) <= len(self), (start, len(states))
-        path = self._file(stream, self._next)
-        with (
-            storage_errors("activations", self.folder),
-            os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file,
-        ):
-            file.seek(start * self._window_bytes)
-            file.write(_bytes(states.detach().to(CPU, self.dtype).contiguous()))
-            self._written.update((stream, window) for window in range(start, start + len(states)))
+        _write(self._file(stream, self._next), start, states.to(self.dtype), self.folder)
+        self._written.update((stream, window) for window in range(start, start + len(states)))
 
     def commit(self) -> None:
         """Make the outputs the next layer's inputs: a run that is killed after this continues from here.
@@ -177,7 +164,6 @@ class Spill:
 
     def __init__(self, path: Path, shape: tuple[int, int, int]) -> None:
         self.path, self.shape = path, shape
-        self._bytes = shape[1] * shape[2] * 4
 
     def write(self, window: int, states: Tensor) -> None:
         """Write one window ``[W, E]``.
@@ -185,12 +171,7 @@ class Spill:
         Raises:
             StorageError: the disk is full, or the file cannot be written.
         """
-        with (
-            storage_errors("activations", self.path),
-            os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file,
-        ):
-            file.seek(window * self._bytes)
-            file.write(_bytes(states.detach().to(CPU, torch.float32).contiguous()))
+        _write(self.path, window, states[None].float(), self.path)
 
     def read(self, window: int) -> Tensor:
         """Read one window ``[W, E]``.
@@ -199,12 +180,27 @@ class Spill:
             CheckpointError: the file is cut short.
             StorageError: the file cannot be read.
         """
-        states = torch.empty(self.shape[1:], device=CPU)
-        with storage_errors("activations", self.path, "read"), self.path.open("rb") as file:
-            file.seek(window * self._bytes)
-            if file.readinto(_bytes(states)) != states.nbytes:
-                raise CheckpointError("activations", str(self.path), "are cut short")
-        return to_device(states)
+        return _read(self.path, window, torch.empty(1, *self.shape[1:], device=CPU), self.path)[0]
+
+
+def _write(file: Path, start: int, states: Tensor, place: Path) -> None:
+    """Write windows ``[n, W, E]`` into a file from the one numbered ``start`` on; ``place`` is named in errors."""
+    states = states.detach().to(CPU).contiguous()
+    with (
+        storage_errors("activations", place),
+        os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as opened,
+    ):
+        opened.seek(start * states[0].nbytes)
+        opened.write(_bytes(states))
+
+
+def _read(file: Path, start: int, states: Tensor, place: Path) -> Tensor:
+    """Fill windows ``[n, W, E]`` from a file, from the one numbered ``start`` on; ``place`` is named in errors."""
+    with storage_errors("activations", place, "read"), file.open("rb") as opened:
+        opened.seek(start * states[0].nbytes)
+        if opened.readinto(_bytes(states)) != states.nbytes:
+            raise CheckpointError("activations", str(place), "are cut short")
+    return to_device(states)
 
 
 def _bytes(tensor: Tensor) -> Any:
@@ -336,13 +332,12 @@ class LayerStore:
         folder: the folder of the files, such as one within `FolderWriter.work`; None to save nothing.
 
     Attributes:
-        read_seconds: the seconds spent on reading.
-        write_seconds: the seconds spent on writing.
+        seconds: the seconds spent on ``reading`` and on ``writing``.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._files = {} if folder is None else {False: LayerFiles(folder), True: LayerFiles(folder / "cross")}
-        self.read_seconds = self.write_seconds = 0.0
+        self.seconds = Stopwatch()
 
     def save(self, layer: ConvertedLayer) -> None:
         """Save a layer; when this returns, it is on disk.
@@ -355,14 +350,14 @@ class LayerStore:
             if layer.code is not None:
                 parts, about["code"] = code_tensors(layer.code)
                 tensors |= {_CODE + name: tensor for name, tensor in parts.items()}
-            with self._timed("write_seconds"):
+            with self.seconds.timed("writing"):
                 self._files[layer.place.cross].save(layer.place.index, tensors, about)
 
     def load(self, place: Place) -> ConvertedLayer | None:
         """A saved layer; None if it was not saved or is damaged."""
         if not self._files:
             return None
-        with self._timed("read_seconds"):
+        with self.seconds.timed("reading"):
             result = self._files[place.cross].load(place.index)
         if result is None:
             return None
@@ -376,11 +371,3 @@ class LayerStore:
     def about(self, place: Place) -> dict[str, Any]:
         """A saved layer's measurements; empty if it was not saved."""
         return (self._files[place.cross].about(place.index) if self._files else None) or {}
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, name, getattr(self, name) + time.perf_counter() - start)

@@ -17,10 +17,17 @@ from torch import Tensor
 from headwise.base.processes import barrier, entered_first, process_index
 from headwise.base.progress import Progress, silent
 from headwise.conversion.budget.spread import Spread, choose_shared_channels, compare_own_channels, find_spread
-from headwise.conversion.calibration.base import NOTHING_KNOWN, Calibrator
-from headwise.conversion.calibration.candidates import Candidate, Step, select
+from headwise.conversion.calibration.candidates import (
+    NOTHING_KNOWN,
+    Calibrator,
+    Candidate,
+    Step,
+    coded,
+    descended,
+    refitted,
+    select,
+)
 from headwise.conversion.calibration.saved import SavedCalibrator
-from headwise.conversion.calibration.steps import coded, descended, refitted
 from headwise.conversion.calibration.text import TextCalibrator, start_on_text
 from headwise.conversion.output.formats import OutputFormat, StockReport, logits_difference
 from headwise.conversion.output.layout import OutputLayout
@@ -62,13 +69,8 @@ def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStor
     steps = later_steps(plan, place, evidence.statistics, on_text=data is not None)
     best, about = select(solved, steps, data)
     layer = best.layer
-    converted = ConvertedLayer(
-        place,
-        layout.stored(place, layer),
-        layer.channels,
-        about | channel_losses,
-        None if layer.code is None else layer.code.to(CPU),
-    )
+    code = None if layer.code is None else layer.code.to(CPU)
+    converted = ConvertedLayer(place, layout.stored(place, layer), layer.channels, about | channel_losses, code)
     # On disk before the streams pass it: a run that goes on behind a layer reads it from there.
     if process_index() == 0:
         store.save(converted)
@@ -170,7 +172,7 @@ def convert_along(layout: OutputLayout, calibrator: Calibrator) -> None:
             convert_layer(layout, calibrator, LayerStore(None), place)
 
 
-TOKENS = 512
+COMPARED_TOKENS = 512
 """The number of tokens that the two formats of an exported folder are compared on."""
 
 SHARED_CHANNELS, CALIBRATED = "shared-channels", "calibrated"
@@ -179,7 +181,7 @@ the number of calibration tokens with the losses of sharing channels, once the f
 complete."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ConversionInputs:
     """The inputs of a conversion other than its source.
 
@@ -239,10 +241,8 @@ class WrittenFolder:
 
     def notes(self) -> list[str]:
         """The notes for the user about the format and the allocation of the cache."""
-        return [
-            *([] if self.stock is None else self.stock.notes()),
-            *([] if self.spread is None else [self.spread.note]),
-        ]
+        stock = [] if self.stock is None else self.stock.notes()
+        return stock if self.spread is None else [*stock, self.spread.note]
 
 
 def write_folder(
@@ -275,8 +275,8 @@ def write_folder(
         tensors=layout.tensors,
         tokens=calibrator.tokens,
         window=calibrator.window,
-        read_seconds=store.read_seconds + calibrator.read_seconds,
-        write_seconds=store.write_seconds,
+        read_seconds=store.seconds["reading"] + calibrator.read_seconds,
+        write_seconds=store.seconds["writing"],
         spread=spread,
         code_bytes=code_bytes,
     )
@@ -318,9 +318,11 @@ def _write_exported(
         with entered_first(FolderWriter(folder, OutputLayout(plan).tensors, run=inputs.run, overwrite=True)) as inner:
             calibrator = inputs.start_calibrator(plan, inner)
             channels = _shared_channels(plan, calibrator, results, inputs.progress, output_format)
-            _, store, _ = _fill(OutputLayout(plan.sharing(channels)), inner, calibrator, inputs.progress)
-            read_seconds = store.read_seconds + calibrator.read_seconds
-            write_seconds = store.write_seconds + inner.write_seconds
+            _, store, _ = _fill(
+                OutputLayout(replace(plan, rotary_channels=channels)), inner, calibrator, inputs.progress
+            )
+            read_seconds = store.seconds["reading"] + calibrator.read_seconds
+            write_seconds = store.seconds["writing"] + inner.write_seconds
             if process_index() == 0:
                 losses = _channel_losses(plan, store) if calibrator.is_sequential else {}
                 results.save(CALIBRATED, {}, {"tokens": calibrator.tokens, "window": calibrator.window, **losses})
@@ -348,11 +350,7 @@ def _write_exported(
 
 
 def _shared_channels(
-    plan: ConversionPlan,
-    calibrator: Calibrator,
-    results: LayerFiles,
-    progress: Progress,
-    output_format: OutputFormat,
+    plan: ConversionPlan, calibrator: Calibrator, results: LayerFiles, progress: Progress, output_format: OutputFormat
 ) -> Tensor | None:
     """The channels that all layers share, chosen once; None where layers keep all channels."""
     if plan.is_exact or plan.after.mechanism != "mla":
@@ -384,6 +382,6 @@ def _compared(
     if not evaluation_set:
         return report
     (text, windows), *_ = evaluation_set
-    ids = windows[:1, :TOKENS]
+    ids = windows[:1, :COMPARED_TOKENS]
     difference = logits_difference(own_format, open_checkpoint(writer.folder), ids, device)
     return replace(report, text=text, tokens=ids.numel(), logits_difference=difference)

@@ -105,12 +105,7 @@ def served_by(target: str, model: ModelSpec) -> str:
 
 
 def commands(
-    target: str,
-    convert_to: str | None,
-    model: ModelSpec,
-    source: str,
-    engine: str | None,
-    step: Pass | None = None,
+    target: str, convert_to: str | None, model: ModelSpec, source: str, engine: str | None, step: Pass | None = None
 ) -> tuple[str, ...]:
     """The command lines that serve an option, one after the other; none where headwise knows of no engine.
 

@@ -22,9 +22,8 @@ from headwise.conversion.calibration.windows import repeating_pieces
 from headwise.conversion.methods import Evidence, LatentMethod
 from headwise.conversion.plan import Place, read_layer
 from headwise.conversion.solvers.latent import convert_to_latent, narrowed
-from headwise.conversion.solvers.layer import Layer, State, rotation_tables
-from headwise.conversion.solvers.statistics import KEY_WEIGHT, Statistics, statistics_of
-from headwise.conversion.solvers.target import LayerTarget
+from headwise.conversion.solvers.layer import KEY_WEIGHT, Layer, LayerTarget, State, rotation_tables
+from headwise.conversion.solvers.statistics import Statistics, statistics_of
 from headwise.conversion.storage import LayerFiles
 from headwise.models.checkpoints import open_checkpoint
 from headwise.models.specs import GroupedSpec, LatentSpec, RopeSpec, as_latent

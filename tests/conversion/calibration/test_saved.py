@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,23 @@ def source(tmp_path: Path) -> Path:
 def statistics(source: Path, text: Path, tmp_path: Path) -> Path:
     headwise.calibrate(source, tmp_path / "statistics", calibrate=text, calibration_tokens=512)
     return tmp_path / "statistics"
+
+
+def test_a_disk_without_room_for_what_enters_layers_is_refused(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"calibrate": text, "calibration_tokens": 512}
+    with monkeypatch.context() as patch:
+        stop_at(patch, LayerFiles, "save", 3, after=True)  # the first layer's statistics
+        with pytest.raises(StoppedError):
+            headwise.calibrate(source, tmp_path / "stopped", **options)
+    (work,) = tmp_path.glob(".stopped.*")
+    taken = sum(file.stat().st_size for file in work.rglob("*") if file.suffix in (".activations", ".spill"))
+    for missing in (1, 0):
+        free = 64 * 1024**2 + taken - missing
+        monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: type("Usage", (), {"free": free}))
+        with pytest.raises(headwise.StorageError, match="of disk and") if missing else nullcontext():
+            headwise.calibrate(source, tmp_path / "again", **options)
 
 
 def layers_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import headwise
-from headwise.conversion.calibration.candidates import Candidate, select
-from headwise.conversion.calibration.sensitivity import drawn_labels, output_sensitivities
-from headwise.conversion.calibration.steps import descended, descent_steps, refitted
+from headwise.conversion.calibration.candidates import Candidate, descended, descent_steps, refitted, select
+from headwise.conversion.calibration.source import drawn_labels, output_sensitivities
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.calibration.windows import plain_windows
 from headwise.conversion.plan import Place, read_layer
@@ -136,7 +135,7 @@ def test_sensitivities_are_the_models_own_derivatives(
     """Sensitivities layer by layer equal those of one backward pass through the whole model; in bfloat16, nearly."""
     monkeypatch.setattr("headwise.conversion.solvers.device.QUICK", quick)
     # Drawn from the model, some labels would depend on the rounding.
-    monkeypatch.setattr("headwise.conversion.calibration.sensitivity.drawn_labels", any_labels)
+    monkeypatch.setattr("headwise.conversion.calibration.source.drawn_labels", any_labels)
     torch.manual_seed(3)
     folder = save_tiny(tmp_path / "tiny", "llama")
     model = LayerwiseModel(open_checkpoint(folder), torch.float32)
@@ -327,7 +326,7 @@ def test_the_ridge_of_a_refit_is_the_best_on_held_out_windows(
     worst_first = tuple(RIDGES[index] for index in losses[:, 0].argsort(descending=True).tolist())
     for name, ridges in (("reordered", worst_first), ("one", worst_first[-1:])):
         tried.clear()
-        monkeypatch.setattr("headwise.conversion.calibration.steps.RIDGES", ridges)
+        monkeypatch.setattr("headwise.conversion.calibration.candidates.RIDGES", ridges)
         headwise.convert(source, tmp_path / name, **options, without=("refine",))
     (alone,) = tried.values()
     assert alone[0] == losses[:, 0].min()
@@ -371,7 +370,7 @@ def test_what_is_worse_on_held_out_text_is_not_kept(tmp_path: Path, monkeypatch:
     def spoil(layer: Layer, *_: Any, **__: Any) -> Layer:
         return Layer(layer.spec, {name: torch.randn_like(tensor) for name, tensor in layer.state.items()})
 
-    monkeypatch.setattr("headwise.conversion.calibration.steps.descend", spoil)
+    monkeypatch.setattr("headwise.conversion.calibration.candidates.descend", spoil)
     _, data = calibrator.collect(Place(0), source)
     near = {name: tensor * 1.01 for name, tensor in source.state.items()}
     best, about = select(Layer(source.spec, near), {"refine": descended}, data)

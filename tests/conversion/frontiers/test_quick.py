@@ -19,7 +19,7 @@ from headwise.measure.evaluation.scoring import score_window
 from headwise.measure.texts.windows import token_windows
 from headwise.models.checkpoints import load_tokenizer, open_checkpoint
 from headwise.runtime.hf import default_cache, load
-from headwise.runtime.quantization.formats import ENGINES
+from headwise.runtime.quantization.formats import ENGINE_FORMATS
 from tests.conversion.frontiers.test_run import OTHER, TEXT
 from tests.real_models import save_tiny
 from tests.tiny_families import FAMILIES, save_family
@@ -73,7 +73,7 @@ def test_every_format_is_predicted_or_named_as_left_out(place: Path) -> None:
     assert json.loads(json.dumps(result.to_dict()))["points"][0]["target"] == result.points[0].target
     names = {point.target for point in result.points}
     left_out = " ".join(result.notes)
-    engines = {f"{engine}:{name}" for engine, formats in ENGINES.items() for name in formats}
+    engines = {f"{engine}:{name}" for engine, formats in ENGINE_FORMATS.items() for name in formats}
     engines |= {f"{engine.name}:{cache.name}" for engine in SERVING_ENGINES.values() for cache in engine.caches}
     for name in engines | {"int8", "int4", "int3", "int2", "int4+hadamard", "fp8", "kivi4", "kivi3", "kivi2"}:
         assert (name in names) != (name in left_out.replace(",", "").split()), name

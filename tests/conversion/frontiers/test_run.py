@@ -19,7 +19,7 @@ import headwise
 from headwise.conversion.frontiers import run as results
 from headwise.measure.texts.calibration import CalibrationTexts, open_windows
 from headwise.models.checkpoints import open_checkpoint
-from headwise.runtime.quantization.kivi import KiviCode
+from headwise.runtime.quantization.groups import KiviCode
 from tests.conversion.test_resumed import StoppedError
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family

@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 
 import headwise
 from headwise.conversion import export_gguf
-from headwise.conversion.healing.engine_format import round_in_training, trained_format
-from headwise.conversion.healing.state import TrainingState
+from headwise.conversion.healing.optimizer import TrainingState
+from headwise.conversion.healing.trained import round_in_training, trained_format
 from headwise.errors import HeadwiseError
 from headwise.models.checkpoints import open_checkpoint
 from headwise.runtime.hf import default_cache
 from headwise.runtime.kernels import attend
+from headwise.runtime.kernels.mask import Scoring
 from headwise.runtime.quantization.codec import Stored
 from headwise.runtime.quantization.formats import parse_format
 from tests.byte_level import save_byte_level
@@ -83,7 +84,7 @@ def test_what_is_trained_on_is_what_the_cache_gives_back(spelling: str) -> None:
     code = parse_format(spelling).interleaved()  # type: ignore[union-attr]
     query, key, value = torch.randn(2, 4, 5, 64), torch.randn(2, 2, 5, 64), torch.randn(2, 2, 5, 64)
     stored = Stored(code.encode(key, value), (64, 64), torch.float32)
-    wanted = code.attend(query, stored, None, True, 0.125)
+    wanted = code.attend(query, stored, Scoring(None, True, 0.125))
     for states in (query, key, value):
         states.requires_grad_()
     rounded = code.rounded(query, key, value)

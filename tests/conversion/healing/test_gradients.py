@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import headwise
 from headwise.conversion.healing.loop import add_gradients
-from headwise.conversion.healing.optimizer import Muon
-from headwise.conversion.healing.state import TrainingState
+from headwise.conversion.healing.optimizer import Muon, TrainingState
 from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.real_models import save_tiny
 from tests.threads import four_threads

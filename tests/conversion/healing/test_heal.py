@@ -21,8 +21,8 @@ from headwise.base.options import HealOptions
 from headwise.conversion import export_gguf
 from headwise.conversion.healing import loop
 from headwise.conversion.healing.objective import StoredTeacher
+from headwise.conversion.healing.optimizer import TrainingState
 from headwise.conversion.healing.report import CONVERSION
-from headwise.conversion.healing.state import TrainingState
 from headwise.errors import CheckpointError, HeadwiseError
 from tests.byte_level import save_byte_level
 from tests.conversion.test_resumed import StoppedError, stop_at

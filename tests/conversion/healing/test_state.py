@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.conversion.healing.state import Progressed, TrainingState
+from headwise.conversion.healing.optimizer import Progressed, TrainingState
 from headwise.conversion.storage import LayerFiles
 from tests.conversion.test_resumed import StoppedError, stop_at
 

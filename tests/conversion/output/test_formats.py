@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from headwise.base.progress import silent
 from headwise.conversion import parse_target
 from headwise.conversion.budget import spread as shared_channels
 from headwise.conversion.budget.spread import choose_shared_channels, rotary_losses
-from headwise.conversion.calibration.base import NOTHING_KNOWN
+from headwise.conversion.calibration.candidates import NOTHING_KNOWN
 from headwise.conversion.output import formats
 from headwise.conversion.output.formats import logits_difference
 from headwise.conversion.output.layout import OutputLayout
@@ -61,6 +62,42 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     return out
 
 
+WITHOUT_HEADWISE = """
+import json, sys
+sys.modules["headwise"] = None
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+for line in sys.stdin:
+    folder, ids, said = json.loads(line)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor(ids)
+    made = model.generate(ids, max_new_tokens=16, do_sample=False)
+    torch.save([type(model).__name__, model(ids).logits.detach(), made], said)
+    print("done", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def without_headwise(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """A process in which headwise cannot be imported, which loads one folder after another."""
+    log = tmp_path_factory.mktemp("without") / "log"
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", WITHOUT_HEADWISE, str(log)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            bufsize=1,
+        ) as process,
+    ):
+        yield process
+        process.kill()
+
+
 def plan_of(source: Path, budget: float = 0.5) -> ConversionPlan:
     return make_plan(open_checkpoint(source), parse_target("mla", kv_budget=budget))
 
@@ -76,6 +113,7 @@ def test_it_loads_where_headwise_cannot_be_imported(
     text: Path,
     tmp_path: Path,
     ids: torch.Tensor,
+    without_headwise: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = save_tiny(tmp_path / "source", model_type)
@@ -91,20 +129,10 @@ def test_it_loads_where_headwise_cannot_be_imported(
     done = headwise.convert(source, tmp_path / "out", **STOCK | form, **calibrate)
     label = "MLA 19 + 6" if form["format"] == "deepseek-longrope" else "MLA 18 + 6"
     assert (done.model_type, done.label) == ("deepseek_v3", label)
-    code = f"""
-import sys
-sys.modules["headwise"] = None
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "out")!r}, dtype=torch.float32)
-AutoTokenizer.from_pretrained({str(tmp_path / "out")!r})
-ids = torch.tensor({ids.tolist()})
-made = model.generate(ids, max_new_tokens=16, do_sample=False)
-torch.save([type(model).__name__, model(ids).logits.detach(), made], {str(tmp_path / "said.pt")!r})
-"""
-    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert fresh.returncode == 0, fresh.stderr
+    assert without_headwise.stdin is not None
+    assert without_headwise.stdout is not None
+    print(json.dumps([str(tmp_path / "out"), ids.tolist(), str(tmp_path / "said.pt")]), file=without_headwise.stdin)
+    assert without_headwise.stdout.readline() == "done\n", Path(without_headwise.args[-1]).read_text()
     name, said, tokens = torch.load(tmp_path / "said.pt", weights_only=True)
     assert name == "DeepseekV3ForCausalLM"
     assert tokens.shape == (2, 56)

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headwise.conversion.preparation.change import Change, changed, channels, num_pairs, powers
-from headwise.conversion.preparation.fit import OFFSETS, fit, losses_after
+from headwise.conversion.preparation.change import (
+    OFFSETS,
+    Change,
+    changed,
+    channels,
+    fit,
+    losses_after,
+    num_pairs,
+    powers,
+)
 from headwise.conversion.preparation.prepare import read_formats
 from headwise.conversion.preparation.samples import projected
 from headwise.models.specs import GroupedSpec, RopeSpec

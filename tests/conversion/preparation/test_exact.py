@@ -19,7 +19,10 @@ SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 FROM_WEIGHTS = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text")
 FROM_A_TEXT = ("gpt_neox", "gpt2", "opt")
 KEYS = ("k_proj", "k_norm", "qkv", "query_key", "c_attn")
+CACHES = ("llama.cpp:q4_0", "llama.cpp:q8_0/q4_0")
 TEXT = "The keys of a cache are rounded, and the text goes on. " * 40
+
+pytestmark = pytest.mark.usefixtures("few_starts")
 
 
 def make(folder: Path, name: str, head_dim: int, **more: object) -> Path:
@@ -42,10 +45,10 @@ def make(folder: Path, name: str, head_dim: int, **more: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "head_dim"),
-    [(name, width) for width in (32, 64) for name in FROM_WEIGHTS] + [(name, 32) for name in FROM_A_TEXT],
+    ("name", "head_dim", "cache"),
+    [(name, 32, cache) for cache in CACHES for name in (*FROM_WEIGHTS, *FROM_A_TEXT)]
+    + [(name, 64, CACHES[0]) for name in FROM_WEIGHTS],  # two blocks a head, which all formats have alike
 )
-@pytest.mark.parametrize("cache", ["llama.cpp:q4_0", "llama.cpp:q8_0/q4_0"])
 def test_every_family(name: str, head_dim: int, cache: str, tmp_path: Path) -> None:
     source = make(tmp_path / "source", name, head_dim)
     text = tmp_path / "text.txt"

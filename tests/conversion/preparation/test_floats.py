@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import headwise
 import headwise.hf
-from headwise.conversion.preparation.fit import fit
+from headwise.conversion.preparation.change import fit
 from headwise.conversion.preparation.prepare import read_formats
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec, RopeSpec

@@ -15,9 +15,9 @@ from gguf.quants import dequantize
 import headwise
 from headwise.errors import CheckpointError, HeadwiseError
 from headwise.models.checkpoints import open_checkpoint
-from headwise.models.checkpoints.gguf.scaling import Rows
+from headwise.models.checkpoints.gguf_in_place import Rows
 from headwise.models.specs import read_gguf_header
-from headwise.models.specs.gguf.types import TYPES
+from headwise.models.specs.gguf_header import TYPES
 from tests.models.checkpoints.split_gguf import split
 
 NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}

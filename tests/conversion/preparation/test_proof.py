@@ -23,7 +23,7 @@ from headwise.conversion.preparation.change import Change
 from headwise.conversion.preparation.proof import check_written
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.models.checkpoints import Checkpoint, open_checkpoint
-from headwise.models.checkpoints.gguf.scaling import Rows
+from headwise.models.checkpoints.gguf_in_place import Rows
 from tests.cli.conftest import Result
 from tests.conversion.preparation.test_gguf import write_model
 from tests.conversion.preparation.test_loss import TEXT, uneven

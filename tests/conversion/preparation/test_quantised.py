@@ -64,7 +64,10 @@ TURNED = ("awq", "awq of whole rows", "fp8 by row", "fp8 by row, blocks of one",
           "ct int2 with zeros", "ct int8 by channel with zeros", "ct fp8 by channel")  # fmt: skip
 """Those whose codes can say that a row is negated."""
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # compressed-tensors and transformers deprecate names of their own
+pytestmark = [
+    pytest.mark.usefixtures("few_starts"),
+    pytest.mark.filterwarnings("ignore"),  # compressed-tensors and transformers deprecate names of their own
+]
 
 
 def quantise(quantiser: Quantiser, source: Path, folder: Path, name: str) -> Path:

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import headwise
+from headwise.conversion.preparation.one_layer import seen_by_attention, shift
 from headwise.conversion.preparation.samples import Projected
-from headwise.conversion.preparation.shift import seen_by_attention, shift
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec, RopeSpec
 from headwise.runtime.quantization.formats import parse_format
@@ -114,7 +114,7 @@ def test_models_without_such_biases_are_refused(tmp_path: Path) -> None:
         headwise.prepare(tmp_path / "llama", tmp_path / "out", cache="llama.cpp:q4_0", refit=True)
     assert not (tmp_path / "out").exists()
     sinks = replace(random_layer(None).layer, sinks=True)
-    assert headwise.conversion.preparation.shift.why_no_shift(sinks) is not None
+    assert headwise.conversion.preparation.one_layer.why_no_shift(sinks) is not None
 
 
 def test_shorter_texts_let_more_be_shifted(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from headwise.conversion import convert_to_grouped
 from headwise.conversion.solvers import aligned
+from headwise.conversion.solvers.layer import KEY_WEIGHT
 from headwise.conversion.solvers.merging import Group, NormedHeads, group_heads
 from headwise.conversion.solvers.rope_channels import as_rotated, to_complex
-from headwise.conversion.solvers.statistics import KEY_WEIGHT, Statistics, centred
+from headwise.conversion.solvers.statistics import Statistics, centred
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.checkpoints import open_checkpoint
 from headwise.models.specs import GroupedSpec, RopeSpec, as_grouped, rotated_dims

@@ -11,9 +11,8 @@ import torch
 from headwise.conversion.plan import Place, read_layer
 from headwise.conversion.solvers.aligned import align
 from headwise.conversion.solvers.latent import convert_to_latent, solve_sizes
-from headwise.conversion.solvers.layer import Layer, rotation_tables
+from headwise.conversion.solvers.layer import Layer, LayerTarget, rotation_tables
 from headwise.conversion.solvers.statistics import statistics_of
-from headwise.conversion.solvers.target import LayerTarget
 from headwise.models.checkpoints import open_checkpoint
 from headwise.models.specs import GroupedSpec, as_latent
 from tests.closeness import assert_close

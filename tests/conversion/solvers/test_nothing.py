@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import headwise
 from headwise.base.progress import silent
 from headwise.conversion.budget.spread import choose_shared_channels, rotary_losses
-from headwise.conversion.calibration.base import NOTHING_KNOWN
+from headwise.conversion.calibration.candidates import NOTHING_KNOWN
 from headwise.conversion.methods import headwise as own_method
 from headwise.conversion.plan import Place, make_plan, read_layer
 from headwise.conversion.solvers.joint_latent import Part, joint_latent

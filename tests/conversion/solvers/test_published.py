@@ -12,15 +12,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import headwise
+from headwise.conversion.methods import Evidence
 from headwise.conversion.methods.first_head import first_head
 from headwise.conversion.methods.mha2mla import mha2mla
-from headwise.conversion.methods.random_heads import random_heads
+from headwise.conversion.methods.random_heads import METHOD as RANDOM
 from headwise.conversion.methods.transmla import rotate_rope, transmla
 from headwise.conversion.solvers.orthogonal_channels import principal, share_out
 from headwise.models.checkpoints import open_checkpoint
 from headwise.models.specs import GroupedSpec, LatentSpec, RopeSpec, as_grouped, as_latent
 from headwise.runtime.attention import RotaryEmbedding
-from headwise.runtime.attention.latent import constructor_arguments
+from headwise.runtime.attention.base import constructor_arguments
 from headwise.runtime.hf import HostedLatentAttention
 from tests.closeness import assert_close
 from tests.conversion.test_lossless import MODELS
@@ -138,7 +139,9 @@ class Example:
             RopeSpec(dim=target.qk_rope_head_dim), [self.rotary.frequencies[channel] for channel in channels]
         )
         rotary.attention_scaling = self.rotary.attention_scaling
-        layer = headwise.MultiHeadLatentAttention(**constructor_arguments(target), rope=rotary).double()
+        layer = headwise.MultiHeadLatentAttention(
+            **constructor_arguments(target, headwise.MultiHeadLatentAttention) | {"rope": rotary}
+        ).double()
         layer.load_state_dict(tensors)
         with torch.inference_mode():
             out: torch.Tensor = layer(self.x[None, :, :12], is_causal=True)
@@ -391,7 +394,7 @@ def test_random_heads_are_as_large_as_the_sources_and_always_the_same() -> None:
     torch.manual_seed(0)
     names = ("q_proj", "k_proj", "v_proj")
     before = {f"{name}.weight": torch.randn(256, 64) * scale for name, scale in zip(names, (1, 3, 0.1), strict=True)}
-    one, again = (random_heads(before, spec, as_grouped(spec, 2)) for _ in range(2))
+    one, again = (RANDOM.solve_heads(before, spec, as_grouped(spec, 2), Evidence()) for _ in range(2))
     for name in names[1:]:
         drawn, source = one[f"{name}.weight"], before[f"{name}.weight"]
         assert drawn.shape == (64, 64)

@@ -9,11 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from headwise import cost
-from headwise.costs.formulas.activations import total_bytes
-from headwise.costs.formulas.layer import call_of
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import KERNELS, Kernel
-from headwise.costs.formulas.training import kept_activations
+from headwise.costs.formulas.layer import call_of, kept_activations
+from headwise.costs.formulas.stages import KERNELS, Kernel, Size
 from headwise.models.specs import ExpertLatentSpec, LatentSpaceSpec
 from tests.strategies import AnySpec, causal, runnable_specs
 
@@ -125,8 +122,9 @@ def test_every_formula_of_a_layer_is_its_value(
             else:
                 assert value == 0
     if impl != "cached_kv":
-        kept, call = kept_activations(spec, S, batch=B, dtype="float32", causal=is_causal, impl=impl, kernel=kernel)
-        total = total_bytes(kept, batch=call.batch, new=call.new, total=call.total, value_bytes=4)
+        call = call_of(spec, S, batch=B, causal=is_causal)
+        kept = kept_activations(spec, call, cross=False, dtype="float32", causal=is_causal, impl=impl, kernel=kernel)
+        total = sum((tensor.nbytes(call, Size(4)) for tensor in kept), Size(0))
         assert evaluated(total.formula, symbols) == total
 
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwise.costs.formulas import attended_pairs
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import KERNELS, Call, Core, Kernel, Linear, Product, Vector
+from headwise.costs.formulas.stages import KERNELS, Call, Core, Kernel, Linear, Product, Size, Vector
 
 maybe_window = st.none() | st.integers(1, 40)
 new_tokens, past_tokens = st.integers(1, 24), st.integers(0, 24)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headwise.costs.formulas import model as costs
-from headwise.costs.prediction import ENGINES, Pass, allocation, largest_batch, peak_memory, predict
+from headwise.costs.prediction import ALLOCATING_ENGINES, Pass, allocation, largest_batch, peak_memory, predict
 from headwise.costs.prediction.memory import BLOCK, CELLS
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs import read_config, read_spec
@@ -57,7 +57,7 @@ def test_models_of_every_kind_are_among_those_that_llama_cpp_ran() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "gpt-oss-120b", "gemma-2-9b", "deepseek-v3", "mistral-7b"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ALLOCATING_ENGINES)
 def test_one_more_sequence_does_not_fit(name: str, engine: Any) -> None:
     model, step = read_spec(name), Pass(total=3001)
     room = 2 * peak_memory(model, replace(step, batch=20)).total
@@ -87,8 +87,8 @@ def test_what_is_not_known_is_refused() -> None:
         allocation(read_spec("llama-3-8b"), Pass(total=10), "abacus")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="is not known here"):
         allocation(read_spec("granite-4.0-h-tiny"), Pass(total=10), "vllm")
-    for engine in ENGINES:
+    for engine in ALLOCATING_ENGINES:
         with pytest.raises(SpecError, match="is not known here"):
             allocation(read_spec("deepseek-v3.2"), Pass(total=10), engine)
     assert predict("deepseek-v3.2", hardware="h200", context=10, ranks=8).engines == ()
-    assert [found.engine for found, _ in predict("llama-3-8b", hardware="h100").engines] == list(ENGINES)
+    assert [found.engine for found, _ in predict("llama-3-8b", hardware="h100").engines] == list(ALLOCATING_ENGINES)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import headwise
-from headwise.base.pages import Picture, web_page
-from headwise.base.plots import as_svg
+from headwise.base.pages import Picture, as_svg, web_page
 from headwise.cli.pages import refuse_no_page
 from headwise.decide.report import read_folder, sections
 from headwise.errors import ArgumentError, CheckpointError, MissingExtraError, StorageError

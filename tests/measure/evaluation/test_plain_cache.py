@@ -11,7 +11,7 @@ import torch
 import headwise
 from headwise.costs.formulas import model as cost
 from headwise.costs.formulas.target import PLAIN_FORMATS, plain_formats
-from headwise.measure.evaluation.plain_cache import (
+from headwise.measure.evaluation.beside_source import (
     bfloat16_bytes,
     compared_formats,
     log_perplexity_margin,
@@ -19,7 +19,7 @@ from headwise.measure.evaluation.plain_cache import (
 )
 from headwise.models.checkpoints import Checkpoint, open_checkpoint
 from headwise.runtime.quantization.formats import TokenFormat, parse_format
-from headwise.runtime.quantization.kivi import KiviCode
+from headwise.runtime.quantization.groups import KiviCode
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 

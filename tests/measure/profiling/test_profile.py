@@ -24,13 +24,13 @@ from headwise.measure.profiling import (
     Check,
     TimePoint,
     check,
-    grids,
     measure,
     measure_curves,
     pace,
     profile,
     write_profile,
 )
+from headwise.measure.profiling import decoder as grids
 from headwise.measure.profiling.check import attention_kinds, memory_point
 from headwise.measure.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
 from headwise.measure.timing.timing import record_graph
@@ -233,12 +233,13 @@ def test_errors_and_ranks_by_hand() -> None:
 def test_codes_take_what_layers_of_the_same_heads_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 4 heads, 4 µs a layer and 4 ns a token; of one, 1 µs and 1 ns; codes take 2 µs more, and half for tokens."""
 
-    def found(_: Any, kinds: Sequence[measure._Contexts]) -> list[tuple[float, list[float]]]:
+    def found(_: Any, kinds: Sequence[measure._Contexts]) -> list[measure._After]:
         times = []
         for kind in kinds:
             heads = kind.decoder.num_kv_heads or 1
             each = (0.5 if kind.bits else 1) * 1e-9 * heads
-            times.append((1e-6 * heads + (2e-6 if kind.bits else 0), [each * (count - 4) for count in kind.tokens]))
+            short, more = 1e-6 * heads + (2e-6 if kind.bits else 0), [each * (count - 4) for count in kind.tokens]
+            times.append(measure._After(kind, short, more))
         return times
 
     monkeypatch.setattr(measure, "_after_contexts", found)
@@ -254,8 +255,11 @@ def test_codes_take_what_layers_of_the_same_heads_take_more(monkeypatch: pytest.
 def test_latents_in_codes_take_as_long_for_each_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """20 µs and 1 ns a token and head, whatever the bits: all are predicted as what was measured of some."""
 
-    def found(_: Any, kinds: Sequence[measure._Contexts]) -> list[tuple[float, list[float]]]:
-        return [(2e-5, [1e-9 * kind.decoder.num_heads * (count - 4) for count in kind.tokens]) for kind in kinds]
+    def found(_: Any, kinds: Sequence[measure._Contexts]) -> list[measure._After]:
+        heads = {kind.decoder: 1e-9 * kind.decoder.num_heads for kind in kinds}
+        return [
+            measure._After(kind, 2e-5, [heads[kind.decoder] * (count - 4) for count in kind.tokens]) for kind in kinds
+        ]
 
     monkeypatch.setattr(measure, "_after_contexts", found)
     machine = measure._Machine(torch.float32, device("laptop"), FEW, pace.HERE)

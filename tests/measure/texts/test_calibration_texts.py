@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from headwise.conversion.calibration.steps import descent_steps
+from headwise.conversion.calibration.candidates import descent_steps
 from headwise.conversion.calibration.windows import plain_windows
 from headwise.errors import ArgumentError
 from headwise.measure.texts import token_ids, wrapping_ids

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headwise.measure.texts import overlap
-from headwise.measure.texts.overlap import overlap_note, passages_apart, shared_fraction, shared_tokens
+from headwise.measure.texts import windows
+from headwise.measure.texts.windows import overlap_note, passages_apart, shared_fraction, shared_tokens
 from headwise.models.checkpoints import load_tokenizer
 from tests.real_models import save_character_tokenizer
 
@@ -53,7 +53,7 @@ def test_marks_are_those_of_a_count_by_hand(seed: int, run: int, letters: int) -
 
 def test_equal_hashes_are_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        overlap, "_hashes", lambda rows, run: np.zeros((len(rows), max(rows.shape[1] - run + 1, 0)), np.uint64)
+        windows, "_hashes", lambda rows, run: np.zeros((len(rows), max(rows.shape[1] - run + 1, 0)), np.uint64)
     )
     evaluation, study = [torch.arange(10), torch.arange(50, 60)], [torch.arange(4, 14)]
     assert [mark.tolist() for mark in shared_tokens(evaluation, study, run=4)] == [

@@ -22,7 +22,7 @@ import headwise
 from headwise.errors import CheckpointError, HeadwiseError, SpecError
 from headwise.models.checkpoints import open_checkpoint
 from headwise.models.specs import gguf_config, read_config, read_gguf_header, read_spec
-from headwise.models.specs.gguf.config import ARCHITECTURES
+from headwise.models.specs.gguf_config import ARCHITECTURES
 from tests.closeness import assert_close
 
 SIZES: dict[str, Any] = {

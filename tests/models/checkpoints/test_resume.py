@@ -394,7 +394,7 @@ def test_the_identity_of_a_run_changes_with_all_that_decides_it(
     identities.add(identity())
     os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert identity() == first
-    monkeypatch.setattr("headwise.models.checkpoints.identity.version", lambda _: "0")
+    monkeypatch.setattr("headwise.models.checkpoints.checkpoint.version", lambda _: "0")
     identities.add(identity())
     monkeypatch.undo()
     (tiny_llama / "more.json").write_text("{}")

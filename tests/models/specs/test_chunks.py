@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from headwise import cost
 from headwise.costs.formulas import attended_pairs, compare, layer
-from headwise.costs.prediction import ENGINES, Pass, allocation
+from headwise.costs.prediction import ALLOCATING_ENGINES, Pass, allocation
 from headwise.costs.prediction.work import Reach
 from headwise.errors import SpecError
 from headwise.models.specs import GroupedSpec, read_config, read_spec
@@ -125,6 +125,6 @@ def test_it_is_counted_and_compared_but_neither_built_nor_converted() -> None:
         GroupedSpec(hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, chunked=True)
     (source,) = (row for row in compare(read_config(TOY), context=100).rows if row.is_source)
     assert source.kv_bytes == cost.model.cache_bytes(read_config(TOY), 100)
-    for engine in ENGINES:
+    for engine in ALLOCATING_ENGINES:
         with pytest.raises(SpecError, match="is not known here"):
             allocation(read_config(TOY), Pass(total=100), engine)

@@ -23,7 +23,7 @@ from headwise.costs.formulas import (
 from headwise.costs.formulas.layer import shard
 from headwise.costs.formulas.model import weights
 from headwise.costs.formulas.stages import attended_entries
-from headwise.costs.prediction import ENGINES, Pass, allocation, operators, predict
+from headwise.costs.prediction import ALLOCATING_ENGINES, Pass, allocation, operators, predict
 from headwise.costs.prediction.work import Reach, model_work
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs import CompressedSpec, read_config, read_spec, spec_from_dict
@@ -141,7 +141,7 @@ def test_flash_at_a_million_tokens() -> None:
     assert 12 < theirs / ours < 13
     assert round(weights(flash).total / 1e9) == 284
     assert predict("deepseek-v4-flash", hardware="h200", context=tokens, ranks=8).memory.total > 0
-    for engine in ENGINES:
+    for engine in ALLOCATING_ENGINES:
         with pytest.raises(SpecError, match="is not known here"):
             allocation(flash, Pass(total=100), engine)
 

@@ -18,7 +18,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from headwise.costs.formulas.model import weight_bytes
 from headwise.errors import SpecError
 from headwise.models.specs import catalog, read_config, read_gguf_header, read_spec
-from headwise.models.specs.gguf.types import TYPES, tensor_bytes
+from headwise.models.specs.gguf_header import TYPES, tensor_bytes
 from headwise.models.specs.sources import bundled_gguf
 from tests.meta_models import meta_model
 from tests.models.checkpoints.test_gguf_architectures import MODELS, random_model, write_gguf

@@ -68,7 +68,7 @@ def call_of(case: Case, layer: AttentionLayer, device: str) -> tuple[Tensor, dic
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_training_step(mechanism: str, data: st.DataObject) -> None:
     """Parameters; FLOPs forward and backward, of CPU kernels and on meta; bytes kept between the two."""

@@ -100,7 +100,7 @@ def test_latents_are_read_by_the_kernel_for_gpus(
     N: int, P: int, bias: str, has_padding: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transform_code, "is_on_gpu", lambda _: True)
-    monkeypatch.setattr(transform_code, "attend_coded", None)
+    monkeypatch.setattr(transform_code, "attend_trellis", None)
     layer = coded_layer(N, P, frozenset({bias} - {""}), torch.float32)
     check_reading(layer, torch.float32, 1e-5, has_padding, monkeypatch)
 

@@ -16,7 +16,7 @@ import headwise
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints import open_checkpoint
 from headwise.runtime.hf import check_complete
-from headwise.runtime.hf.missing_weights import check_values
+from headwise.runtime.hf.load import check_values
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 
@@ -41,7 +41,7 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a model was built")
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
-    monkeypatch.setattr(sys.modules["headwise.runtime.hf.missing_weights"], "_meta_tensors", refuse)
+    monkeypatch.setattr(sys.modules["headwise.runtime.hf.load"], "_meta_tensors", refuse)
 
 
 @pytest.mark.parametrize(

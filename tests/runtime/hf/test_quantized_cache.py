@@ -21,8 +21,7 @@ from headwise.runtime.hf import HeadwiseCache, default_cache
 from headwise.runtime.kernels.native import built
 from headwise.runtime.quantization import groups
 from headwise.runtime.quantization.formats import TokenFormat, parse_format
-from headwise.runtime.quantization.groups import GroupCode
-from headwise.runtime.quantization.kivi import KiviCode
+from headwise.runtime.quantization.groups import GroupCode, KiviCode
 from tests.tiny_families import save_family, tiny_family
 
 TOKENWISE = ["int8", "int4:16", "int3", "int2+hadamard", "fp8", "int8/int4:32+hadamard"]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from headwise.costs.formulas.target import GROUPS
+from headwise.runtime.kernels.mask import Scoring
 from headwise.runtime.kernels.native import built
 from headwise.runtime.kernels.native.calls import AffineRows, KeyBlocks, attend_affine
 from headwise.runtime.kernels.reference import attend_reference
-from headwise.runtime.quantization.groups import GroupCode
-from headwise.runtime.quantization.kivi import KiviCode
+from headwise.runtime.quantization.groups import GroupCode, KiviCode
 from tests.runtime.kernels.test_coded import CLOSE, draw_mask
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")
@@ -82,7 +82,7 @@ def check(seed: int) -> None:
             AffineRows(part, width, code.bits, code.groups(width))
             for code, part, width in zip((key_code, value_code), rows, (D, V), strict=True)
         )
-        out, expected = attend_affine(query, key, value, *options), reference(query, *wide, options)
+        out, expected = attend_affine(query, key, value, Scoring(*options)), reference(query, *wide, options)
         values = wide[1]
     largest = max(expected.abs().max().item(), values.double().abs().max().item() * 0.05)
     assert out.dtype == dtype
@@ -107,7 +107,7 @@ def with_blocks(
         query,
         AffineRows(rows, D, code.bits, 0),
         AffineRows(value_rows, V, code.bits, code.values.groups(V)),
-        *options,
+        Scoring(*options),
         blocks=KeyBlocks(scales, code.block),
         late=(keys[:, :, N:], values[:, :, N:]),
     )
@@ -146,7 +146,7 @@ def of_bits(bits: int) -> tuple[list[AffineRows], list[Tensor], Tensor]:
 def test_codes_of_every_number_of_bits_are_read(bits: int) -> None:
     (key, value), states, query = of_bits(bits)
     expected = reference(query, *states, (None, False, 0.1))
-    out = attend_affine(query, key, value, None, False, 0.1)
+    out = attend_affine(query, key, value, Scoring(None, False, 0.1))
     assert (out - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
@@ -164,10 +164,10 @@ def test_what_a_code_cannot_hold_is_no_number(bits: int, place: str, odd: float)
     code, states = GroupCode(bits, 32), {"keys": torch.randn(1, 1, 70, 64), "values": torch.randn(1, 1, 70, 64)}
     states[place][0, 0, 20, 40] = odd
     key, value = (AffineRows(code.encode(x), 64, bits, 2) for x in states.values())
-    out = attend_affine(torch.randn(1, 3, 1, 64), key, value, None, False, 0.1)
+    out = attend_affine(torch.randn(1, 3, 1, 64), key, value, Scoring(None, False, 0.1))
     is_nan = out.isnan()
     assert is_nan[..., 32:].all()
     assert is_nan[..., :32].all() == (place == "keys")
     mask = torch.arange(70) != 20
-    out = attend_affine(torch.randn(1, 3, 1, 64), key, value, mask[None, None, None], False, 0.1)
+    out = attend_affine(torch.randn(1, 3, 1, 64), key, value, Scoring(mask[None, None, None], False, 0.1))
     assert not out.isnan().any()

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from headwise.runtime.attention.rope import rotate
+from headwise.runtime.kernels.mask import Scoring
 from headwise.runtime.kernels.native import abi, build, built
 from headwise.runtime.kernels.native.abi import TURN
-from headwise.runtime.kernels.native.calls import attend_coded
+from headwise.runtime.kernels.native.calls import attend_trellis
 from headwise.runtime.quantization import SINKS, TransformCode
-from headwise.runtime.quantization.transform_code import blocks, coded_layout
+from headwise.runtime.quantization.transform_code import blocks, trellis_layout
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")
 
@@ -50,10 +51,10 @@ class Case:
         T, P = self.codes.shape[2], self.code.width - self.rank
         tables = self.tables(max(T, TURN), torch.float32)
         turn = (tables[0][:TURN, self.frequency], tables[1][:TURN, self.frequency]) if P else None
-        layout = coded_layout(self.code, turn)
-        return attend_coded(
+        layout = trellis_layout(self.code, turn)
+        return attend_trellis(
             *(self.query, self.codes, self.wide, self.first, layout, tables, self.frequency),
-            *(self.mask, self.is_causal, self.scale),
+            Scoring(self.mask, self.is_causal, self.scale),
         )
 
     def seen(self) -> Tensor:

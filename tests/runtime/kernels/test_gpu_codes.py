@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from headwise.runtime.kernels.gpu import attend_codes, codes, why_not_codes
+from headwise.runtime.kernels.mask import Scoring
 from headwise.runtime.kernels.native.calls import AffineRows, KeyBlocks
-from headwise.runtime.quantization.groups import GroupCode
-from headwise.runtime.quantization.kivi import KiviCode
+from headwise.runtime.quantization.groups import GroupCode, KiviCode
 from tests.runtime.kernels.test_affine import allowed, group_code, in_memory, of_bits, poison, reference, states_of
 from tests.runtime.kernels.test_coded import CLOSE, draw_mask
 from tests.runtime.kernels.test_split import DEVICE, on_device
@@ -63,7 +63,9 @@ class Case:
         mask, causal, scale = self.options
         mask = None if mask is None else moved(mask)
         rest = (moved(late[0]), moved(late[1])) if late else None
-        return attend_codes(moved(self.query), key, value, mask, causal, scale, blocks=blocks, late=rest).cpu()
+        return attend_codes(
+            moved(self.query), key, value, Scoring(mask, causal, scale), blocks=blocks, late=rest
+        ).cpu()
 
     def compare(self, out: Tensor, keys: Tensor, values: Tensor) -> None:
         """Hold an output to attention to keys and values in float64."""
@@ -121,7 +123,9 @@ def in_memory_of_halves(scales: Tensor) -> Tensor:
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_codes_of_every_number_of_bits_are_read(bits: int) -> None:
     (key, value), states, query = of_bits(bits)
-    out = attend_codes(moved(query), *(replace(x, rows=moved(x.rows)) for x in (key, value)), None, False, 0.1)
+    out = attend_codes(
+        moved(query), *(replace(x, rows=moved(x.rows)) for x in (key, value)), Scoring(None, False, 0.1)
+    )
     expected = reference(query, *states, (None, False, 0.1))
     assert (out.cpu() - expected).abs().max() < 1e-5 * expected.abs().max()
     blocks = KiviCode(bits, 16)
@@ -130,9 +134,7 @@ def test_codes_of_every_number_of_bits_are_read(bits: int) -> None:
         moved(query),
         AffineRows(moved(rows), 48, bits, 0),
         replace(value, rows=moved(value.rows)),
-        None,
-        False,
-        0.1,
+        Scoring(None, False, 0.1),
         blocks=KeyBlocks(moved(scales), 16),
     )
     expected = reference(query, blocks.decode_keys(rows, scales, torch.float64), states[1], (None, False, 0.1))
@@ -148,11 +150,11 @@ def test_what_a_code_cannot_hold_is_no_number(bits: int) -> None:
     values[0, 0, 20, 40] = torch.inf
     query = torch.randn(1, 3, 1, 64, device=DEVICE)
     key, value = (AffineRows(moved(code.encode(x)), 64, bits, 2) for x in (keys, values))
-    out = attend_codes(query, key, value, None, False, 0.1).cpu()
+    out = attend_codes(query, key, value, Scoring(None, False, 0.1)).cpu()
     assert out[..., 32:].isnan().all()
     assert not out[..., :32].isnan().any()
     mask = (torch.arange(70, device=DEVICE) != 20)[None, None, None]
-    assert not attend_codes(query, key, value, mask, False, 0.1).isnan().any()
+    assert not attend_codes(query, key, value, Scoring(mask, False, 0.1)).isnan().any()
 
 
 def test_what_it_cannot_read_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

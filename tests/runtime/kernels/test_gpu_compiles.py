@@ -45,7 +45,7 @@ def of_codes(dtype: str, bits: tuple[int, int], groups: tuple[int, int], block: 
         constants |= {f"{name}_BITS": width, f"{name}_BYTES": size, f"{name}_ROW": size + 4 * count}
         constants |= {f"{name}_COUNT": count, f"{name}_GROUPS": max(count, 1), f"{name}_ALIGN": 4}
     pointers = POINTERS | {"query": f"*{dtype}", "mixtures": "*fp32", "weights": "*fp32"}
-    return ["headwise.runtime.kernels.gpu.code_kernels", "attend_part_of_codes", constants, pointers]
+    return ["headwise.runtime.kernels.gpu.kernels", "attend_part_of_codes", constants, pointers]
 
 
 def of_latents(dtype: str) -> list[Any]:
@@ -62,7 +62,7 @@ def of_latents(dtype: str) -> list[Any]:
         "mask": "*i1",
         "tables": "*i8",
     }
-    return ["headwise.runtime.kernels.gpu.code_kernels", "attend_part_of_latents", constants, pointers]
+    return ["headwise.runtime.kernels.gpu.kernels", "attend_part_of_latents", constants, pointers]
 
 
 def of_wide(name: str, constants: dict[str, Any], *tensors: str) -> list[Any]:

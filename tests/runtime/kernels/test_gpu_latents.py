@@ -10,6 +10,7 @@ import torch
 
 from headwise.runtime.kernels.gpu import attend_latents, why_not_latents
 from headwise.runtime.kernels.gpu import codes as latents
+from headwise.runtime.kernels.mask import Scoring
 from headwise.runtime.kernels.native.abi import TURN
 from headwise.runtime.quantization import SINKS
 from headwise.runtime.quantization.transform_code import latent_layout
@@ -30,7 +31,7 @@ def attended(case: Case, *, has_sums: bool) -> torch.Tensor:
     mask = None if case.mask is None else moved(case.mask)
     rotation = (tables[0].to(DEVICE), tables[1].to(DEVICE))
     options = (mask, case.is_causal, case.scale)
-    return attend_latents(query, codes, wide, first, layout, rotation, *options, has_sums=has_sums).cpu()
+    return attend_latents(query, codes, wide, first, layout, rotation, Scoring(*options), has_sums=has_sums).cpu()
 
 
 def small(seed: int) -> bool:

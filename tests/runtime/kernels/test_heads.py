@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from headwise.runtime.attention.rope import rotate
+from headwise.runtime.kernels.mask import Scoring
 from headwise.runtime.kernels.native import built
 from headwise.runtime.kernels.native.abi import TURN
-from headwise.runtime.kernels.native.calls import attend_heads
+from headwise.runtime.kernels.native.calls import attend_trellis
 from headwise.runtime.quantization import SINKS, TransformCode
-from headwise.runtime.quantization.transform_code import blocks, heads_layout
+from headwise.runtime.quantization.transform_code import blocks, trellis_layout
 from tests.runtime.kernels.test_affine import allowed, reference
 from tests.runtime.kernels.test_coded import CLOSE, draw_mask
 
@@ -59,10 +60,10 @@ def check(seed: int) -> None:
     angles = torch.arange(max(T, TURN))[:, None] * torch.rand(FREQUENCIES, generator=noise, dtype=torch.float64)
     cos, sin, frequency = angles.cos(), angles.sin(), torch.randint(0, FREQUENCIES, (P // 2,), generator=noise)
     turn = (cos[:TURN, frequency].float(), sin[:TURN, frequency].float()) if P else None
-    layout = heads_layout(code, turn)
+    layout = trellis_layout(code, turn)
     factor = pick.choice([1.0, 1.0, 0.5, 1.35]) if P else 1.0  # scaled RoPE multiplies its rotations
     tables = (cos.float() * factor, sin.float() * factor)
-    out = attend_heads(query, codes, wide, first, layout, tables, frequency, *options)
+    out = attend_trellis(query, codes, wide, first, layout, tables, frequency, Scoring(*options))
 
     whole = decoded(code, codes, wide, first)
     keys, values = (
@@ -102,9 +103,9 @@ def test_keys_far_from_zero_lose_no_more_than_in_bfloat16(seed: int, bias: float
     query = torch.where(small, query / bias, query).bfloat16()
     angles = torch.arange(T)[:, None] * 1e4 ** (-torch.arange(D // 2, dtype=torch.float64) / (D // 2))
     cos, sin, frequency = angles.cos(), angles.sin(), torch.arange(D // 2)
-    layout = heads_layout(code, (cos[:TURN].float(), sin[:TURN].float()))
+    layout = trellis_layout(code, (cos[:TURN].float(), sin[:TURN].float()))
     options = (None, True, D**-0.5)
-    out = attend_heads(query, codes, wide, first, layout, (cos.float(), sin.float()), frequency, *options)
+    out = attend_trellis(query, codes, wide, first, layout, (cos.float(), sin.float()), frequency, Scoring(*options))
 
     whole = decoded(code, codes, wide, first)
     keys, values = (

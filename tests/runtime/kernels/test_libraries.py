@@ -13,7 +13,8 @@ from torch import Tensor
 
 from headwise.errors import ArgumentError
 from headwise.runtime.kernels import attend, choose_backend
-from headwise.runtime.kernels.libraries import attend_flash, why_not_flash
+from headwise.runtime.kernels.mask import Scoring
+from headwise.runtime.kernels.sdpa import attend_flash, why_not_flash
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -64,14 +65,14 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     module = types.ModuleType("flash_attn")
     module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr("headwise.runtime.kernels.libraries.has_flash", lambda: True)
+    monkeypatch.setattr("headwise.runtime.kernels.sdpa.has_flash", lambda: True)
     return asked
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_flash_is_asked_in_its_own_layout(flash: list[dict[str, Any]], window: int | None) -> None:
     query, key, value = torch.randn(2, 6, 4, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
-    out = attend_flash(query, key, value, True, window, 0.3, 0.0)
+    out = attend_flash(query, key, value, Scoring(None, True, 0.3, window), 0.0)
     exact = attend(query, key, value, is_causal=True, window=window, scale=0.3, backend="reference")
     assert (out - exact).abs().max() < 1e-6
     assert flash[0]["window_size"] == ((-1, -1) if window is None else (4, 0))

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
-from headwise.runtime.kernels import as_bool_mask, attend, choose_backend, libraries
+from headwise.runtime.kernels import as_bool_mask, attend, choose_backend, sdpa
 from headwise.runtime.kernels.gpu import attend_split, why_not_split
 from headwise.runtime.kernels.gpu.split import part_count, tile_of
+from headwise.runtime.kernels.mask import Scoring
 from tests.runtime.kernels.test_fused import CLOSE, Case, draw
 
 with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -53,7 +54,9 @@ def test_it_is_the_definition(part: int) -> None:
         scale = D**-0.5 if case.scale is None else case.scale
         parts = random.Random(seed).choice([1, 2, 3, 7])
         query, key, value, mask_on_device = on_device(case.query, case.key, case.value, mask)
-        out = attend_split(query, key, value, mask_on_device, case.is_causal, window, scale, parts=parts).cpu()
+        out = attend_split(
+            query, key, value, Scoring(mask_on_device, case.is_causal, scale, window), parts=parts
+        ).cpu()
         expected = case.expected()
         largest = max(expected.abs().max().item(), case.value.nan_to_num(0).abs().max().item() * 0.05)
         assert out.dtype == case.query.dtype
@@ -136,9 +139,9 @@ def test_auto_takes_it_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.backend == "split"
     assert "reading 8 key–value heads once takes most of the time, its parts at once" in choice.reason
     assert choose_backend(many, keys, dtype=torch.bfloat16, device="cuda").backend == "sdpa"
-    monkeypatch.setattr(libraries, "_capability", lambda _: (7, 5))  # torch would copy keys for every head
+    monkeypatch.setattr(sdpa, "_capability", lambda _: (7, 5))  # torch would copy keys for every head
     assert choose_backend(few, keys, dtype=torch.bfloat16, device="cuda").backend == "split"
-    monkeypatch.setattr(libraries, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(sdpa, "_capability", lambda _: (9, 0))
     # Torch's own kernel takes one query of 16 bits as well.
     assert choose_backend(few, keys, dtype=torch.bfloat16, device="cuda").backend == "sdpa"
     assert choose_backend(few, keys, dtype=torch.bfloat16, device="cuda", has_mask=True).backend == "split"

@@ -20,13 +20,13 @@ import headwise.hf
 from headwise.errors import ArgumentError
 from headwise.runtime.hf import HeadwiseCache
 from headwise.runtime.quantization.engine_code import EngineCode
-from headwise.runtime.quantization.formats import ENGINES, LLAMA_CPP, EngineFormat, parse_format
+from headwise.runtime.quantization.formats import ENGINE_FORMATS, LLAMA_CPP, EngineFormat, parse_format
 from headwise.runtime.quantization.vllm import levels_of_normal
 from tests.closeness import assert_close
 from tests.tiny_families import save_family
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "engine_codes.json").read_text())
-FORMATS = [f"{engine}:{name}" for engine, names in ENGINES.items() if engine != LLAMA_CPP for name in names]
+FORMATS = [f"{engine}:{name}" for engine, names in ENGINE_FORMATS.items() if engine != LLAMA_CPP for name in names]
 SIDES = [(spelling, side) for spelling in FORMATS for side in ("keys", "values")]
 
 FITTING = {"mlx": 64, "transformers": 64, "sglang:fp4": 16, "vllm:int4": 2}
@@ -223,7 +223,7 @@ def test_the_first_and_last_layers_are_not_quantised_where_the_engine_leaves_the
     assert [codec is None for codec in codecs] == [True, True, False, False, True, True]
     codecs = [layer.codec for layer in HeadwiseCache(model, quantize="vllm:int4_per_token_head").layers]
     assert codecs == [parse_format("vllm:int4_per_token_head")] * 6
-    form = ENGINES["vllm"]["turboquant_3bit_nc"]
+    form = ENGINE_FORMATS["vllm"]["turboquant_3bit_nc"]
     assert [form.is_unquantised(layer, 3) for layer in range(3)] == [True, False, True]
 
 

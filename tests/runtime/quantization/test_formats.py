@@ -13,10 +13,8 @@ from headwise.base.options import CACHE, PrepareOptions
 from headwise.costs.formulas.target import GROUPS
 from headwise.errors import ArgumentError
 from headwise.runtime.hf import HeadwiseCache
-from headwise.runtime.quantization import kivi
-from headwise.runtime.quantization.formats import ENGINES, INTEGERS, KIVI, SPELLINGS, TokenFormat, parse_format
-from headwise.runtime.quantization.groups import BITS, Float8Code, GroupCode
-from headwise.runtime.quantization.kivi import KiviCode
+from headwise.runtime.quantization.formats import ENGINE_FORMATS, INTEGERS, KIVI, SPELLINGS, TokenFormat, parse_format
+from headwise.runtime.quantization.groups import BITS, KIVI_BITS, Float8Code, GroupCode, KiviCode
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -67,11 +65,13 @@ def test_a_format_of_headwise_is_named_where_users_look(name: str) -> None:
 
 def test_kernels_read_all_that_can_be_spelled() -> None:
     """Codes of 1 to 8 bits; and groups that a kernel of a GPU can take apart, of 2^n channels and at least 16."""
-    assert all(1 <= bits <= 8 for bits in (*BITS, *kivi.BITS))
+    assert all(1 <= bits <= 8 for bits in (*BITS, *KIVI_BITS))
     assert all(group >= 16 and group & (group - 1) == 0 for group in GROUPS)
 
 
-@pytest.mark.parametrize("name", [f"{engine}:{name}" for engine, formats in ENGINES.items() for name in formats])
+@pytest.mark.parametrize(
+    "name", [f"{engine}:{name}" for engine, formats in ENGINE_FORMATS.items() for name in formats]
+)
 def test_a_format_of_an_engine_is_named_where_users_look(name: str) -> None:
     engine, _, short = name.partition(":")
     pages = [(DOCS / page).read_text(encoding="utf-8") for page in ("speed.md", "prepare.md")]

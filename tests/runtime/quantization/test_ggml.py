@@ -74,7 +74,7 @@ def test_the_scale_of_levels_is_fitted_and_codes_are_not() -> None:
 @pytest.mark.parametrize("is_keys", [True, False])
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_turning_keeps_products_and_is_undone(width: int, is_keys: bool, interleaved: bool) -> None:
-    code = LlamaCppCode(GgmlCode("q8_0"), is_keys=is_keys, is_interleaved=interleaved and is_keys)
+    code = LlamaCppCode("q8_0", is_keys=is_keys, is_interleaved=interleaved and is_keys)
     a, b = states(1, width).double(), states(2, width).double()
     seen = code.turned(a)
     assert_close((seen * code.turned(b)).sum(-1), (a * b).sum(-1), 1e-12)

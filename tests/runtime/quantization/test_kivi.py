@@ -8,15 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwise.runtime.quantization.groups import GroupCode
-from headwise.runtime.quantization.kivi import BITS, KiviCode
+from headwise.runtime.quantization.groups import KIVI_BITS, GroupCode, KiviCode
 from tests.runtime.quantization.by_hand import codes_of, halves
 from tests.runtime.quantization.test_groups import states_of
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(BITS),
+    st.sampled_from(KIVI_BITS),
     st.sampled_from((16, 32, 64)),
     st.integers(1, 3),
     st.sampled_from((8, 20, 64)),

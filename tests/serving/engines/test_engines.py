@@ -12,7 +12,7 @@ import pytest
 
 import headwise
 from headwise.conversion import export_gguf
-from headwise.serving.engines import ENGINES, engines, rules
+from headwise.serving.engines import ENGINE_RULES, engines, rules
 from tests.serving.exports.test_gguf import TEXT, _give_tokenizer, save_plain
 
 SIZES: dict[str, Any] = {"to": "mla", "kv_lora_rank": 16, "qk_rope_head_dim": 8, "evaluate": False}
@@ -86,6 +86,7 @@ def test_what_is_advised_is_then_served(outputs: dict[str, Path], tmp_path: Path
     for name in ("mqa", "bias-free", "source"):
         export_gguf(outputs[name], tmp_path / f"{name}.gguf")
         assert "llama.cpp" in served(tmp_path / f"{name}.gguf")
+    assert {"SGLang", "transformers"} <= served(tmp_path / "mqa.gguf")
 
 
 def test_rope_without_the_former_keys(outputs: dict[str, Path]) -> None:
@@ -110,7 +111,7 @@ def test_the_command(outputs: dict[str, Path], cli: Callable[..., Any], refused:
     assert "llama.cpp: no (run: " in said.out
     assert "llama.cpp: after an export (run: " in cli("engines", outputs["mqa"]).out
     document = json.loads(cli("engines", outputs["own"], "--json").out)
-    assert [verdict["engine"] for verdict in document["verdicts"]] == [engine.served.title for engine in ENGINES]
+    assert [verdict["engine"] for verdict in document["verdicts"]] == [engine.served.title for engine in ENGINE_RULES]
     assert "is no file, folder or catalog name" in refused("engines", "nowhere")
     assert "with a small cache: --kv-cache-dtype fp8" in cli("engines", outputs["mqa"]).out
     for source in ("llama-3-8b", outputs["mqa"] / "config.json"):
@@ -148,7 +149,7 @@ def test_packages_that_are_looked_for_are_those_of_the_extra() -> None:
     names = " ".join(extras["engines"])
     for package in ("llama-cpp-python", "mlx-lm"):
         assert package in names
-        assert package in {engine.served.package for engine in ENGINES}
+        assert package in {engine.served.package for engine in ENGINE_RULES}
 
 
 def test_heads_that_cannot_be_shared_out(

@@ -323,7 +323,7 @@ def test_the_output_is_replaced_when_asked_and_never_half_written(
     with pytest.raises(ArgumentError, match=r"exists; say --overwrite"):
         export_gguf(source, file)
     with monkeypatch.context() as patch:
-        patch.setattr("headwise.models.checkpoints.gguf.writer.GgufFile.write", _full_disk)
+        patch.setattr("headwise.models.checkpoints.gguf_writer.GgufFile.write", _full_disk)
         with pytest.raises(StorageError, match=r"output = .*out\.gguf.*: could not be written: No space left"):
             export_gguf(source, file, overwrite=True)
     assert file.read_bytes() == b"mine"

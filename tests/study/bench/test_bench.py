@@ -34,6 +34,14 @@ from tests.real_models import save_tiny
 __all__ = ["cli", "one_thread"]
 
 
+@pytest.fixture(autouse=True)
+def small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read, multiplied and held to measure this machine's limits is small: no test asks how fast it is."""
+    monkeypatch.setattr("headwise.measure.timing.machine._READ_BYTES", 2**20)
+    monkeypatch.setattr("headwise.measure.timing.machine._SIZE", {"cpu": 64})
+    monkeypatch.setattr("headwise.study.bench.decode.BETWEEN", 2**22)
+
+
 @pytest.mark.parametrize(
     ("text", "numbers"), [("9/3/64", (9, 3, 64, 64)), ("16/512+64", (16, 1, 576, 512)), ("4/4/8", (4, 4, 8, 8))]
 )
@@ -58,10 +66,11 @@ def test_bytes_and_flops_are_the_tensors() -> None:
     assert latent.flops(1, 10) == 2 * 8 * 10 * (36 + 32)
 
 
-def test_the_limit_is_the_larger_of_two() -> None:
+def test_the_limit_is_the_larger_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Limits(bytes_per_second=10.0, flops_per_second=100.0)
     assert limits.seconds(50, 70) == 5.0
     assert limits.seconds(50, 7000) == 100.0
+    monkeypatch.undo()  # of `small_probes`
     probes = Probes(torch.float32)
     assert probes.limits(0.5, 0.25) == Limits(2 * 256 * 2**20, 2 * 1024**3 * 4)
 
@@ -226,7 +235,7 @@ def test_generate_goes_on_without_an_engine_that_fails(
 ) -> None:
     save_tiny(tmp_path / "model", "llama")
     make = partial(EngineProcess, an_engine, "model", 4)
-    monkeypatch.setattr("headwise.study.bench.generate.ENGINES", ["counting"])
+    monkeypatch.setattr("headwise.study.bench.generate.TIMED_ENGINES", ["counting"])
     monkeypatch.setattr("headwise.study.bench.generate.start_engine", lambda *_: make())
     bench = bench_generate(tmp_path / "model", contexts=[2, 6], repeats=3)
     first, second = bench.cases

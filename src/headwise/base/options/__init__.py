@@ -4,12 +4,17 @@ from headwise.base.options.convert import (
     BITS,
     EVALUATION_WINDOWS,
     KV_BUDGET,
+    MOST_LOSS,
     SIZES,
     STAGES,
     TARGET,
     CalibrateOptions,
     CalibrationOptions,
     ConvertOptions,
+    FrontierOptions,
+    MigrateOptions,
+    PrepareOptions,
+    QuickFrontierOptions,
 )
 from headwise.base.options.declare import (
     Declaration,
@@ -36,48 +41,4 @@ from headwise.base.options.evaluate import (
     RetrievalOptions,
     TextOptions,
 )
-from headwise.base.options.frontier import FrontierOptions, QuickFrontierOptions
-from headwise.base.options.heal import HealOptions
-from headwise.base.options.migrate import MOST_LOSS, MigrateOptions
-from headwise.base.options.prepare import PrepareOptions
-from headwise.base.options.sample import SampleOptions
-
-__all__ = [
-    "BITS",
-    "CACHE",
-    "ENGINE",
-    "EVALUATION_WINDOWS",
-    "KV_BUDGET",
-    "MOST_LOSS",
-    "SIZES",
-    "STAGES",
-    "TARGET",
-    "CalibrateOptions",
-    "CalibrationOptions",
-    "ChoiceOptions",
-    "ConvertOptions",
-    "Declaration",
-    "EngineOptions",
-    "EvaluateOptions",
-    "FactOptions",
-    "FrontierOptions",
-    "HealOptions",
-    "ItemOptions",
-    "MigrateOptions",
-    "Options",
-    "PassageOptions",
-    "PlantedOptions",
-    "PrepareOptions",
-    "PythonOptions",
-    "QuickFrontierOptions",
-    "RetrievalOptions",
-    "Rule",
-    "SampleOptions",
-    "TextOptions",
-    "at_least",
-    "declarations",
-    "each_of",
-    "not_empty",
-    "option",
-    "takes_options",
-]
+from headwise.base.options.heal import HealOptions, SampleOptions

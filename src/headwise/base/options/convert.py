@@ -1,4 +1,4 @@
-"""The options of `headwise.convert` and of `headwise.calibrate`."""
+"""The options of what makes models: `convert`, `calibrate`, `prepare`, `frontier`, `quick_frontier` and `migrate`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from headwise.base.options.declare import Options, Rule, at_least, each_of, not_empty, option
+from headwise.base.options.evaluate import PythonOptions, WindowOptions
 
 EVALUATION_WINDOWS = 2
 """The default number of windows of each text that a conversion is evaluated on; two take some seconds."""
@@ -117,9 +118,7 @@ class ConvertOptions(CalibrationOptions, ConversionOptions, ProofOptions):
         "the mechanism to convert to: mha, gqa:K, mqa or mla; or same, to store the cache in codes alone", rule=TARGET
     )
     kv_budget: float | None = option(
-        f"mla: how much of the source's cache to keep, {_FRACTION}, which is lossless",
-        default=None,
-        rule=KV_BUDGET,
+        f"mla: how much of the source's cache to keep, {_FRACTION}, which is lossless", default=None, rule=KV_BUDGET
     )
     kv_lora_rank: int | None = option("mla: the width of the latent, in place of a budget", default=None)
     qk_rope_head_dim: int | None = option("mla: the width of the rotary key, with kv_lora_rank", default=None)
@@ -136,9 +135,7 @@ class ConvertOptions(CalibrationOptions, ConversionOptions, ProofOptions):
         rule=BITS,
     )
     calibrate: str | Path | Sequence[str | Path] | None = option(
-        f"{_TEXT}; only the weights are used when left out",
-        default=None,
-        metavar="TEXT",
+        f"{_TEXT}; only the weights are used when left out", default=None, metavar="TEXT"
     )
     statistics: str | Path | None = option(
         "a folder written by headwise calibrate, in place of a text: no model is run to convert, and each layer is "
@@ -194,3 +191,125 @@ class ConvertOptions(CalibrationOptions, ConversionOptions, ProofOptions):
     )
     overwrite: bool = option("replace a model folder at the output", default=False, identity=False)
     dry_run: bool = option("only estimate time and memory, and write nothing", default=False, identity=False)
+
+
+class PrepareOptions(ProofOptions, PythonOptions):
+    """The caches that a model is prepared for, the text that it is fitted on, and how the result is measured.
+
+    For example ``PrepareOptions(cache=["llama.cpp:q4_0"], evaluate="text.txt")``.
+    """
+
+    cache: str | Sequence[str] = option(
+        "an engine's cache to prepare for, or several: llama.cpp: with a type of --cache-type-k, or two types for"
+        " keys and values (llama.cpp:q4_0, llama.cpp:q8_0/q4_0); mlx:4 or mlx:8; vllm:fp8, int8_per_token_head,"
+        " int4_per_token_head or a turboquant_; sglang:fp8 or fp4; transformers:quanto4 or quanto2",
+        flag="--for",
+        metavar="ENGINE:FORMAT",
+        rule=not_empty("must be at least one cache"),
+    )
+    calibrate: str | Path | Sequence[str | Path] = option(
+        "a text to fit on, or several; the weights alone are enough where there is none", default=(), metavar="TEXT"
+    )
+    calibration_tokens: int = option("tokens of the text to read", default=4096, rule=at_least(256))
+    refit: bool = option(
+        "shift the biases of keys as well, where they have some: this is not exact, and is measured", default=False
+    )
+    context: int | None = option(
+        "refit: the most tokens of a text that the model will be served with (llama-server -c); all of the model's"
+        " positions when left out. The shorter they are, the more of a key is the same for all of them",
+        default=None,
+        rule=at_least(2),
+    )
+    evaluate: str | Path | Sequence[str | Path] = option(
+        "a text to measure the result on beside its source: that both compute the same, and what each loses in every"
+        " cache, simulated here and in the engine itself where that is installed; when left out, products of queries"
+        " and keys are compared alone",
+        default=(),
+        metavar="TEXT",
+        identity=False,
+    )
+    overwrite: bool = option("replace what is at the output", default=False, identity=False)
+
+
+class QuickFrontierOptions(RequiredTextOptions):
+    """The formats whose loss `headwise.quick_frontier` predicts, and the text that it reads.
+
+    For example ``QuickFrontierOptions(calibrate="text.txt", targets=["kivi4", "llama.cpp:q4_0"])``.
+    """
+
+    targets: Sequence[str] = option(
+        f"a target to try: {SIZES}; or a format of the source's own cache, such as int8 or kivi4; a ladder of them "
+        "when left out",
+        default=(),
+        flag="--target",
+        identity=False,  # as for methods: they say which results there are, and decide none
+    )
+
+
+class FrontierOptions(QuickFrontierOptions, WindowOptions, ConversionOptions):
+    """The targets and methods that `headwise.frontier` tries, and the texts it uses.
+
+    For example ``FrontierOptions(calibrate="text.txt", evaluate="other.txt", targets=["kivi4", "mla@0.25"])``.
+    """
+
+    evaluate: str | Path | Sequence[str | Path] | None = option(
+        "a text to evaluate on, or several; when left out, text beyond the calibration's, or Python's language "
+        "reference",
+        default=None,
+        metavar="TEXT",
+        rule=not_empty("must be at least one file"),
+    )
+    methods: bool = option(
+        "compare methods at each target: headwise's, its ablations without each stage in turn, and the baselines",
+        default=False,
+        identity=False,
+    )
+    keep: bool = option(
+        "keep the converted models, in the folder models of the output", default=False, identity=False
+    )
+    plot: bool = option("write a web page with plots, which needs matplotlib", default=True, identity=False)
+
+
+MOST_LOSS = 10
+"""The largest rise of perplexity that can be allowed, as a fraction: what is larger is a percentage."""
+
+_LOSS = Rule(
+    f"must be above 0 and at most {MOST_LOSS}, a fraction such as 0.05", lambda loss: bool(0 < loss <= MOST_LOSS)
+)
+
+
+class MigrateOptions(RequiredTextOptions):
+    """The loss that `headwise.migrate` allows, the sizes it tries, and the texts it uses.
+
+    For example ``MigrateOptions(max_quality_loss=0.05, calibrate="text.txt", evaluate="other.txt")``.
+    """
+
+    max_quality_loss: float = option(
+        "the largest loss: by which fraction the perplexity of the evaluation text may rise, such as 0.05",
+        rule=_LOSS,
+        identity=False,
+    )
+    targets: Sequence[str] = option(
+        f"a size to try, or more: {SIZES}. The largest is tried first. mla:0.75, 0.5, 0.375, 0.25, 0.1875 and 0.125 "
+        "when left out",
+        default=(),
+        flag="--target",
+        identity=False,
+    )
+    evaluate: str | Path | Sequence[str | Path] = option(
+        "a text to measure the loss on, or several, which nothing is calibrated or trained on",
+        metavar="TEXT",
+        rule=not_empty("must be at least one file"),
+    )
+    evaluation_windows: int = option(
+        "how many windows of each text, of 2048 tokens or the model's positions",
+        default=EVALUATION_WINDOWS,
+        rule=at_least(1),
+    )
+    heal_tokens: int | None = option(
+        "train a size that loses more than is allowed on so many tokens of the calibration text, as headwise heal "
+        "does, before it is given up; not at all when left out",
+        default=None,
+        rule=at_least(2),
+    )
+    overwrite: bool = option("replace a model folder at the output", default=False, identity=False)

@@ -1,4 +1,4 @@
-"""The options of `headwise.heal`."""
+"""The options of `headwise.heal`, and of `headwise.sample`, which writes a text to train on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headwise.base.options.convert import ProofOptions
 from headwise.base.options.declare import Options, Rule, at_least, not_empty, option
 from headwise.errors import ArgumentError
 
-TOKENS = 1_000_000
+HEALING_TOKENS = 1_000_000
 """The default number of tokens that a model is trained on."""
 
 _POSITIVE = Rule("must be above 0", lambda number: bool(number > 0))
@@ -82,7 +82,7 @@ class StepOptions(Options):
     """How long and in what steps a model is trained."""
 
     tokens: int | None = option(
-        f"how many tokens to train on; {TOKENS:,} when left out; a shorter text is read several times",
+        f"how many tokens to train on; {HEALING_TOKENS:,} when left out; a shorter text is read several times",
         default=None,
         rule=at_least(2),
     )
@@ -196,3 +196,40 @@ class HealOptions(StepOptions, ObjectiveOptions, ProofOptions):
         rule=Rule("must be at least 0 and below 2**32", lambda seed: bool(0 <= seed < 2**32)),
     )
     overwrite: bool = option("replace a model folder at the output", default=False, identity=False)
+
+
+LENGTH = 512
+"""The default number of tokens of a document."""
+
+SHORTEST = 32
+"""Documents of fewer tokens are left out: many of them are one heading."""
+
+_TEMPERATURE = Rule("must be from 0.01 to 100", lambda number: bool(0.01 <= number <= 100))
+
+
+class SampleOptions(Options):
+    """How much text a model writes, and how its tokens are drawn.
+
+    For example ``SampleOptions(tokens=250_000, dtype="bfloat16")``.
+    """
+
+    tokens: int = option("how many tokens to write at least", default=200_000, rule=at_least(1))
+    length: int | None = option(
+        f"the most tokens of a document, which the model may end earlier; {LENGTH}, or one fewer than it has "
+        "positions, when left out",
+        default=None,
+        rule=at_least(SHORTEST),
+    )
+    temperature: float = option("logits are divided by it before a token is drawn", default=1.0, rule=_TEMPERATURE)
+    top_p: float = option(
+        "a token is drawn from the likeliest ones that together have this probability",
+        default=0.9,
+        rule=Rule("must be above 0 and at most 1", lambda part: bool(0 < part <= 1)),
+    )
+    batch: int = option("documents that are written at once; more take more memory", default=32, rule=at_least(1))
+    seed: int = option("seed of the draws", default=0, rule=at_least(0))
+    dtype: str | None = option(
+        "dtype of the weights and the arithmetic, such as bfloat16; the stored one when left out", default=None
+    )
+    device: str | None = option("device to run on, such as cuda; the CPU when left out", default=None, identity=False)
+    overwrite: bool = option("replace a file at the output", default=False, identity=False)

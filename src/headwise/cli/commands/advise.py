@@ -12,8 +12,7 @@ import typer
 from headwise.cli.advice import Engine, Goal, Hardware, answer, asked
 from headwise.cli.app import DECIDE, SOURCES_OR_NAME, Json, app, progress_bar
 from headwise.cli.options import Batch, Context, Dtype, HardwareFile, Ranks, Usable
-from headwise.cli.pages import Html, refuse_no_page
-from headwise.cli.plots import Plot, refuse_no_plot
+from headwise.cli.pages import Html, Plot, refuse_no_page, refuse_no_plot
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -47,8 +46,7 @@ def advise(
     calibrate: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TEXT",
-            help="A text to predict on what formats of the cache lose, by running the model: minutes.",
+            metavar="TEXT", help="A text to predict on what formats of the cache lose, by running the model: minutes."
         ),
     ] = None,
     html: Html = None,

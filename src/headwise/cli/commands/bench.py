@@ -12,8 +12,7 @@ from rich.markup import escape
 
 from headwise.base.tables import Table
 from headwise.cli.app import SOURCES, STUDY, Json, app, emit, out, progress_bar
-from headwise.cli.pages import Html, refuse_no_page, write_page
-from headwise.cli.plots import Plot, refuse_no_plot, write_plot
+from headwise.cli.pages import Html, Plot, refuse_no_page, refuse_no_plot, write_page, write_plot
 
 if TYPE_CHECKING:
     from headwise.study.audit import MechanismBench
@@ -40,8 +39,7 @@ def decode(
     shape: Shapes = None,
     length: Lengths = None,
     cache_mib: Annotated[
-        int | None,
-        typer.Option("--cache-mib", help="Instead of --length: the size of the cache, in MiB."),
+        int | None, typer.Option("--cache-mib", help="Instead of --length: the size of the cache, in MiB.")
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Sequences; may be repeated.")] = None,
     dtype: Dtypes = None,
@@ -194,7 +192,7 @@ def mechanisms(
     else:
         _print_mechanisms(report)
     if plot is not None:
-        from headwise.cli.plots import mechanisms_figure
+        from headwise.cli.pages import mechanisms_figure
 
         write_plot(plot, lambda: mechanisms_figure(report), is_silent=as_json)
 

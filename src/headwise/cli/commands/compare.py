@@ -10,8 +10,17 @@ from rich.markup import escape
 
 from headwise.base.tables import Table, bytes_text, count_text
 from headwise.cli.app import DECIDE, SOURCES_OR_NAME, Json, app, emit, out, progress_bar
-from headwise.cli.pages import Html, first_question, model_page, refuse_no_page, write_page
-from headwise.cli.plots import Plot, comparison_figure, refuse_no_plot, write_plot
+from headwise.cli.pages import (
+    Html,
+    Plot,
+    comparison_figure,
+    first_question,
+    model_page,
+    refuse_no_page,
+    refuse_no_plot,
+    write_page,
+    write_plot,
+)
 
 
 @app.command(epilog="Example: headwise compare llama-3-8b --context 32768 --batch 4", rich_help_panel=DECIDE)

@@ -22,8 +22,7 @@ def complexity(
     causal: Annotated[
         bool | None,
         typer.Option(
-            "--causal/--full",
-            help="Count pairs under the causal mask, or all pairs; the model's mask when left out.",
+            "--causal/--full", help="Count pairs under the causal mask, or all pairs; the model's mask when left out."
         ),
     ] = None,
     impl: Annotated[
@@ -41,7 +40,7 @@ def complexity(
     """Print one layer's time and space by stage, as formulas and as numbers. Reads only the config."""
     from headwise.costs.formulas import Complexity
     from headwise.costs.formulas import complexity as complexity_of
-    from headwise.costs.formulas.reports.complexity import SYMBOLS
+    from headwise.costs.formulas.reports import SYMBOLS
 
     report: Complexity = complexity_of(
         source, tokens, context, index=layer, batch=batch, causal=causal, impl=impl, kernel=kernel, dtype=dtype

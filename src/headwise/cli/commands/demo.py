@@ -111,12 +111,7 @@ def _unpack_and_count(original: Path, console: Console, progress: Progress) -> d
 
 
 def _convert(
-    original: Path,
-    folder: Path,
-    target: dict[str, Any],
-    texts: tuple[Path, Path],
-    windows: int,
-    progress: Progress,
+    original: Path, folder: Path, target: dict[str, Any], texts: tuple[Path, Path], windows: int, progress: Progress
 ) -> dict[str, Any]:
     """Convert the model, evaluate the result and continue the prompt with it.
 

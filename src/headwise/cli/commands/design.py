@@ -10,8 +10,7 @@ from headwise.base.tables import count_text
 from headwise.cli.advice import Engine, Goal, Hardware, answer, asked
 from headwise.cli.app import DECIDE, Json, app
 from headwise.cli.options import Batch, Context, Dtype, HardwareFile, Ranks, Usable
-from headwise.cli.pages import Html, refuse_no_page
-from headwise.cli.plots import Plot, refuse_no_plot
+from headwise.cli.pages import Html, Plot, refuse_no_page, refuse_no_plot
 
 _SIZES = "Sizes of the model"
 

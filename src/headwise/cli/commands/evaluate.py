@@ -143,9 +143,6 @@ def _results(model: str, options: TaskOptions, cache: str | None, progress: Prog
                 results["planted"] = evaluation.evaluate_planted(pair, facts, progress=progress)
     if options.retrieval:
         results["retrieval"] = evaluation.evaluate_retrieval(
-            model,
-            RetrievalOptions.of(options, file=options.retrieval),
-            against=options.against,
-            progress=progress,
+            model, RetrievalOptions.of(options, file=options.retrieval), against=options.against, progress=progress
         )
     return results

@@ -34,8 +34,7 @@ def guide(
         str | None, typer.Option(help="research, serving, mobile, documents or very-long-documents.")
     ] = None,
     threshold: Annotated[
-        list[str] | None,
-        typer.Option(help="Where a word of the guide begins, such as long=4096; may be repeated."),
+        list[str] | None, typer.Option(help="Where a word of the guide begins, such as long=4096; may be repeated.")
     ] = None,
     as_json: Json = False,
 ) -> None:

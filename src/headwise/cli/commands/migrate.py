@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from headwise.base.options.migrate import MigrateOptions
+from headwise.base.options.convert import MigrateOptions
 from headwise.base.tables import Table
 from headwise.cli.app import CHANGE, SOURCES, Json, app, emit, out, progress_bar
 from headwise.cli.options import takes_options

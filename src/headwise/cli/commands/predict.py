@@ -12,7 +12,7 @@ from rich.markup import escape
 from headwise.base.tables import Table, bytes_text, count_text, seconds_text
 from headwise.cli.app import DECIDE, SOURCES_OR_NAME, Json, app, beyond, emit, out, say
 from headwise.cli.options import Batch, Context, Dtype, HardwareFile, Ranks, Usable
-from headwise.cli.plots import Plot, prediction_figure, refuse_no_plot, write_plot
+from headwise.cli.pages import Plot, prediction_figure, refuse_no_plot, write_plot
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from headwise.base.options.prepare import PrepareOptions
+from headwise.base.options.convert import PrepareOptions
 from headwise.base.tables import Table
 from headwise.cli.app import CHANGE, SOURCES, Json, app, emit, out, progress_bar, say
 from headwise.cli.options import takes_options

@@ -49,7 +49,7 @@ def profile(
     from headwise.measure.profiling import check as checked
     from headwise.measure.profiling import profile as measured
     from headwise.measure.profiling import write_profile
-    from headwise.measure.profiling.grids import grids_of
+    from headwise.measure.profiling.decoder import grids_of
     from headwise.measure.profiling.profile import name_of
     from headwise.runtime.hf.load import as_device
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.base.options.sample import SampleOptions
+from headwise.base.options.heal import SampleOptions
 from headwise.cli.app import CHANGE, SOURCES, Json, app, emit, out, progress_bar
 from headwise.cli.options import takes_options
 from headwise.cli.torchrun import as_one_process

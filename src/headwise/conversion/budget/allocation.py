@@ -92,13 +92,7 @@ layers. What rounding loses hardly changes."""
 
 
 def coded_curve(
-    nodes: Sequence[Node],
-    rounding: Sequence[tuple[float, float]],
-    share: int,
-    step: int,
-    *,
-    values: int,
-    refined: float = REFINED,
+    nodes: Sequence[Node], rounding: Sequence[tuple[float, float]], share: int, step: int, *, values: int
 ) -> list[Choice]:
     """The best size and number of bits for each number of bytes a token, from the smallest up.
 
@@ -112,7 +106,6 @@ def coded_curve(
         step: the size of a step, in bytes a token.
         values: the number of cached values a token of the even size. The first tokens are stored unquantised, so that
             a smaller size saves bytes of them, which it may spend on codes.
-        refined: the part of a size's loss that is left after the layer's refinement, and counts.
     """
     # Sizes between the measured ones: rotary widths in steps of 16, ranks in steps of 8.
     sizes: dict[tuple[int, int], float] = {}
@@ -123,7 +116,7 @@ def coded_curve(
         low = max(lines[w][0].rank for w in (below, above))
         high = min(lines[w][-1].rank for w in (below, above))
         for rank in sorted({*range(low, high + 1, 8), high}):
-            sizes[rank, rotary] = refined * _loss_at(lines, rank, rotary)
+            sizes[rank, rotary] = REFINED * _loss_at(lines, rank, rotary)
     bits, logs = [b for b, _ in rounding], [math.log(loss) for _, loss in rounding]
     best: dict[int, Node] = {}
     for (rank, rotary), loss in sizes.items():

@@ -30,8 +30,7 @@ from headwise.base.processes import barrier, process_index
 from headwise.base.progress import Progress
 from headwise.conversion.budget.allocation import allocate, coded_curve, curve, step_of
 from headwise.conversion.budget.trials import EVEN_BITS, CodedTrials, LayerLosses, LayerTrials, Trial, held_pieces
-from headwise.conversion.calibration.base import Calibrator
-from headwise.conversion.calibration.candidates import LayerData
+from headwise.conversion.calibration.candidates import Calibrator, LayerData
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.calibration.windows import repeating_pieces
 from headwise.conversion.codes import whole_shares
@@ -40,10 +39,9 @@ from headwise.conversion.plan import ConversionPlan, LayerSize
 from headwise.conversion.solvers.device import CPU, computing_on
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.latent import projections, rotary_channels
-from headwise.conversion.solvers.layer import Layer, State
+from headwise.conversion.solvers.layer import KEY_WEIGHT, Layer, LayerTarget, State, grouped_spec, latent_spec
 from headwise.conversion.solvers.rope_channels import keep_rotation
-from headwise.conversion.solvers.statistics import KEY_WEIGHT, Statistics
-from headwise.conversion.solvers.target import LayerTarget
+from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage import LayerFiles
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec, LatentSpec, as_latent
@@ -77,9 +75,7 @@ def choose_shared_channels(
     layers = plan.before.num_layers
     for index, (source, evidence) in enumerate(calibrator.source_evidence(plan)):
         progress(CHOOSING, index, layers)
-        spec, target = source.spec, plan.after.layers[index]
-        assert isinstance(spec, GroupedSpec)
-        assert isinstance(target, LatentSpec)
+        spec, target = grouped_spec(source.spec), latent_spec(plan.after.layers[index])
         longest = plan.layer_target(plan.places[index]).longest
         statistics = evidence.statistics or Statistics.nothing(spec.hidden_size, spec.num_heads, longest)
         energy, loss = rotary_losses(source.state, spec, target, statistics, mix=plan.mixes_heads)
@@ -124,7 +120,7 @@ def compare_own_channels(
     return {"shared": data.loss(shared), "own": data.loss(unshared)}
 
 
-TOKENS = 512
+TRIAL_TOKENS = 512
 """Tokens in a piece of held-out text. Single layers are tried on one piece, or with codes on all; allocations
 on others."""
 
@@ -240,7 +236,7 @@ def find_spread(plan: ConversionPlan, calibrator: TextCalibrator, folder: Path, 
 @torch.no_grad()
 def _search(trials: LayerTrials) -> Spread:
     calibrator = trials.calibrator
-    pieces = held_pieces(calibrator.windows.held_out.text.ids, TOKENS, 1 + PIECES)
+    pieces = held_pieces(calibrator.windows.held_out.text.ids, TRIAL_TOKENS, 1 + PIECES)
     # What a layer's codes lose is close to what another's do, and takes more text to tell apart.
     tried = pieces if trials.plan.spends_bytes else pieces[:1]
     layers = trials.losses(_trial(trials, tried))
@@ -254,11 +250,13 @@ def _search(trials: LayerTrials) -> Spread:
         nodes = allocate([curve(layer.nodes, share, step) for layer, share in zip(layers, shares, strict=True)])
     best = [LayerSize(*node[:2], layer.key_weight) for node, layer in zip(nodes, layers, strict=True)]
     predicted = sum(layer.even.loss for layer in layers), sum(node.loss for node in nodes)
-    if predicted[1] > (1 - MARGIN) * predicted[0]:
-        return _spread(even, even, predicted, None)
-    other_pieces = pieces[1:] if len(pieces) > 1 else pieces
-    even_kl, best_kl = trials.divergences(_trial(trials, other_pieces), [even, best])
-    return _spread(best if best_kl < even_kl else even, even, predicted, (even_kl, best_kl))
+    sizes, measured = even, None
+    if predicted[1] <= (1 - MARGIN) * predicted[0]:
+        other_pieces = pieces[1:] if len(pieces) > 1 else pieces
+        even_kl, best_kl = trials.divergences(_trial(trials, other_pieces), [even, best])
+        sizes, measured = best if best_kl < even_kl else even, (even_kl, best_kl)
+    weights = tuple(size.key_weight for size in sizes)
+    return Spread(tuple(s[:2] for s in sizes), weights, tuple(s[:2] for s in even), predicted, measured)
 
 
 def _trial(trials: LayerTrials, pieces: Tensor) -> Trial:
@@ -275,7 +273,7 @@ def _trial(trials: LayerTrials, pieces: Tensor) -> Trial:
         repeating_pieces(pieces, trials.calibrator.windows.begin) if "recall" in trials.plan.stages else pieces[:0]
     )
     weights = torch.tensor([1.0] * len(pieces) + [RECALL_WEIGHT] * len(repeating))
-    return Trial(model, torch.cat([pieces, repeating]), weights, rows=TOKENS)
+    return Trial(model, torch.cat([pieces, repeating]), weights, rows=TRIAL_TOKENS)
 
 
 def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
@@ -296,14 +294,9 @@ def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
     specs = [as_latent(own, node.rank, node.rotary) for own, node in zip(plan.before.layers, nodes, strict=True)]
     token_bytes = whole_shares([(node.token_bytes or 0) + left / len(nodes) for node in nodes], specs)
     even = [next((c.node for c in curve if c.steps == 0), curve[0].node) for curve in curves]
-    return Spread(
-        tuple((node.rank, node.rotary) for node in nodes),
-        tuple(layer.key_weight for layer in layers),
-        tuple((node.rank, node.rotary) for node in even),
-        (sum(node.loss for node in even), sum(node.loss for node in nodes)),
-        None,
-        token_bytes,
-    )
+    predicted = sum(node.loss for node in even), sum(node.loss for node in nodes)
+    sizes, even_sizes = (tuple((node.rank, node.rotary) for node in own) for own in (nodes, even))
+    return Spread(sizes, tuple(layer.key_weight for layer in layers), even_sizes, predicted, None, token_bytes)
 
 
 def _roundings(layers: Sequence[LayerLosses]) -> list[list[tuple[float, float]]]:
@@ -320,13 +313,3 @@ def _roundings(layers: Sequence[LayerLosses]) -> list[list[tuple[float, float]]]
     course = (logs - levels[:, None]).mean(0)
     levels = levels.mean() + TRUST * (levels - levels.mean())
     return [list(zip(bits, row, strict=True)) for row in (levels[:, None] + course).exp().tolist()]
-
-
-def _spread(
-    sizes: list[LayerSize],
-    even: list[LayerSize],
-    predicted: tuple[float, float],
-    measured: tuple[float, float] | None,
-) -> Spread:
-    weights = tuple(size.key_weight for size in sizes)
-    return Spread(tuple(s[:2] for s in sizes), weights, tuple(s[:2] for s in even), predicted, measured)

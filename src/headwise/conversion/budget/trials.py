@@ -29,16 +29,24 @@ from headwise.base.progress import Progress
 from headwise.base.threads import map_in_threads
 from headwise.conversion.budget.allocation import Node
 from headwise.conversion.calibration.saved import read_evidence, save_layer
-from headwise.conversion.calibration.sensitivity import PIECE, refuse_no_numbers
+from headwise.conversion.calibration.source import PIECE, refuse_no_numbers
 from headwise.conversion.calibration.text import TextCalibrator
 from headwise.conversion.codes import design
 from headwise.conversion.methods import Evidence, LatentMethod
 from headwise.conversion.plan import ConversionPlan, LayerSize, Place, read_layer
 from headwise.conversion.solvers.device import CPU, to_device
 from headwise.conversion.solvers.joint_latent import NOTHING
-from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_rows
-from headwise.conversion.solvers.normed import seen_by_mla
-from headwise.conversion.solvers.statistics import KEY_WEIGHT, root
+from headwise.conversion.solvers.layer import (
+    KEY_WEIGHT,
+    Layer,
+    Rotation,
+    grouped_spec,
+    latent_spec,
+    rotation_tables,
+    sample_rows,
+    seen_by_mla,
+)
+from headwise.conversion.solvers.statistics import root
 from headwise.conversion.storage import LayerFiles
 from headwise.measure.evaluation.scoring import kl_divergence
 from headwise.models.specs import GroupedSpec, LatentSpec, rotary_width
@@ -90,7 +98,7 @@ class Trial:
             hidden: the layer's inputs, ``[N, T, E]``.
             layer: the attention to use in place of its own.
         """
-        rotation = rotation_tables(self._source_spec(index), torch.arange(self.pieces.shape[1]))
+        rotation = self._rotation(index)
         inputs = self.model.attention_inputs(index, module, hidden)
         output = torch.stack([layer.output(piece, rotation) for piece in inputs])
         return self.model.run(index, module, hidden, attention_output=output)
@@ -104,7 +112,7 @@ class Trial:
             metric: the root of the layer's sensitivity, ``[E, E]``.
         """
         call, _ = self.model.trace(index, module, self.source)
-        rotation = rotation_tables(self._source_spec(index), torch.arange(self.pieces.shape[1]))
+        rotation = self._rotation(index)
 
         def error(layer: Layer) -> float:
             total, weights = 0.0, [float(weight) for weight in self.weights]
@@ -131,10 +139,9 @@ class Trial:
         self.model.release()
         return [total / float(weights.sum()) for total in totals]
 
-    def _source_spec(self, index: int) -> GroupedSpec:
-        spec = self.model.checkpoint.spec.layers[index]
-        assert isinstance(spec, GroupedSpec)
-        return spec
+    def _rotation(self, index: int) -> Rotation | None:
+        spec = grouped_spec(self.model.checkpoint.spec.layers[index])
+        return rotation_tables(spec, torch.arange(self.pieces.shape[1]))
 
 
 SPREADING = "spreading the cache"
@@ -142,6 +149,17 @@ SPREADING = "spreading the cache"
 
 KEY_WEIGHTS = (KEY_WEIGHT, KEY_WEIGHT / 4, KEY_WEIGHT * 4)
 """The costs of an error of the keys relative to one of the values that are tried, the usual one first."""
+
+
+def sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
+    """R and P of each of a layer's trials, the even size first: R/2 to 3R/2 by P/2 to 2P."""
+    R, P = even.kv_lora_rank, even.qk_rope_head_dim
+    total = source.num_kv_heads * (source.head_dim + source.value_dim)
+    widest_rotary = min(2 * P, rotary_width(source), total - R)
+    rotary_widths = {P} if P == 0 else {max(P // 4 * 2, 2), P, max(widest_rotary // 2 * 2, P)}
+    ranks = {max(R // 2, 1), R, max(min(R + R // 2, total - max(rotary_widths)), R)}
+    sizes = sorted((r, p) for r in ranks for p in rotary_widths)
+    return [(R, P), *(size for size in sizes if size != (R, P))]
 
 
 class LayerLosses(NamedTuple):
@@ -214,6 +232,9 @@ class LayerTrials:
     variants: ClassVar[int] = 1
     """The number of streams of a layer's trial."""
 
+    extra: ClassVar[int] = 0
+    """The number of a trial's losses beside those of sizes and key weights."""
+
     def losses(self, trial: Trial) -> list[LayerLosses]:
         """Measure each layer's losses at several sizes and key weights, and save its statistics.
 
@@ -232,7 +253,7 @@ class LayerTrials:
             sizes = self._sizes(index)
             layer_sizes.append(sizes)
             # Zeros where another process tries the layer: the sum over processes is then each layer's losses.
-            losses = torch.zeros(self._count(sizes), dtype=torch.float64, device=CPU)
+            losses = torch.zeros(len(sizes) + len(KEY_WEIGHTS) - 1 + self.extra, dtype=torch.float64, device=CPU)
             # Streams of earlier layers pass this one before its own streams join them, which begin behind it.
             passes = map_in_threads(partial(trial.model.run, index, module), streams.values())
             streams = dict(zip(streams, passes, strict=True))
@@ -322,10 +343,6 @@ class LayerTrials:
             for _, layer in self._solutions(trial.index, trial.source, sizes, trial.evidence, key_weight)
         ]
 
-    def _count(self, sizes: Sequence[tuple[int, int]]) -> int:
-        """The number of losses that a layer's trial has."""
-        return len(sizes) + len(KEY_WEIGHTS) - 1
-
     def _corrected(
         self, sizes: Sequence[tuple[int, int]], estimates: Sequence[float], divergences: Sequence[float]
     ) -> LayerLosses:
@@ -342,15 +359,12 @@ class LayerTrials:
         nodes, key_weight = scaled_nodes(sizes, estimates, by_weight, scale)
         return LayerLosses(Node(*sizes[0], divergences[0]), key_weight, nodes)
 
+    sizes_to_try = staticmethod(sizes_to_try)
+    """The function that lists R and P of each of a layer's trials, the even size first."""
+
     def _sizes(self, index: int) -> list[tuple[int, int]]:
         source, even = self.plan.before.layers[index], self.plan.after.layers[index]
-        assert isinstance(source, GroupedSpec)
-        assert isinstance(even, LatentSpec)
-        return self._sizes_to_try(source, even)
-
-    def _sizes_to_try(self, source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
-        """R and P of each of a layer's trials, the even size first."""
-        return sizes_to_try(source, even)
+        return self.sizes_to_try(grouped_spec(source), latent_spec(even))
 
     def _source(self, index: int) -> Layer:
         return read_layer(self.plan.checkpoint, Place(index)).float()
@@ -364,17 +378,6 @@ class LayerTrials:
         target = replace(self.plan.layer_target(Place(index)), key_weight=key_weight)
         for size, layer in method.solve_sizes(source, sizes, target, evidence):
             yield size, layer.float()
-
-
-def sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
-    """R and P of each of a layer's trials, the even size first: R/2 to 3R/2 by P/2 to 2P."""
-    R, P = even.kv_lora_rank, even.qk_rope_head_dim
-    total = source.num_kv_heads * (source.head_dim + source.value_dim)
-    widest_rotary = min(2 * P, rotary_width(source), total - R)
-    rotary_widths = {P} if P == 0 else {max(P // 4 * 2, 2), P, max(widest_rotary // 2 * 2, P)}
-    ranks = {max(R // 2, 1), R, max(min(R + R // 2, total - max(rotary_widths)), R)}
-    sizes = sorted((r, p) for r in ranks for p in rotary_widths)
-    return [(R, P), *(size for size in sizes if size != (R, P))]
 
 
 def scaled_nodes(
@@ -412,10 +415,34 @@ FITTED = 1024
 """The tokens that the scales of a trial's codes are fitted to, once: half as many as a conversion's."""
 
 
+ROTARY_PARTS = (1, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
+"""The parts of a source's rotary keys that may keep their rotation."""
+
+
+def coded_sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
+    """R and P of each of a layer's trials with codes, the even size first.
+
+    Codes of few bits cost so little that a latent as wide as the source's cache, which loses nothing, can be tried.
+    """
+    R, P = even.kv_lora_rank, even.qk_rope_head_dim
+    values, rotary = R + P, rotary_width(source)
+    total = source.num_kv_heads * (source.head_dim + source.value_dim)
+    most_values = min(total, values + values // 2)
+    widths = {int(part * rotary) // 2 * 2 for part in ROTARY_PARTS if rotary}
+    widths = {P, *(width for width in widths if 0.12 * values <= width <= 0.55 * most_values)}
+    sizes = {(R, P)}
+    for width in sorted(widths):
+        least = min(max(8, values // 4 // 8 * 8), total - width)
+        most = min(max(most_values - width, least + 8), total - width)
+        sizes |= {(least + (most - least) * third // 24 * 8, width) for third in range(3)} | {(most, width)}
+    return [(R, P), *sorted(sizes - {(R, P)})]
+
+
 class CodedTrials(LayerTrials):
     """Trials of single layers with codes; see `LayerTrials`."""
 
-    variants = 2
+    variants, extra = 2, len(CODE_BITS) + 1
+    sizes_to_try = staticmethod(coded_sizes_to_try)
 
     def _try(self, trial: LayerTrial) -> tuple[Tensor, Tensor]:
         """A layer's estimated losses, and two streams ``[2, N, T, E]``.
@@ -443,19 +470,11 @@ class CodedTrials(LayerTrials):
         return torch.tensor(losses, dtype=torch.float64, device=CPU), streams
 
     def _coded(self, trial: LayerTrial, layer: Layer) -> list[Layer]:
-        assert isinstance(trial.source.spec, GroupedSpec)
-        assert isinstance(layer.spec, LatentSpec)
-        sample = self.calibrator.sample
-        windows = ((inputs, sample.rotation(trial.source.spec, window)) for window, inputs in trial.inputs.items())
+        sample, own, spec = self.calibrator.sample, grouped_spec(trial.source.spec), latent_spec(layer.spec)
+        windows = ((inputs, sample.rotation(own, window)) for window, inputs in trial.inputs.items())
         designed = design(layer.float(), windows, trial.metric, tokens=FITTED)
-        values = layer.spec.kv_lora_rank + layer.spec.qk_rope_head_dim
+        values = spec.kv_lora_rank + spec.qk_rope_head_dim
         return [designed.coded(int(values * bits / 8) + 1, rounds=1) for bits in CODE_BITS]
-
-    def _count(self, sizes: Sequence[tuple[int, int]]) -> int:
-        return super()._count(sizes) + len(CODE_BITS) + 1
-
-    def _sizes_to_try(self, source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
-        return coded_sizes_to_try(source, even)
 
     def _corrected(
         self, sizes: Sequence[tuple[int, int]], estimates: Sequence[float], divergences: Sequence[float]
@@ -486,26 +505,3 @@ def _smaller(losses: Sequence[float], target: float) -> int:
     """The number of the size, other than the first, whose loss is nearest to a target; losses of 0 do not count."""
     numbers = [number for number, loss in enumerate(losses) if number and loss > 0]
     return min(numbers, key=lambda number: abs(math.log(losses[number] / max(target, NOTHING))), default=0)
-
-
-ROTARY_PARTS = (1, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
-"""The parts of a source's rotary keys that may keep their rotation."""
-
-
-def coded_sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int, int]]:
-    """R and P of each of a layer's trials with codes, the even size first.
-
-    Codes of few bits cost so little that a latent as wide as the source's cache, which loses nothing, can be tried.
-    """
-    R, P = even.kv_lora_rank, even.qk_rope_head_dim
-    values, rotary = R + P, rotary_width(source)
-    total = source.num_kv_heads * (source.head_dim + source.value_dim)
-    most_values = min(total, values + values // 2)
-    widths = {int(part * rotary) // 2 * 2 for part in ROTARY_PARTS if rotary}
-    widths = {P, *(width for width in widths if 0.12 * values <= width <= 0.55 * most_values)}
-    sizes = {(R, P)}
-    for width in sorted(widths):
-        least = min(max(8, values // 4 // 8 * 8), total - width)
-        most = min(max(most_values - width, least + 8), total - width)
-        sizes |= {(least + (most - least) * third // 24 * 8, width) for third in range(3)} | {(most, width)}
-    return [(R, P), *sorted(sizes - {(R, P)})]

@@ -1,25 +1,35 @@
-"""Choose between a layer's solution and what further steps make of it, by their errors on held-out windows.
+"""One layer in a conversion: what is known of it, its solution, and what further steps make of that.
+
+A `Calibrator` gives the evidence of each layer, from a text, from saved statistics, or from weights alone. All three
+answer the same calls, layer by layer: `collect` before a layer is solved, and `advance` with what was chosen of it,
+once that is on disk.
 
 `LayerData` is the layer that is being converted, on the windows of a text. A `Candidate` is a layer that may be
-chosen for it. `select` takes the steps in their order, and goes on with the better candidate each time.
+chosen for it. The steps between a layer's solution and what is written each make other candidates out of one: a
+descent, the code of its cache, a refit. `select` takes the steps in their order, and goes on with the better
+candidate each time, by errors on held-out windows.
 
-Shapes: N windows, W tokens in each, H·V inputs of the output projection, E hidden size.
+Shapes: N windows, W tokens in each, S sampled tokens, H·V inputs of the output projection, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from headwise.base.processes import all_sum, my_windows, process_index
 from headwise.base.threads import map_in_threads
-from headwise.conversion.calibration.windows import CalibrationWindows, FirstTokens
-from headwise.conversion.solvers.device import Stopwatch
+from headwise.conversion.calibration.windows import DRAWN, SHARE, CalibrationWindows, FirstTokens
+from headwise.conversion.codes import design
+from headwise.conversion.methods import Evidence
+from headwise.conversion.plan import ConversionPlan, Place, read_layer
+from headwise.conversion.solvers.device import CPU, Stopwatch, quick_products, to_device
 from headwise.conversion.solvers.layer import Layer, Rotation
-from headwise.conversion.solvers.refit import Cost
+from headwise.conversion.solvers.refit import RIDGES, Cost, OutputRefit, WeighedTokens, refine
 from headwise.conversion.storage import Spill
 from headwise.models.specs import GroupedSpec
 
@@ -27,7 +37,7 @@ ALWAYS_TAKEN = ("code", "norm")
 """The steps whose result is taken whatever it loses, because the folder needs it."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LayerData:
     """A layer that is being converted, on the windows of a text.
 
@@ -108,10 +118,10 @@ class Candidate:
         shape = (*data.windows.ids.shape, layer.state["o_proj.weight"].shape[1])  # [N, W, H·V]
         return cls(step, layer.float(), data, Spill(data.inputs.path.with_name(f"mixed-{step}.spill"), shape))
 
-    def projecting(self, step: str, tensors: Mapping[str, Tensor]) -> Candidate:
+    def projecting(self, tensors: Mapping[str, Tensor]) -> Candidate:
         """The layer with another output projection: the inputs of the projection stay, and are not computed again."""
         state = {**self.layer.state, **{name: tensor.float() for name, tensor in tensors.items()}}
-        return replace(self, step=step, layer=replace(self.layer, state=state))
+        return replace(self, step="refit", layer=replace(self.layer, state=state))
 
     @property
     def on_text(self) -> LayerData:
@@ -175,3 +185,156 @@ def select(solved: Layer, steps: Mapping[str, Step], data: LayerData | None) -> 
                 if name in ALWAYS_TAKEN or error < least:
                     best, least = candidate, error
     return best, {"errors": errors, "chosen": best.step}
+
+
+class Calibrator:
+    """Calibration on weights alone. Subclasses have evidence from a text.
+
+    Attributes:
+        tokens: the number of calibration tokens, held-out tokens included.
+        window: the number of tokens in each window.
+        is_sequential: whether layers must be converted in order, each once, because a text goes through them.
+        has_evidence: whether layers are solved from more than their weights.
+        read_seconds: seconds spent on reading evidence from disk.
+    """
+
+    tokens: int = 0
+    window: int = 0
+    is_sequential: bool = False
+    has_evidence: bool = False
+    read_seconds: float = 0.0
+
+    def may_be_saved(self, place: Place) -> bool:
+        """Whether an earlier run may have converted and saved a layer already."""
+        return True
+
+    def collect(self, place: Place, source: Layer) -> tuple[Evidence, LayerData | None]:
+        """Collect what a layer is solved from, and the windows of the text that its solution is measured on.
+
+        Args:
+            place: the layer's place in the model.
+            source: the source layer with its weights.
+
+        Returns:
+            The evidence, and the layer on the windows of a text; None where there is no text.
+        """
+        return Evidence(), None
+
+    def advance(self, data: LayerData | None, best: Candidate) -> None:
+        """Go on to the next layer, once the result is on disk: a run killed after this does not solve it again."""
+
+    def source_evidence(self, plan: ConversionPlan) -> Iterator[tuple[Layer, Evidence]]:
+        """Each layer of the source in turn, with its evidence: statistics of the inputs that the source gives it."""
+        for place in plan.places:
+            source = read_layer(plan.checkpoint, place)
+            yield source, self.collect(place, source)[0]
+
+
+NOTHING_KNOWN = Calibrator()
+"""The calibrator of conversions by weights alone."""
+
+
+QUERIES = 256
+"""The number of queries of a window that each step of the descent draws at random."""
+
+STEPS = 5
+"""The number of steps that a layer's descent takes on every `STRETCH` tokens of the training windows."""
+
+SHORT_STEPS = 7
+"""The number of steps on every window of fewer than `STRETCH` tokens."""
+
+STRETCH = 512
+"""The number of tokens from which a window counts by its tokens."""
+
+CODE_WINDOWS = 32
+"""The most windows that the code of a layer's cache is designed on."""
+
+
+def descent_steps(windows: CalibrationWindows) -> int:
+    """The number of steps of each layer's descent on the windows that are trained on."""
+    if windows.width < STRETCH:
+        return SHORT_STEPS * windows.train
+    return round(STEPS * windows.train * windows.width / STRETCH)
+
+
+def descended(candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate after its descent on the training windows; see `descend`."""
+    data = candidate.on_text
+    with data.seconds.timed("descent"):
+        layer = descend(candidate.layer, data)
+    yield Candidate.of("refine", layer, data)
+
+
+def descend(layer: Layer, data: LayerData) -> Layer:
+    """Lower a layer's own error by gradient descent on all its matrices; see `refine`.
+
+    A step draws its queries from one half of a window; those of the first half attend to nothing behind it, and cost
+    half as much.
+
+    Args:
+        layer: the layer, float32.
+        data: the layer on the windows of the text.
+    """
+    generator = torch.Generator().manual_seed(0)
+    width = data.windows.width
+    # A window without `QUERIES` tokens in each half is not divided.
+    parts = 2 if layer.spec.is_causal and width >= 2 * QUERIES else 1
+    bounds = [width * part // parts for part in range(parts + 1)]
+    order: list[int] = []
+
+    def sample() -> tuple[int, int, Tensor, FirstTokens | None]:
+        """A window, the end of one of its parts, some tokens ``[S]`` of that part, and some first tokens."""
+        if not order:
+            order.extend(torch.randperm(data.windows.train * parts, generator=generator, device=CPU).tolist())
+        window, part = divmod(order.pop(), parts)
+        start, end = bounds[part], bounds[part + 1]
+        drawn = torch.randperm(end - start, generator=generator, device=CPU)[:QUERIES]
+        first_tokens = None if data.first_tokens is None else data.first_tokens.drawn(DRAWN, generator)
+        return window, end, to_device(start + drawn.sort()[0]), first_tokens
+
+    def cost(state: Mapping[str, Tensor], drawn: tuple[int, int, Tensor, FirstTokens | None]) -> Tensor:
+        window, end, rows, first_tokens = drawn
+        inputs, wanted = data.inputs.read(window)[:end], data.wanted.read(window)[rows]
+        rotation, changed = data.rotation(window), replace(layer, state=state)
+        with quick_products():
+            output = changed.output(inputs, rotation, rows).float()
+            nats = data.cost(output - wanted).mean()
+            if first_tokens is not None:
+                nats = nats + SHARE * first_tokens.cost(first_tokens.error(changed)).mean()
+        return nats
+
+    return replace(layer, state=refine(layer.state, cost, sample, steps=data.descent_steps))
+
+
+def coded(candidate: Candidate, *, token_bytes: int) -> Iterator[Candidate]:
+    """The layer with a code of its cache, in that code's basis; see `headwise.conversion.codes.design`.
+
+    Args:
+        candidate: the candidate that gets a code.
+        token_bytes: the bytes of a token's codes in this layer.
+    """
+    data = candidate.on_text
+    numbers = range(min(data.windows.train, CODE_WINDOWS))
+    windows = ((data.inputs.read(window), data.rotation(window)) for window in numbers)
+    with data.seconds.timed("code"):
+        layer = design(candidate.layer, windows, data.cost.metric).coded(token_bytes)
+    yield Candidate.of("code", layer, data)
+
+
+def refitted(candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate with its output projection refitted on the training windows, with each of `RIDGES`."""
+    data, state = candidate.on_text, candidate.layer.state
+    refit = OutputRefit(state["o_proj.weight"], state.get("o_proj.bias"))
+
+    def weighed(window: int) -> WeighedTokens:
+        return refit.weighed(candidate.mixed(window), data.wanted.read(window), data.cost)
+
+    for tokens in map_in_threads(weighed, my_windows(data.windows.train)):
+        refit.add(tokens)
+    if data.first_tokens is not None and process_index() == 0:
+        beside = data.windows.train * data.windows.width
+        refit.add(data.first_tokens.weighed(refit, candidate.layer, beside))
+    all_sum(refit.moments)
+    all_sum(refit.error)
+    for ridge in RIDGES:
+        yield candidate.projecting(refit.solve(ridge))

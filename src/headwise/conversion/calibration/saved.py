@@ -25,7 +25,7 @@ from torch import Tensor
 
 from headwise.base.disk import sync
 from headwise.base.progress import Progress, silent
-from headwise.conversion.calibration.base import Calibrator
+from headwise.conversion.calibration.candidates import Calibrator
 from headwise.conversion.calibration.windows import CalibrationWindows
 from headwise.conversion.methods import Evidence
 from headwise.conversion.plan import Place

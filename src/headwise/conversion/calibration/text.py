@@ -19,17 +19,16 @@ from torch import Tensor, nn
 from headwise.base.processes import barrier, my_windows
 from headwise.base.progress import Progress, silent
 from headwise.base.threads import map_in_threads
-from headwise.conversion.calibration.base import Calibrator
-from headwise.conversion.calibration.candidates import Candidate, LayerData
-from headwise.conversion.calibration.sensitivity import kept_sensitivity, output_sensitivities
-from headwise.conversion.calibration.source_stream import (
+from headwise.conversion.calibration.candidates import Calibrator, Candidate, LayerData, descent_steps
+from headwise.conversion.calibration.source import (
     SourceStream,
     begin_streams,
+    kept_sensitivity,
     measured,
+    output_sensitivities,
     sensitivity_windows,
     traced,
 )
-from headwise.conversion.calibration.steps import descent_steps
 from headwise.conversion.calibration.windows import (
     EVERY,
     CalibrationWindows,
@@ -41,13 +40,12 @@ from headwise.conversion.calibration.windows import (
 from headwise.conversion.methods import STAGES, Evidence
 from headwise.conversion.plan import ConversionPlan, Place, read_layer
 from headwise.conversion.solvers.device import CPU, Stopwatch, computing_on, quick_products
-from headwise.conversion.solvers.layer import Layer
+from headwise.conversion.solvers.layer import Layer, grouped_spec
 from headwise.conversion.solvers.refit import Cost
 from headwise.conversion.solvers.statistics import root
 from headwise.conversion.storage import LOST, LayerFiles, Spill
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.measure.texts import CalibrationTexts, open_windows
-from headwise.models.specs import GroupedSpec
 from headwise.runtime.hf import LayerwiseModel
 from headwise.runtime.kernels.native import built
 from headwise.runtime.quantization import SINKS
@@ -95,6 +93,8 @@ class TextCalibrator(Calibrator):
     ) -> None:
         self.model, self.windows, self.stages, self.for_mla = model, windows, frozenset(stages), for_mla
         self.tokens, self.window = windows.tokens, windows.width
+        # Layers are solved for the source's stream without the stage ``sequence``.
+        self._solved_stream = "converted" if "sequence" in self.stages else "source"
         self.steps = descent_steps(windows) if steps is None else steps
         self.sensitivities = LayerFiles(folder / "sensitivities")
         self.seconds = Stopwatch()
@@ -130,8 +130,7 @@ class TextCalibrator(Calibrator):
         if self.may_be_saved(place):
             raise CheckpointError("layer", place.index, LOST)
         assert place.index == self.position  # a stream passes layers in their order
-        source = source.float()
-        assert isinstance(source.spec, GroupedSpec)
+        source, spec = source.float(), grouped_spec(source.spec)
         module, sensitivity = self.model.module(place.index), self.sensitivity(place.index)
         mine = my_windows(self.windows.rows)
         with self.seconds.timed("windows"):
@@ -139,23 +138,15 @@ class TextCalibrator(Calibrator):
             barrier()  # all processes read the held-out windows
             inputs = ((window, self._inputs.read(window)) for window in mine if window < self.windows.train)
             statistics = measured(source, sensitivity, inputs, self.windows, for_mla=self.for_mla)
-        cost = output_cost(sensitivity, source.spec.hidden_size)
+        # Every direction costs the same without sensitivities.
+        cost = Cost(torch.eye(spec.hidden_size) if sensitivity is None else root(sensitivity).float())
         first_tokens = None
         if self.windows.first_tokens is not None:
-            last, rotation = len(self.windows), self.windows.rotation(source.spec, 0)
+            last, rotation = len(self.windows), self.windows.rotation(spec, 0)
             first_tokens = FirstTokens(self._inputs.read(last), self._wanted.read(last), rotation, cost)
-        return Evidence(statistics, sensitivity), LayerData(
-            index=place.index,
-            module=module,
-            spec=source.spec,
-            windows=self.windows,
-            inputs=self._inputs,
-            wanted=self._wanted,
-            cost=cost,
-            first_tokens=first_tokens,
-            descent_steps=self.steps,
-            seconds=self.seconds,
-        )
+        tensors = self.windows, self._inputs, self._wanted
+        data = LayerData(place.index, module, spec, *tensors, cost, first_tokens, self.steps, self.seconds)
+        return Evidence(statistics, sensitivity), data
 
     @torch.no_grad()
     def advance(self, data: LayerData | None, best: Candidate) -> None:
@@ -196,11 +187,6 @@ class TextCalibrator(Calibrator):
             source = read_layer(plan.checkpoint, place)
             module, sensitivity = self.model.module(place.index), self.sensitivity(place.index)
             yield source, Evidence(stream.statistics(place.index, module, source.float(), sensitivity), sensitivity)
-
-    @property
-    def _solved_stream(self) -> str:
-        """The name of the stream that layers are solved for: the source's without the stage ``sequence``."""
-        return "converted" if "sequence" in self.stages else "source"
 
     @property
     def sample(self) -> CalibrationWindows:
@@ -275,8 +261,3 @@ def open_calibration(plan: ConversionPlan, texts: CalibrationTexts) -> Calibrati
         rule = f"are too few to design a code on, which needs two windows of more than {SINKS} tokens"
         raise ArgumentError("calibrate", f"{windows.tokens} tokens", rule)
     return windows.to(plan.device)
-
-
-def output_cost(sensitivity: Tensor | None, hidden_size: int) -> Cost:
-    """The cost of an error of a layer's output; every direction costs the same without sensitivities."""
-    return Cost(torch.eye(hidden_size) if sensitivity is None else root(sensitivity).float())

@@ -3,5 +3,3 @@
 from headwise.conversion.frontiers.points import Frontier, Point
 from headwise.conversion.frontiers.quick import QuickFrontier, quick_frontier
 from headwise.conversion.frontiers.run import frontier
-
-__all__ = ["Frontier", "Point", "QuickFrontier", "frontier", "quick_frontier"]

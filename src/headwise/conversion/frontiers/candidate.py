@@ -18,9 +18,9 @@ from headwise.conversion.methods import Method, all_methods, find_method
 from headwise.conversion.plan import ConversionPlan, make_plan
 from headwise.costs.formulas.target import PLAIN_FORMATS, Target, conversion_targets, parse_target, target_options
 from headwise.errors import ArgumentError, HeadwiseError
-from headwise.measure.evaluation.plain_cache import bfloat16_bytes
+from headwise.measure.evaluation.beside_source import bfloat16_bytes
 from headwise.models.checkpoints import Checkpoint
-from headwise.runtime.quantization.formats import ENGINES, parse_format
+from headwise.runtime.quantization.formats import ENGINE_FORMATS, parse_format
 
 Kind = Literal["quantised", "converted", "both", "published"]
 """What is done to the cache: the source's own in fewer bits, a conversion, or a conversion with a cache in codes.
@@ -128,7 +128,7 @@ def read_target(text: str) -> str:
         ArgumentError: the text is no target.
     """
     target = re.sub(r"\s", "", text).lower()
-    if _is_format(target) or target.partition(":")[0] in ENGINES:
+    if _is_format(target) or target.partition(":")[0] in ENGINE_FORMATS:
         return str(parse_format(target, name="target"))
     mechanism, at, fraction = target.partition("@")
     kind, _, size = mechanism.partition(":")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from headwise.base.pages import Part, Picture, Text, web_page
-from headwise.base.plots import BLUE, GREEN, GREY, ORANGE, RED, as_svg, new_figure
+from headwise.base.pages import BLUE, GREEN, GREY, ORANGE, RED, Part, Picture, Text, as_svg, new_figure, web_page
 from headwise.base.tables import Table
 from headwise.conversion.frontiers.candidate import Kind
 from headwise.conversion.frontiers.points import (
@@ -115,8 +114,7 @@ def _cache_axis(axes: Axes, points: list[Point], source_bytes: float) -> None:
     ticks = [2.0**power for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)]
     axes.set_xscale("log")
     axes.set_xticks(
-        [tick * source_bytes for tick in ticks],
-        [f"{tick * source_bytes:,.0f}\n{100 * tick:.4g}%" for tick in ticks],
+        [tick * source_bytes for tick in ticks], [f"{tick * source_bytes:,.0f}\n{100 * tick:.4g}%" for tick in ticks]
     )
     axes.set_xticks([], minor=True)
     axes.set_xlim(low * source_bytes / 1.4, high * source_bytes * 1.12)

@@ -18,7 +18,7 @@ from headwise.base.documents import finite
 from headwise.conversion.frontiers.candidate import Kind, Tried
 from headwise.conversion.methods import find_method
 from headwise.errors import ArgumentError
-from headwise.measure.evaluation.plain_cache import SAME_BYTES, log_perplexity_margin
+from headwise.measure.evaluation.beside_source import SAME_BYTES, log_perplexity_margin
 
 LOSSES = (1.05, 1.15, 1.5)
 """The ratios of perplexity that recommendations are made for."""
@@ -140,10 +140,30 @@ def collect(
     """
     first = results[0][1]["evaluation"]
     source_bytes = float(results[0][1]["cache"]["source_bytes_per_token"])
-    spots = [_spot(result) for _, result in results]
-    points = tuple(
-        _point(candidate, result, label, source_bytes, [(source_bytes, 1.0), *spots]) for candidate, result in results
-    )
+    others = [(source_bytes, 1.0), *(_spot(result) for _, result in results)]
+
+    def point(candidate: Tried, result: Mapping[str, Any]) -> Point:
+        spot, conversion, evaluation = _spot(result), result["conversion"], result["evaluation"]
+        return Point(
+            target=candidate.target,
+            kind=candidate.kind,
+            way=candidate.way,
+            label=result.get("label", label) if conversion is None else conversion["label"],
+            mechanism=label.partition(" ")[0] if conversion is None else conversion["mechanism"].upper(),
+            cache_bytes_per_token=spot[0],
+            cache_fraction=spot[0] / source_bytes,
+            perplexity_ratio=spot[1],
+            ratios={text["text"]: text["perplexity_ratio"] for text in evaluation["texts"]},
+            kl=evaluation["kl"],
+            top1_agreement=evaluation["top1_agreement"],
+            held_out_loss=result.get("held_out_loss"),
+            seconds=0.0 if conversion is None else conversion["seconds"],
+            dominated=any(dominates(other, spot) for other in others),
+            conversion=None if conversion is None else dict(conversion),
+            evaluation=dict(evaluation),
+        )
+
+    points = tuple(point(candidate, result) for candidate, result in results)
     return Frontier(
         source=source,
         label=label,
@@ -167,43 +187,6 @@ def collect(
 def _spot(result: Mapping[str, Any]) -> tuple[float, float]:
     """The bytes of a result's cache, a token, and its ratio of perplexities."""
     return float(result["cache"]["bytes_per_token"]), float(result["evaluation"]["perplexity_ratio"])
-
-
-def _point(
-    candidate: Tried,
-    result: Mapping[str, Any],
-    label: str,
-    source_bytes: float,
-    others: Sequence[tuple[float, float]],
-) -> Point:
-    """The point of one result.
-
-    Args:
-        candidate: the candidate that was tried.
-        result: the result that `result_of` returned for the candidate.
-        label: the mechanism and sizes of the source's layers.
-        source_bytes: bytes a token of the source's cache, in bfloat16.
-        others: the bytes and ratios of the source and of all results.
-    """
-    spot, conversion, evaluation = _spot(result), result["conversion"], result["evaluation"]
-    return Point(
-        target=candidate.target,
-        kind=candidate.kind,
-        way=candidate.way,
-        label=result.get("label", label) if conversion is None else conversion["label"],
-        mechanism=label.partition(" ")[0] if conversion is None else conversion["mechanism"].upper(),
-        cache_bytes_per_token=spot[0],
-        cache_fraction=spot[0] / source_bytes,
-        perplexity_ratio=spot[1],
-        ratios={text["text"]: text["perplexity_ratio"] for text in evaluation["texts"]},
-        kl=evaluation["kl"],
-        top1_agreement=evaluation["top1_agreement"],
-        held_out_loss=result.get("held_out_loss"),
-        seconds=0.0 if conversion is None else conversion["seconds"],
-        dominated=any(dominates(other, spot) for other in others),
-        conversion=None if conversion is None else dict(conversion),
-        evaluation=dict(evaluation),
-    )
 
 
 def _measured(point: Point) -> Measured:
@@ -230,7 +213,7 @@ def shown(frontier: Frontier) -> list[Point]:
     for point in frontier.points:
         if point.held_out_loss is not None:
             variants = point.target, find_method(point.way).label
-            best[variants] = min(best.get(variants, point), point, key=_held_out_loss)
+            best[variants] = min(best.get(variants, point), point, key=lambda one: one.held_out_loss or 0.0)
     return [point for point in frontier.points if point.held_out_loss is None or point in best.values()]
 
 
@@ -279,11 +262,6 @@ def advice(frontier: Frontier) -> list[str]:
     return lines
 
 
-def _held_out_loss(point: Point) -> float:
-    assert point.held_out_loss is not None
-    return point.held_out_loss
-
-
 _VERBS: dict[Kind, str] = {
     "quantised": "quantise",
     "converted": "convert",
@@ -319,7 +297,7 @@ class SizeRange:
         most: the upper end of the range, as a fraction of the source's cache in bfloat16.
         least: the lower end, which is the size of a point.
         kinds: the kind of the best points, and other kinds whose best points differ from them by no more than chance
-            (`headwise.measure.evaluation.plain_cache.log_perplexity_margin`); what takes the least work is first.
+            (`headwise.measure.evaluation.beside_source.log_perplexity_margin`); what takes the least work is first.
         best: the targets that are best at some size of the range, from the largest, and those of other kinds that
             are as good.
         ratio: the perplexity, over the source's, of the best point at the lower end: the most that the range costs.

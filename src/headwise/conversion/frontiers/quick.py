@@ -41,7 +41,7 @@ from headwise.conversion.frontiers.run import refuse_output
 from headwise.costs.formulas.target import PLAIN_FORMATS, PlainFormat
 from headwise.costs.prediction import SERVING_ENGINES
 from headwise.errors import ArgumentError, HeadwiseError, SpecError
-from headwise.measure.evaluation.plain_cache import bfloat16_bytes
+from headwise.measure.evaluation.beside_source import bfloat16_bytes
 from headwise.measure.evaluation.scoring import kl_divergence
 from headwise.measure.points import PREDICTED_ERROR
 from headwise.measure.texts import refuse_inputs_within
@@ -50,7 +50,7 @@ from headwise.models.checkpoints import Checkpoint, open_checkpoint
 from headwise.models.specs import GroupedSpec, ModelSpec
 from headwise.runtime.caches.cache import Update, rounded_queries
 from headwise.runtime.hf import HeadwiseCache, LayerwiseModel, as_device
-from headwise.runtime.quantization.formats import ENGINES, EngineFormat, parse_format
+from headwise.runtime.quantization.formats import ENGINE_FORMATS, EngineFormat, parse_format
 from headwise.runtime.quantization.groups import BITS, HADAMARD, Float8Code
 from headwise.serving.programs import served_by
 
@@ -167,7 +167,7 @@ class _Given:
         return filled.index_copy(2, at, new)
 
 
-TOKENS = 2048
+QUICK_TOKENS = 2048
 """The number of tokens of the text that are read where the user names none."""
 
 LEAST = 256
@@ -263,7 +263,7 @@ def quick_frontier(
         CheckpointError: the source cannot be read, or the output cannot be written.
     """
     start = time.perf_counter()
-    texts = check_texts(options.calibrate, options.calibration_tokens or TOKENS, options.calibration_window)
+    texts = check_texts(options.calibrate, options.calibration_tokens or QUICK_TOKENS, options.calibration_window)
     if output is not None:
         refuse_output(Path(output))
         refuse_inputs_within(Path(output), {}, calibrate=texts.sources)
@@ -277,7 +277,7 @@ def quick_frontier(
     # Read before the model runs: predictions of another model or text are refused at once, and not after minutes.
     kept = {} if output is None else _kept(Path(output) / PREDICTED, str(source), texts, ids.numel())
     losses = predict(checkpoint, ids, list(formats), device=device, progress=progress)
-    whole = bfloat16_bytes(checkpoint, TOKENS)
+    whole = bfloat16_bytes(checkpoint, QUICK_TOKENS)
     # A format that is predicted again replaces the one that was kept.
     points = kept | {
         name: QuickPoint(
@@ -356,12 +356,12 @@ def list_formats(checkpoint: Checkpoint, targets: Sequence[str] = ()) -> tuple[d
         for target in named:
             if Candidate(target).cache is None:
                 raise ArgumentError("target", target, "is no format of a cache, which alone is predicted")
-        return {target: bfloat16_bytes(checkpoint, TOKENS, target) for target in named}, []
+        return {target: bfloat16_bytes(checkpoint, QUICK_TOKENS, target) for target in named}, []
     formats: dict[str, float] = {}
     reasons: dict[str, list[str]] = {}
     for name in _every_format(checkpoint.spec):
         try:
-            formats[name] = bfloat16_bytes(checkpoint, TOKENS, name)
+            formats[name] = bfloat16_bytes(checkpoint, QUICK_TOKENS, name)
         except HeadwiseError as error:
             reasons.setdefault(error.rule, []).append(name)
     reasons["as wide as a full cache"] = [name for name in _engine_formats() if not _rounds(name)]
@@ -386,7 +386,7 @@ def _listed() -> dict[str, bool]:
 
 
 def _engine_formats() -> list[str]:
-    return [f"{engine}:{name}" for engine, formats in ENGINES.items() for name in formats]
+    return [f"{engine}:{name}" for engine, formats in ENGINE_FORMATS.items() for name in formats]
 
 
 def _rounds(name: str) -> bool:

@@ -21,7 +21,7 @@ from headwise.base.disk import refuse_file, refuse_no_folder
 from headwise.base.documents import FRONTIER, PREDICTED, read_document
 from headwise.base.jobs import ANY_RUN, Job, remembered, write_file
 from headwise.base.options import FrontierOptions, takes_options
-from headwise.base.plots import refuse_no_matplotlib
+from headwise.base.pages import refuse_no_matplotlib
 from headwise.base.processes import entered_first, on_main_process, process_count
 from headwise.base.progress import Progress, silent, untimed
 from headwise.base.type_checks import checked_types
@@ -33,12 +33,13 @@ from headwise.errors import ArgumentError, HeadwiseError, StorageError
 from headwise.measure.evaluation import Pair, evaluate_windows, open_pair, score_window
 from headwise.measure.evaluation.beside_source import (
     EvaluationSet,
+    bfloat16_bytes,
     choose_evaluation_set,
     overlap_notes,
     refuse_no_evaluation_set,
+    served_bytes,
     window_notes,
 )
-from headwise.measure.evaluation.plain_cache import bfloat16_bytes, served_bytes
 from headwise.measure.texts import (
     NO_TEXTS,
     CalibrationTexts,
@@ -59,7 +60,7 @@ WORK = ".headwise-work"
 """The name of the folder there that a run works in."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Setting:
     """The settings that all candidates share.
 
@@ -98,11 +99,12 @@ def result_of(candidate: Candidate, setting: Setting) -> dict[str, Any]:
     """
     run = _identity(candidate, setting)
     file = setting.output / RESULTS / f"{candidate.slug}-{run[:12]}.json"
+    keys = ("conversion", "evaluation", "cache", *(["held_out_loss"] if candidate.is_variant else []))
     if candidate.cache is not None:
-        return remembered(file, lambda: _document(candidate, setting.source, None, setting))
+        return remembered(file, keys, lambda: _document(candidate, setting.source, None, setting))
     model = setting.models / candidate.slug
     conversion = partial(kept_model, model, run, lambda: _convert(candidate, model, setting))
-    result = remembered(file, lambda: _document(candidate, model, conversion(), setting))
+    result = remembered(file, keys, lambda: _document(candidate, model, conversion(), setting))
     if setting.options.keep:
         conversion()  # a run that measured it need not have kept it
     else:
@@ -114,16 +116,9 @@ def _document(
     candidate: Candidate, model: str | Path, conversion: dict[str, Any] | None, setting: Setting
 ) -> dict[str, Any]:
     """Evaluate a candidate beside the source; see `result_of`."""
-    pair = open_pair(
-        model,
-        against=setting.source,
-        dtype=_name(setting.dtype),
-        device=setting.options.device,
-        progress=setting.progress,
-    )
-    scored = evaluate_windows(
-        pair, setting.evaluation_set, cache=candidate.cache, progress=setting.progress, shared=True
-    )
+    progress, device, dtype = setting.progress, setting.options.device, _name(setting.dtype)
+    pair = open_pair(model, against=setting.source, dtype=dtype, device=device, progress=progress)
+    scored = evaluate_windows(pair, setting.evaluation_set, cache=candidate.cache, progress=progress, shared=True)
     document: dict[str, Any] = {
         "conversion": conversion,
         # The path of a model that is removed is no part of the result.
@@ -198,18 +193,14 @@ def _identity(candidate: Candidate, setting: Setting) -> str:
     evaluation_set = [
         [name, hashlib.sha256(ids.numpy().tobytes()).hexdigest(), *ids.shape] for name, ids in setting.evaluation_set
     ]
+    held_out = ["held out"] if candidate.is_variant else []
     decides = setting.options.identity() | {
         "evaluate": evaluation_set,
         "window": None,
         "windows": None,
         "dtype": _name(setting.dtype),
         "cache_bytes": "bfloat16",  # results of other units are measured again
-        "candidate": [
-            candidate.target,
-            candidate.method,
-            sorted(candidate.without),
-            *(["held out"] if candidate.is_variant else []),
-        ],
+        "candidate": [candidate.target, candidate.method, sorted(candidate.without), *held_out],
     }
     return run_identity(setting.checkpoint, **decides | _texts(candidate, setting).identity())
 
@@ -294,23 +285,11 @@ def frontier(
     evaluation_set = choose_evaluation_set(
         checkpoint, named, calibrate=texts, window=options.window, windows=options.windows
     )
-    notes += [
-        *checkpoint.notes,
-        *overlap_notes(checkpoint, evaluation_set, texts),
-        *window_notes(checkpoint, evaluation_set),
-    ]
+    notes += [*checkpoint.notes, *overlap_notes(checkpoint, evaluation_set, texts)]
+    notes += window_notes(checkpoint, evaluation_set)
     with entered_first(Job(folder, folder=folder / WORK, run=ANY_RUN)) as job:
-        setting = Setting(
-            checkpoint=checkpoint,
-            source=str(source),
-            output=folder,
-            options=options,
-            models=folder / _MODELS if options.keep else job.work,
-            calibrate=texts,
-            evaluation_set=evaluation_set,
-            dtype=dtype,
-            progress=progress,
-        )
+        models = folder / _MODELS if options.keep else job.work
+        setting = Setting(checkpoint, str(source), folder, options, models, texts, evaluation_set, dtype, progress)
         result = collect(
             _results(candidates, setting, notes),
             source=str(source),

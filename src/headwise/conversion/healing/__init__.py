@@ -3,13 +3,3 @@
 from headwise.conversion.healing.heal import TRAINING, heal
 from headwise.conversion.healing.objective import cross_entropy, divergence, divergence_from_top, hidden_error
 from headwise.conversion.healing.report import Healing
-
-__all__ = [
-    "TRAINING",
-    "Healing",
-    "cross_entropy",
-    "divergence",
-    "divergence_from_top",
-    "heal",
-    "hidden_error",
-]

@@ -19,16 +19,17 @@ from headwise.base.processes import entered_first, on_main_process, process_coun
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.conversion.calibration.windows import CalibrationWindows
-from headwise.conversion.healing.engine_format import check_file_cache, round_in_training, trained_format
 from headwise.conversion.healing.loop import Loop, learning_rate, run_model
 from headwise.conversion.healing.objective import StoredTeacher, bytes_per_token
-from headwise.conversion.healing.optimizer import gathered_tensor, optimizer_of, shard
+from headwise.conversion.healing.optimizer import Progressed, TrainingState, gathered_tensor, optimizer_of, shard
 from headwise.conversion.healing.report import CONVERSION, Healing, healed_card
-from headwise.conversion.healing.state import Progressed, TrainingState
 from headwise.conversion.healing.trained import (
     NOTHING_TO_TRAIN,
+    check_file_cache,
     refuse_unwritten,
+    round_in_training,
     select,
+    trained_format,
     trained_numbers,
     trained_tensors,
 )
@@ -49,7 +50,7 @@ from headwise.models.checkpoints import (
     refuse_other_tokens,
     run_identity,
 )
-from headwise.models.checkpoints.gguf.copies import check_file, copied_files
+from headwise.models.checkpoints.gguf_in_place import check_file, copied_files
 from headwise.runtime.hf import as_dtype, load, open_decoder
 from headwise.runtime.kernels.native import built
 from headwise.runtime.quantization.formats import EngineFormat
@@ -94,12 +95,9 @@ def heal(model: str | Path, output: str | Path, options: HealOptions, *, progres
     checkpoint = prepared.checkpoint
     if isinstance(checkpoint, GgufCheckpoint):
         return _heal_file(checkpoint, prepared, progress)
+    work_bytes = _work_bytes(prepared)
     writer = FolderWriter(
-        prepared.output,
-        prepared.checkpoint.tensors,
-        run=prepared.run,
-        overwrite=options.overwrite,
-        work_bytes=_work_bytes(prepared),
+        prepared.output, checkpoint.tensors, run=prepared.run, overwrite=options.overwrite, work_bytes=work_bytes
     )
     with entered_first(writer):
         before = _evaluate(checkpoint.path, prepared, progress)
@@ -131,7 +129,7 @@ def _heal_file(checkpoint: GgufCheckpoint, prepared: _Prepared, progress: Progre
     return _report(prepared, done, count, before, after)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Prepared:
     """A healing whose inputs have been checked.
 
@@ -217,18 +215,7 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
             teacher, named, calibrate=trained_on, windows=options.evaluation_windows
         )
     dtype = as_dtype(options.dtype or ("bfloat16" if is_quick(device) else "float32"))
-    return _Prepared(
-        model=str(model),
-        output=output,
-        options=options,
-        checkpoint=checkpoint,
-        teacher=teacher,
-        windows=windows,
-        evaluation_set=evaluation_set,
-        device=device,
-        dtype=dtype,
-        code=code,
-    )
+    return _Prepared(str(model), output, options, checkpoint, teacher, windows, evaluation_set, device, dtype, code)
 
 
 def _work_bytes(prepared: _Prepared) -> int:

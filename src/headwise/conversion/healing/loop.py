@@ -29,11 +29,10 @@ from headwise.conversion.healing.objective import (
     divergence_from_top,
     hidden_error,
 )
-from headwise.conversion.healing.optimizer import gathered_tensor, is_alone_on_cpu, reshard
-from headwise.conversion.healing.state import Progressed, TrainingState
+from headwise.conversion.healing.optimizer import Progressed, TrainingState, gathered_tensor, is_alone_on_cpu, reshard
 from headwise.conversion.healing.windows import HealingWindows
 from headwise.errors import CheckpointError
-from headwise.runtime.caches.frequencies import rotaries_by_length
+from headwise.runtime.attention.rope import rotaries_by_length
 
 Part = TypeVar("Part")
 

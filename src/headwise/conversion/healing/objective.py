@@ -170,8 +170,18 @@ def hidden_error(states: tuple[Tensor, ...], teacher: tuple[Tensor, ...]) -> Ten
     return torch.stack(errors).mean()
 
 
-class _Divergence(torch.autograd.Function):
-    """KL with its gradient computed beside it, some positions at a time: autograd would keep all distributions."""
+class _WithGradient(torch.autograd.Function):
+    """A loss and its gradient, computed some positions at a time: autograd would keep all distributions."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad.to(gradient.dtype), None, None, None
+
+
+class _Divergence(_WithGradient):
+    """KL of all of the teacher's distribution."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
@@ -190,15 +200,9 @@ class _Divergence(torch.autograd.Function):
         ctx.save_for_backward(gradient)
         return (total * temperature**2 / count).to(wide)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad.to(gradient.dtype), None, None
 
-
-class _FromTop(torch.autograd.Function):
-    """See `_Divergence`. For a token that the teacher's list lacks, the gradient is its share of the others'."""
+class _FromTop(_WithGradient):
+    """KL of the likeliest tokens; the gradient of a token that is not listed is its share of the others'."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, log_probs: Tensor, log_rest: Tensor) -> Tensor:
@@ -220,12 +224,6 @@ class _FromTop(torch.autograd.Function):
             gradient[piece] = of_rest.scatter(-1, listed, of_listed) / count
         ctx.save_for_backward(gradient)
         return (total / count).to(wide)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad.to(gradient.dtype), None, None, None
 
 
 def _pieces(logits: Tensor) -> Iterator[slice]:

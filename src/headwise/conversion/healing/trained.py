@@ -1,4 +1,8 @@
-"""Which parameters of a model are trained."""
+"""The parameters of a model that are trained, and the rounding of an engine's own cache while they are.
+
+A model's folder or file has no codes of such a cache: the engine rounds what it is given. So a model that is to be
+served with one is trained on what is read back of it, while derivatives pass as if nothing was rounded.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,16 @@ from transformers.pytorch_utils import Conv1D
 
 from headwise.base.options import HealOptions
 from headwise.conversion.healing.optimizer import gathered_tensor
-from headwise.errors import ArgumentError, CheckpointError
+from headwise.costs.prediction import SERVING_ENGINES
+from headwise.errors import ArgumentError, CheckpointError, SpecError, naming
 from headwise.models.checkpoints import Checkpoint
+from headwise.models.specs import HOSTED_PREFIX, GroupedSpec
+from headwise.runtime.caches.cache import NAME
 from headwise.runtime.hf.codes import caching_modules
+from headwise.runtime.hf.interface import TRAINED_FORMAT
 from headwise.runtime.hf.layerwise import stored_names
+from headwise.runtime.quantization.formats import EngineFormat, parse_engine_format
+from headwise.runtime.quantization.transform_code import FILE as CODES
 
 _ATTENTION = re.compile(r"(^|\.)(self_attn|self_attention|attention|attn)\.")
 """The path of an attention module, as transformers' families call it."""
@@ -78,13 +88,13 @@ def select(model: Any, checkpoint: Checkpoint, trained: str, teacher: Checkpoint
     named = dict(model.named_parameters(remove_duplicate=False))
     stays |= {id(named[own[stored]]) for stored in in_blocks if own[stored] in named}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(id(parameter) not in stays and _is_chosen(name, parameter, trained, teacher))
+        parameter.requires_grad_(id(parameter) not in stays and _is_chosen(name, parameter.shape, trained, teacher))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         why = "only what computes the values of a cache in codes, which stays as it is, is not the teacher's"
         raise ArgumentError("train", trained, f"leaves nothing to train: {why}" if fixed else NOTHING_TO_TRAIN)
 
 
-def _is_chosen(name: str, parameter: nn.Parameter, trained: str, teacher: Checkpoint) -> bool:
+def _is_chosen(name: str, shape: Sequence[int], trained: str, teacher: Checkpoint) -> bool:
     if trained == "all":
         return True
     if trained == "lora":
@@ -92,7 +102,7 @@ def _is_chosen(name: str, parameter: nn.Parameter, trained: str, teacher: Checkp
     if trained == "attention":
         return _ATTENTION.search(name) is not None
     info = teacher.tensors.get(name)
-    return info is None or info.shape != tuple(parameter.shape)
+    return info is None or info.shape != tuple(shape)
 
 
 def _add_low_rank(model: Any, rank: int, fixed: Sequence[nn.Module]) -> None:
@@ -131,9 +141,7 @@ def trained_numbers(checkpoint: Checkpoint, teacher: Checkpoint, options: HealOp
             continue
         if options.train == "lora":
             total += options.lora_rank * sum(info.shape) if len(info.shape) == 2 else 0
-        elif options.train == "attention":
-            total += info.numel if _ATTENTION.search(name) else 0
-        elif options.train == "all" or name not in teacher.tensors or teacher.tensors[name].shape != info.shape:
+        elif _is_chosen(name, info.shape, options.train, teacher):
             total += info.numel
     return total
 
@@ -160,3 +168,69 @@ def _merged(module: Any) -> Tensor:
     """The weight of a parametrized linear layer with its change of low rank."""
     parts = module.parametrizations.weight
     return (gathered_tensor(parts.original) + gathered_tensor(parts[0].up) @ gathered_tensor(parts[0].down)).detach()
+
+
+def trained_format(checkpoint: Checkpoint, cache: str) -> EngineFormat:
+    """Read the format that a model is trained for.
+
+    For example ``trained_format(open_checkpoint("./model"), "llama.cpp:q4_0")``.
+
+    Args:
+        checkpoint: the model that is trained.
+        cache: the format as the user spells it, such as ``llama.cpp:q4_0``.
+
+    Raises:
+        ArgumentError: the name is no format of an engine, the format rounds nothing, or its blocks do not divide the
+            model's heads; or the model's cache is in codes of its own.
+        SpecError: a layer's cache is not one of keys and values of heads.
+    """
+    code = parse_engine_format(cache, name="cache")
+    if not code.keys.rounds and not code.values.rounds:
+        raise ArgumentError("cache", cache, "keeps keys and values as they are: leave it out")
+    if (checkpoint.path / CODES).is_file():
+        raise ArgumentError("cache", cache, "must be left out: the model's cache has codes of its own")
+    for index, layer in enumerate(checkpoint.spec.layers):
+        is_hosted = str(checkpoint.config.get("model_type")).startswith(HOSTED_PREFIX)
+        if is_hosted or not isinstance(layer, GroupedSpec) or layer.shares_kv:
+            rule = f"has no keys and values of its own that an engine would store as {cache}"
+            raise SpecError(f"layer {index}", layer.label, rule)
+        with naming(quantize="cache"):
+            code.keys.token_bytes(layer.head_dim)
+            code.values.token_bytes(layer.value_dim)
+    return code.interleaved() if checkpoint.family.gguf_interleaved else code
+
+
+def check_file_cache(cache: str | None) -> None:
+    """Refuse to train a ``.gguf`` for no cache, or for that of an engine that loads none.
+
+    For example ``check_file_cache("llama.cpp:q4_0")``.
+
+    Args:
+        cache: the format as the user spells it, such as ``llama.cpp:q4_0``.
+
+    Raises:
+        ArgumentError: the format is None, no format of an engine, or of an engine that loads no ``.gguf``.
+    """
+    if cache is None:
+        rule = "is required for a .gguf, whose few plain numbers can make up for no more: such as llama.cpp:q4_0"
+        raise ArgumentError("cache", None, rule)
+    if not SERVING_ENGINES[engine := parse_engine_format(cache, name="cache").engine].reads_gguf:
+        rule = f"is a cache of {engine}, which loads no .gguf: train the folder that it was made of"
+        raise ArgumentError("cache", cache, rule)
+
+
+def round_in_training(model: Any, checkpoint: Checkpoint, code: EngineFormat) -> None:
+    """Let a model attend to keys and values as an engine's cache would give them back, in calls without a cache.
+
+    For example ``round_in_training(load("./model"), checkpoint, trained_format(checkpoint, "llama.cpp:q4_0"))``.
+
+    Args:
+        model: the transformers model.
+        checkpoint: the checkpoint that the model was loaded from.
+        code: the format that `trained_format` returned.
+    """
+    model.set_attn_implementation(NAME)
+    place, count = checkpoint.family.bare().place, checkpoint.spec.num_layers
+    for index in range(count):
+        if not code.is_unquantised(index, count):
+            setattr(model.base_model.get_submodule(place(index)), TRAINED_FORMAT, code)

@@ -12,7 +12,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from headwise.base.options.heal import TOKENS, HealOptions
+from headwise.base.options.heal import HEALING_TOKENS, HealOptions
 from headwise.conversion.calibration.windows import CalibrationWindows, plain_windows, recall_windows
 from headwise.errors import ArgumentError
 from headwise.measure.texts import named_texts, refuse_twice
@@ -131,7 +131,7 @@ def step_count(options: HealOptions, width: int) -> int:
     """The number of steps that a run's options amount to, in windows of ``width`` tokens."""
     if options.steps is not None:
         return options.steps
-    tokens = options.tokens or TOKENS
+    tokens = options.tokens or HEALING_TOKENS
     if options.alpha is not None and options.pretraining_tokens is not None:
         tokens = ceil(options.alpha * options.pretraining_tokens)
     return max(ceil(tokens / (width * options.batch)), 1)

@@ -4,21 +4,4 @@ A file of this folder that assigns ``METHOD`` is a method; nothing else lists th
 """
 
 from headwise.base.options import STAGES
-from headwise.conversion.methods.base import (
-    Evidence,
-    LatentMethod,
-    Method,
-    all_methods,
-    choose_method,
-    find_method,
-)
-
-__all__ = [
-    "STAGES",
-    "Evidence",
-    "LatentMethod",
-    "Method",
-    "all_methods",
-    "choose_method",
-    "find_method",
-]
+from headwise.conversion.methods.base import Evidence, LatentMethod, Method, all_methods, choose_method, find_method

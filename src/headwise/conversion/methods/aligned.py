@@ -8,6 +8,7 @@ from torch import Tensor
 
 from headwise.conversion.methods.base import Evidence, MergingMethod
 from headwise.conversion.solvers.aligned import align, refuse_unaligned
+from headwise.conversion.solvers.layer import grouped_layers
 from headwise.models.specs import GroupedSpec, ModelSpec
 
 
@@ -25,8 +26,7 @@ class Aligned(MergingMethod):
         Raises:
             SpecError: see `refuse_unaligned`.
         """
-        for layer in (*source.layers, *source.cross_layers):
-            assert isinstance(layer, GroupedSpec)
+        for layer in grouped_layers(source):
             refuse_unaligned(layer)
 
     def solve_heads(

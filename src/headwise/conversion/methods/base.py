@@ -17,12 +17,18 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from headwise.conversion.solvers.layer import Layer
-from headwise.conversion.solvers.normed import is_normed, seen_by_mla, with_norms, without_norms
+from headwise.conversion.solvers.layer import (
+    Layer,
+    LayerTarget,
+    grouped_spec,
+    latent_spec,
+    seen_by_mla,
+    with_norms,
+    without_norms,
+)
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.conversion.solvers.target import LayerTarget
 from headwise.errors import ArgumentError
-from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec, as_latent
+from headwise.models.specs import GroupedSpec, ModelSpec, as_latent
 
 
 @dataclass(frozen=True)
@@ -122,10 +128,9 @@ class GroupedMethod(Method):
 
     def solve(self, source: Layer, target: LayerTarget, evidence: Evidence) -> Layer:
         """Convert one layer by `solve_heads`."""
-        assert isinstance(source.spec, GroupedSpec)
-        assert isinstance(target.spec, GroupedSpec)
-        state = self.solve_heads(source.state, source.spec, target.spec, evidence)
-        return Layer(target.spec, state, norm_eps=source.norm_eps)
+        spec = grouped_spec(target.spec)
+        state = self.solve_heads(source.state, grouped_spec(source.spec), spec, evidence)
+        return Layer(spec, state, norm_eps=source.norm_eps)
 
     @abstractmethod
     def solve_heads(
@@ -150,13 +155,12 @@ class LatentMethod(Method):
     targets = frozenset({"mla"})
 
     def solve(self, source: Layer, target: LayerTarget, evidence: Evidence) -> Layer:
-        """Convert one layer by `solve_latent`; one with norms as `solvers.normed` has it."""
-        assert isinstance(target.spec, LatentSpec)
-        seen, _ = seen_by_mla(source)
-        assert isinstance(seen.spec, GroupedSpec)
-        spec = without_norms(target.spec, seen.spec)
-        solved = Layer(spec, *self.solve_latent(seen.state, seen.spec, replace(target, spec=spec), evidence))
-        return with_norms(source, solved, target.spec) if is_normed(source) else solved
+        """Convert one layer by `solve_latent`; one with norms as `solvers.layer` has it."""
+        seen, wanted = seen_by_mla(source)[0], latent_spec(target.spec)
+        own = grouped_spec(seen.spec)
+        spec = without_norms(wanted, own)
+        solved = Layer(spec, *self.solve_latent(seen.state, own, replace(target, spec=spec), evidence))
+        return with_norms(source, solved, wanted)
 
     @abstractmethod
     def solve_latent(
@@ -188,7 +192,6 @@ class LatentMethod(Method):
         Returns:
             Each size with its solution, in any order.
         """
-        assert isinstance(source.spec, GroupedSpec)
         for size in sizes:
             yield size, self.solve(source, replace(target, spec=as_latent(source.spec, *size)), evidence)
 
@@ -205,9 +208,7 @@ class MergingMethod(GroupedMethod):
 
 def kv_heads(model: ModelSpec) -> int:
     """The number of key–value heads of a model's first layer."""
-    layer = model.layers[0]
-    assert isinstance(layer, GroupedSpec)
-    return layer.num_kv_heads
+    return grouped_spec(model.layers[0]).num_kv_heads
 
 
 _PACKAGE = __name__.rpartition(".")[0]

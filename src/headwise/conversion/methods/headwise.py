@@ -9,9 +9,7 @@ from torch import Tensor
 from headwise.base.options import STAGES
 from headwise.conversion.methods.base import Evidence, LatentMethod
 from headwise.conversion.solvers.latent import convert_to_latent, solve_sizes
-from headwise.conversion.solvers.layer import Layer
-from headwise.conversion.solvers.normed import is_normed, seen_by_mla, with_norms
-from headwise.conversion.solvers.target import LayerTarget
+from headwise.conversion.solvers.layer import Layer, LayerTarget, seen_by_mla, with_norms
 from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec, as_latent, rotary_width
 
 
@@ -48,8 +46,7 @@ class Headwise(LatentMethod):
         assert evidence.statistics is not None  # sizes are tried on a text alone
         seen, _ = seen_by_mla(source)
         for size, layer in solve_sizes(seen, sizes, target, evidence.statistics, evidence.sensitivity):
-            assert isinstance(source.spec, GroupedSpec)
-            yield size, with_norms(source, layer, as_latent(source.spec, *size)) if is_normed(source) else layer
+            yield size, with_norms(source, layer, as_latent(source.spec, *size))
 
 
 def _is_lossless(old: GroupedSpec, new: LatentSpec) -> bool:

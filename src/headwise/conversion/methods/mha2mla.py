@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headwise.conversion.methods.base import Evidence, LatentMethod
 from headwise.conversion.solvers.latent import projections
+from headwise.conversion.solvers.layer import LayerTarget, latent_spec
 from headwise.conversion.solvers.orthogonal_channels import (
     OrthogonalChannels,
     input_gram,
@@ -17,7 +18,6 @@ from headwise.conversion.solvers.orthogonal_channels import (
     share_out,
 )
 from headwise.conversion.solvers.rope_channels import rotated_pairs
-from headwise.conversion.solvers.target import LayerTarget
 from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec
 
 
@@ -39,17 +39,12 @@ class Mha2Mla(LatentMethod):
         self, state: Mapping[str, Tensor], source: GroupedSpec, target: LayerTarget, evidence: Evidence
     ) -> tuple[dict[str, Tensor], list[int]]:
         """See `mha2mla`."""
-        assert isinstance(target.spec, LatentSpec)
         moments = None if evidence.statistics is None else evidence.statistics.inputs
-        return mha2mla(state, source, target.spec, moments=moments)
+        return mha2mla(state, source, latent_spec(target.spec), moments=moments)
 
 
 def mha2mla(
-    state: Mapping[str, Tensor],
-    source: GroupedSpec,
-    target: LatentSpec,
-    *,
-    moments: Tensor | None = None,
+    state: Mapping[str, Tensor], source: GroupedSpec, target: LatentSpec, *, moments: Tensor | None = None
 ) -> tuple[dict[str, Tensor], list[int]]:
     """Convert one layer to MLA by MHA2MLA.
 

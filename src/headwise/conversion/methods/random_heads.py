@@ -18,7 +18,10 @@ from headwise.models.specs import GroupedSpec
 
 
 class RandomHeads(MergingMethod):
-    """See `random_heads`."""
+    """Fewer key–value heads, drawn at random, each tensor with the mean square of the source's.
+
+    Equal states give equal heads.
+    """
 
     name = "random"
     label = "random heads"
@@ -28,31 +31,15 @@ class RandomHeads(MergingMethod):
     def solve_heads(
         self, state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec, evidence: Evidence
     ) -> dict[str, Tensor]:
-        """See `random_heads`."""
-        return random_heads(state, source, target)
-
-
-def random_heads(state: Mapping[str, Tensor], source: GroupedSpec, target: GroupedSpec) -> dict[str, Tensor]:
-    """Draw fewer key–value heads at random, each tensor with the mean square of the source's.
-
-    For example ``random_heads(state, source, as_grouped(source, 1))``. Equal states give equal heads.
-
-    Args:
-        state: the layer's tensors by its own names.
-        source: the layer's spec.
-        target: the layer's spec with fewer key–value heads, a divisor of the source's.
-
-    Returns:
-        The converted layer's tensors, in the dtype of ``state``.
-    """
-    out = first_head(state, source, target)
-    for name in head_tensors(state, source):
-        whole = state[name].double()
-        seed = zlib.crc32(whole.cpu().contiguous().numpy().tobytes(), zlib.crc32(name.encode()))
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randn(out[name].shape, generator=generator, dtype=torch.float64, device="cpu")
-        out[name] = (drawn.to(whole.device) * whole.square().mean().sqrt()).to(state[name].dtype)
-    return out
+        """Draw the heads, in the dtype of ``state``."""
+        out = first_head(state, source, target)
+        for name in head_tensors(state, source):
+            whole = state[name].double()
+            seed = zlib.crc32(whole.cpu().contiguous().numpy().tobytes(), zlib.crc32(name.encode()))
+            generator = torch.Generator().manual_seed(seed)
+            drawn = torch.randn(out[name].shape, generator=generator, dtype=torch.float64, device="cpu")
+            out[name] = (drawn.to(whole.device) * whole.square().mean().sqrt()).to(state[name].dtype)
+        return out
 
 
 METHOD = RandomHeads()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headwise.conversion.methods.base import Evidence, LatentMethod
 from headwise.conversion.solvers.latent import projections
+from headwise.conversion.solvers.layer import LayerTarget, grouped_layers, latent_spec
 from headwise.conversion.solvers.orthogonal_channels import (
     OrthogonalChannels,
     input_gram,
@@ -21,7 +22,6 @@ from headwise.conversion.solvers.orthogonal_channels import (
 )
 from headwise.conversion.solvers.rope_channels import rotated_pairs
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.conversion.solvers.target import LayerTarget
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec
 
@@ -67,17 +67,15 @@ class TransMla(LatentMethod):
             ArgumentError: the model has such a layer.
         """
         refuse_partial_rotation(source, self.spelling)
-        for layer in (*source.layers, *source.cross_layers):
-            assert isinstance(layer, GroupedSpec)
+        for layer in grouped_layers(source):
             _refuse_fold(self.freqfold, layer.head_dim // 2)
 
     def solve_latent(
         self, state: Mapping[str, Tensor], source: GroupedSpec, target: LayerTarget, evidence: Evidence
     ) -> tuple[dict[str, Tensor], list[int]]:
         """See `transmla`; without a text, all inputs count equally."""
-        assert isinstance(target.spec, LatentSpec)
         statistics = evidence.statistics or Statistics.nothing(source.hidden_size, source.num_heads, 1)
-        return transmla(state, source, target.spec, moments=statistics.inputs, freqfold=self.freqfold)
+        return transmla(state, source, latent_spec(target.spec), moments=statistics.inputs, freqfold=self.freqfold)
 
 
 def transmla(

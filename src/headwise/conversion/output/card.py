@@ -8,19 +8,16 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from jinja2 import StrictUndefined, Template
 
 from headwise.base.tables import Table
-from headwise.conversion.plan import ConversionPlan
 from headwise.costs.formulas import layer as layer_cost
 from headwise.costs.formulas import model as model_cost
-from headwise.models.checkpoints import TensorInfo, dtype_name, versions
-from headwise.models.specs import HOSTED_PREFIX, AttentionSpec, ModelSpec, read_config
+from headwise.models.specs import HOSTED_PREFIX, AttentionSpec, ModelSpec
 from headwise.models.specs.sources import BUNDLED
-from headwise.runtime.hf import auto_class
 
 Layout = Literal["stock", "headwise", "deepseek", "gguf"]
 """The owner of the classes that load a folder."""
@@ -114,66 +111,6 @@ def rendered_card(template: str, metadata: ModelCardData, **values: Any) -> str:
     # Not by `ModelCard.from_template`, which writes nothing for a name that it is not given.
     content = Template(text, undefined=StrictUndefined).render(card_data=metadata.to_yaml(), **values, **escapes)
     return f"{ModelCard(content)}\n"
-
-
-class CalibrationFacts(NamedTuple):
-    """The calibration texts of a model.
-
-    Attributes:
-        texts: the names of the texts.
-        tokens: the number of calibration tokens; 0 without a text.
-        window: the number of tokens in each window.
-    """
-
-    texts: Sequence[str | Path] = ()
-    tokens: int = 0
-    window: int = 0
-
-
-def card_facts(
-    plan: ConversionPlan,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, TensorInfo],
-    *,
-    source: str,
-    calibration: CalibrationFacts,
-    notes: Sequence[str],
-) -> CardFacts:
-    """The card's content for a conversion whose folder is written, without its evaluation.
-
-    Args:
-        plan: the plan of the conversion.
-        config: the result's config.
-        tensors: the result's tensors, by name.
-        source: the source, as the user named it.
-        calibration: the calibration texts.
-        notes: other facts for the user; see `CardFacts`.
-    """
-    after, base_model = read_config(config), base_model_of(source)
-    return CardFacts(
-        name=f"{(base_model or last_name(source)).rpartition('/')[2]}, {after.label}",
-        source=source,
-        before=plan.before,
-        after=after,
-        dtype=dtype_name(plan.dtype),
-        layout=layout_of(config),
-        method=plan.method.spelling,
-        stages=plan.stages if calibration.tokens else [],
-        calibration=calibration.texts,
-        calibration_tokens=calibration.tokens,
-        calibration_window=calibration.window,
-        base_model=base_model,
-        license=source_license(plan.checkpoint.path),
-        versions=versions(),
-        auto_class=auto_class(dict(config)),
-        parameters=(parameters_of(plan.checkpoint.tensors), parameters_of(tensors)),
-        notes=notes,
-    )
-
-
-def parameters_of(tensors: Mapping[str, TensorInfo]) -> int:
-    """The number of parameters in a folder's tensors."""
-    return sum(info.numel for info in tensors.values())
 
 
 def source_license(source: Path) -> dict[str, str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from headwise.base.progress import Progress
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.plan import ConversionPlan
+from headwise.conversion.solvers.layer import latent_spec
 from headwise.conversion.solvers.rope_channels import keep_comb, keep_rotation
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.checkpoints import Checkpoint, FolderWriter, GgufFile, TensorInfo, dtype_name, tokenizer_fields
@@ -81,14 +82,12 @@ class OutputFormat(ABC):
     mark: ClassVar[str] = MODEL
     pads: ClassVar[bool] = False
     pad_to: tuple[int, int] | None = None
+    keep = staticmethod(keep_rotation)
+    """The function that chooses the rotary channels that all layers share."""
 
     def notes(self, plan: ConversionPlan) -> list[str]:
         """The notes for the user about the format and what it makes of a plan."""
         return [self.note] if self.note else []
-
-    def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
-        """Choose the rotary channels that all layers share; see `keep_rotation`."""
-        return keep_rotation(energy, lost, pairs)
 
     @abstractmethod
     def config(self, layout: OutputLayout) -> dict[str, Any]:
@@ -109,9 +108,9 @@ class OutputFormat(ABC):
         """
         self.config(layout)
 
-    @abstractmethod
     def tensors(self, layout: OutputLayout) -> dict[str, TensorInfo]:
-        """All tensors of the model, in the folder's order."""
+        """All tensors of the model, those of transformers' class, in the folder's order."""
+        return tensors_of(self.config(layout), layout.plan.dtype)
 
     def announced(self, layout: OutputLayout) -> dict[str, TensorInfo]:
         """The tensors that are written as safetensors."""
@@ -158,10 +157,7 @@ class DeepseekFormat(OutputFormat):
     note = "one channel of each deepseek_v3 latent is a constant that its norm needs"
     may_lack_biases = has_constant = pads = True
     for_engines: ClassVar[bool] = True
-
-    def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
-        """See `keep_comb`."""
-        return keep_comb(energy, lost, pairs)
+    keep = staticmethod(keep_comb)
 
     def config(self, layout: OutputLayout) -> dict[str, Any]:
         """See `deepseek_config`."""
@@ -187,20 +183,16 @@ class DeepseekFormat(OutputFormat):
             SpecError: the source's frequencies are scaled.
         """
         for before, after in zip(plan.before.layers, plan.after.layers, strict=True):
-            assert isinstance(after, LatentSpec)
             if before.rope is None or before.rope.rope_type != "default":
                 kind = None if before.rope is None else before.rope.rope_type
                 rule = "engines compute plain RoPE beside MLA; deepseek-longrope, for transformers, holds others"
                 raise SpecError("rope_type", kind, rule)
-            if after.qk_rope_head_dim > before.rope.dim:
-                rule = (
-                    f"must be at most {before.rope.dim} for {self.name}: plain RoPE has each frequency of a head once"
+            rotary = latent_spec(after).qk_rope_head_dim
+            if rotary > before.rope.dim:
+                rule = f"must be at most {before.rope.dim} for {self.name}"
+                raise ArgumentError(
+                    "qk_rope_head_dim", rotary, f"{rule}: plain RoPE has each frequency of a head once"
                 )
-                raise ArgumentError("qk_rope_head_dim", after.qk_rope_head_dim, rule)
-
-    def tensors(self, layout: OutputLayout) -> dict[str, TensorInfo]:
-        """The tensors of transformers' class."""
-        return tensors_of(self.config(layout), layout.plan.dtype)
 
     def exported_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `deepseek_config`."""
@@ -221,10 +213,7 @@ class DeepseekLongropeFormat(DeepseekFormat):
     name = "deepseek-longrope"
     note = "each deepseek_v3 latent has one channel more than requested, a constant that its norm needs"
     may_lack_biases = has_constant = for_engines = pads = False
-
-    def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
-        """See `keep_rotation`."""
-        return keep_rotation(energy, lost, pairs)
+    keep = staticmethod(keep_rotation)
 
 
 class GgufFormat(OutputFormat):
@@ -237,6 +226,7 @@ class GgufFormat(OutputFormat):
     block = BLOCK
     kind: ClassVar[str | None] = None
     """The type of matrices; None for the model's dtype."""
+    keep = staticmethod(keep_comb)
 
     def notes(self, plan: ConversionPlan) -> list[str]:
         """See `OutputFormat.notes`; whether llama.cpp takes its quantised caches for MLA of these sizes."""
@@ -246,16 +236,10 @@ class GgufFormat(OutputFormat):
             return notes
         R, P = first.kv_lora_rank, first.qk_rope_head_dim
         if R % BLOCK or P % BLOCK:
-            rule = (
-                f"a latent of {R} and a rotary key of {P}: llama.cpp refuses its quantised caches (such as -ctk q8_0)"
-            )
-            return [*notes, f"{rule} unless both are multiples of {BLOCK}"]
+            rule = f"a latent of {R} and a rotary key of {P}: llama.cpp refuses its quantised caches"
+            return [*notes, f"{rule} (such as -ctk q8_0) unless both are multiples of {BLOCK}"]
         why = f"{R} + {P} values a token, multiples of {BLOCK}: llama.cpp takes its quantised caches too"
         return [*notes, f"{why}, keys and values of one type (-fa on -ctk q8_0 -ctv q8_0)"]
-
-    def keep(self, energy: Tensor, lost: Tensor, pairs: int) -> Tensor:
-        """See `keep_comb`."""
-        return keep_comb(energy, lost, pairs)
 
     def config(self, layout: OutputLayout) -> dict[str, Any]:
         """The config of the model that the file holds: stock, or from `deepseek_config`. See `GgufFile`."""
@@ -265,10 +249,6 @@ class GgufFormat(OutputFormat):
             rule = f"is not written as GGUF; can: {', '.join(GGUF_ARCHITECTURES)}"
             raise SpecError("model_type", layout.plan.checkpoint.family.model_type, rule)
         return layout.config()
-
-    def tensors(self, layout: OutputLayout) -> dict[str, TensorInfo]:
-        """The tensors of transformers' class."""
-        return tensors_of(self.config(layout), layout.plan.dtype)
 
     def announced(self, layout: OutputLayout) -> dict[str, TensorInfo]:
         """No tensors: the file is written at once, by `export`."""
@@ -367,7 +347,5 @@ class StockReport:
         """The loss in words, for a user."""
         if self.logits_difference is None:
             return []
-        return [
-            f"float32 logits differ by at most {self.logits_difference:.1e} from headwise's own format's, on "
-            f"{self.tokens:,} tokens of text"
-        ]
+        differ = f"float32 logits differ by at most {self.logits_difference:.1e} from headwise's own format's"
+        return [f"{differ}, on {self.tokens:,} tokens of text"]

@@ -12,22 +12,14 @@ from torch import Tensor
 
 from headwise.conversion.plan import ConversionPlan, Place
 from headwise.conversion.solvers.device import CPU
-from headwise.conversion.solvers.layer import Layer
+from headwise.conversion.solvers.layer import Layer, grouped_spec
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints import TensorInfo, dtype_name
-from headwise.models.specs import HOSTED_PREFIX, AttentionSpec, GroupedSpec, LatentSpec, hosted_attention
+from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, hosted_attention
 from headwise.runtime.hf import model_class, stock_config, tensors_of
 
-_OF_A_LOADED_MODEL = {
-    "_attn_implementation",
-    "_attn_implementation_autoset",
-    "_attn_implementation_internal",
-    "_commit_hash",
-    "_experts_implementation",
-    "_experts_implementation_internal",
-    "_name_or_path",
-}
-"""The fields of a config that say where a model came from and how it was run, and not what it is."""
+_OF_A_LOADED_MODEL = ("_attn_implementation", "_commit_hash", "_experts_implementation", "_name_or_path")
+"""The beginnings of a config's fields that say where a model came from and how it was run, and not what it is."""
 
 FORMAT = 1
 """The version of the ``headwise`` block in a converted ``config.json``."""
@@ -47,9 +39,8 @@ class OutputLayout:
     def is_hosted(self) -> bool:
         """Whether headwise's layers replace the family's: for MLA, and in families without a number of KV heads."""
         after, family = self.plan.after, self.plan.checkpoint.family
-        return after.mechanism == "mla" or (
-            not family.stock_kv_heads and any(_shares_heads(layer) for layer in after.layers)
-        )
+        shares_heads = (isinstance(own, GroupedSpec) and own.num_kv_heads < own.num_heads for own in after.layers)
+        return after.mechanism == "mla" or (not family.stock_kv_heads and any(shares_heads))
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -71,7 +62,7 @@ class OutputLayout:
         """
         checkpoint, after = self.plan.checkpoint, self.plan.after
         family = checkpoint.family
-        config = {key: value for key, value in checkpoint.config.items() if key not in _OF_A_LOADED_MODEL}
+        config = {key: value for key, value in checkpoint.config.items() if not key.startswith(_OF_A_LOADED_MODEL)}
         config.pop("torch_dtype", None)
         config["dtype"] = dtype_name(self.plan.dtype)
         config["model_type"] = family.model_type
@@ -88,9 +79,7 @@ class OutputLayout:
                     frequencies.get(index, [0] * count) for index, count in enumerate(pairs)
                 ]
         elif family.stock_kv_heads:
-            layer = after.layers[0]
-            assert isinstance(layer, GroupedSpec)
-            config["num_key_value_heads"] = layer.num_kv_heads
+            config["num_key_value_heads"] = grouped_spec(after.layers[0]).num_kv_heads
         config["architectures"] = [model_class(config).__name__]
         config = _with_one_rope(config)
         return _with_former_rope_keys(config) if family.former_rope and not self.is_hosted else config
@@ -126,8 +115,7 @@ class OutputLayout:
         if self.is_hosted:
             prefix = family.place(place.index, cross=place.cross, hosted=True) + "."
             return [name for name in self.tensors if name.startswith(prefix)]
-        spec = self.plan.layer_target(place).spec
-        assert isinstance(spec, GroupedSpec)
+        spec = grouped_spec(self.plan.layer_target(place).spec)
         return list(family.stored_shapes(place.index, spec, cross=place.cross))
 
 
@@ -150,7 +138,3 @@ def _with_former_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     former = {"rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else scaling}
     return {**former, **config, **former, "rope_parameters": rope}
-
-
-def _shares_heads(layer: AttentionSpec) -> bool:
-    return isinstance(layer, GroupedSpec) and layer.num_kv_heads < layer.num_heads

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.solvers.joint_latent import NOTHING
-from headwise.conversion.solvers.layer import Layer
+from headwise.conversion.solvers.latent import with_bias
+from headwise.conversion.solvers.layer import Layer, latent_spec
 from headwise.conversion.solvers.statistics import Statistics
-from headwise.models.specs import LatentSpec, as_normed
+from headwise.models.specs import as_normed
 from headwise.serving.exports.latent_norm import LatentMap, with_norm
 
 _QUERIES, _KEYS = 0.25, 0.375
@@ -49,14 +50,13 @@ def with_even_pairs(layer: Layer, moments: Tensor, frequencies: Tensor) -> Layer
         frequencies: the angle by which each pair of the rotary key turns from a token to the next, in radians,
             ``[P/2]``.
     """
-    spec, state = layer.spec, {name: tensor.double() for name, tensor in layer.state.items()}
-    assert isinstance(spec, LatentSpec)
+    spec, state = latent_spec(layer.spec), {name: tensor.double() for name, tensor in layer.state.items()}
     assert spec.qk_norm is None
     R, N, H = spec.kv_lora_rank, spec.qk_nope_head_dim, spec.num_heads
     if not spec.qk_rope_head_dim:
         return replace(layer, state=state)
-    keys = _with_bias(state, "kv_a_proj_with_mqa")[R:]  # [P, E']
-    queries = torch.unflatten(_with_bias(state, "q_proj"), 0, (H, -1))[:, N:]  # [H, P, E']
+    keys = with_bias(state, "kv_a_proj_with_mqa", True)[R:]  # [P, E']
+    queries = torch.unflatten(with_bias(state, "q_proj", True), 0, (H, -1))[:, N:]  # [H, P, E']
     asked = torch.stack([_squares(each, moments) for each in queries]).mean(0)
     sizes = asked**_QUERIES / _squares(keys, moments) ** _KEYS
     mean = torch.complex(*torch.unflatten(keys @ moments[:, -1], 0, (2, -1)))
@@ -72,13 +72,6 @@ def with_even_pairs(layer: Layer, moments: Tensor, frequencies: Tensor) -> Layer
             turned = [_times(each, 1 / factors.conj()) for each in by_head[:, N:]]
             state[name] = torch.cat((by_head[:, :N], torch.stack(turned)), 1).flatten(0, 1)
     return replace(layer, state=state)
-
-
-def _with_bias(state: dict[str, Tensor], name: str) -> Tensor:
-    """A projection's weight with its bias as the last column, zeros where it has none."""
-    weight = state[f"{name}.weight"]
-    bias = state.get(f"{name}.bias", weight.new_zeros(len(weight)))
-    return torch.cat((weight, bias[:, None]), 1)
 
 
 def _squares(rows: Tensor, moments: Tensor) -> Tensor:
@@ -135,8 +128,7 @@ def without_biases(layer: Layer, constant: Tensor, gain: Tensor, dtype: torch.dt
         gain: the weight of the norm that the layer's inputs come from, ``[E]``; see `with_norm`.
         dtype: the dtype that the weights will be rounded to.
     """
-    spec, state = layer.spec, {name: tensor.double() for name, tensor in layer.state.items()}
-    assert isinstance(spec, LatentSpec)
+    spec, state = latent_spec(layer.spec), {name: tensor.double() for name, tensor in layer.state.items()}
     R, H, N = spec.kv_lora_rank, spec.num_heads, spec.qk_nope_head_dim
     down, up = state["kv_a_proj_with_mqa.weight"], state["kv_b_proj.weight"]
     bias = state.get("kv_a_proj_with_mqa.bias", down.new_zeros(len(down)))

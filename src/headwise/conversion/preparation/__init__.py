@@ -2,5 +2,3 @@
 
 from headwise.conversion.preparation.prepare import Preparation, prepare
 from headwise.conversion.preparation.proof import Proof
-
-__all__ = ["Preparation", "Proof", "prepare"]

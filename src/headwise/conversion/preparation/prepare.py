@@ -21,25 +21,20 @@ from headwise.base.progress import Progress, silent
 from headwise.base.threads import map_in_threads
 from headwise.base.type_checks import checked_types
 from headwise.conversion.preparation.change import Change
-from headwise.conversion.preparation.one_layer import best_change
+from headwise.conversion.preparation.one_layer import best_change, why_no_shift
 from headwise.conversion.preparation.proof import Proof, check_engines, check_written, prove
 from headwise.conversion.preparation.samples import POSITIONS, Inputs, layer_inputs, projected
-from headwise.conversion.preparation.shift import why_no_shift
 from headwise.conversion.preparation.stored import FolderLayers, GgufLayers, Room
+from headwise.conversion.solvers.layer import grouped_layers, grouped_spec
 from headwise.costs.prediction import SERVING_ENGINES
 from headwise.errors import ArgumentError, HeadwiseError, SpecError, StorageError
-from headwise.measure.evaluation.beside_source import (
-    EvaluationSet,
-    choose_evaluation_set,
-    overlap_notes,
-    window_notes,
-)
+from headwise.measure.evaluation.beside_source import choose_evaluation_set, overlap_notes, window_notes
 from headwise.measure.texts import named_texts, refuse_inputs_within
 from headwise.measure.texts.calibration import CalibrationTexts, check_texts
 from headwise.models.checkpoints import Checkpoint, FolderCheckpoint, GgufCheckpoint, open_checkpoint
-from headwise.models.checkpoints.gguf.copies import check_file, copied_files
+from headwise.models.checkpoints.gguf_in_place import check_file, copied_files
 from headwise.models.specs import AttentionSpec, GroupedSpec, read_gguf_header
-from headwise.models.specs.gguf.header import renamed_parts
+from headwise.models.specs.gguf_header import renamed_parts
 from headwise.runtime.quantization.formats import EngineFormat, parse_engine_format
 from headwise.serving.exports.gguf import export_gguf
 
@@ -166,7 +161,13 @@ def prepare(
             written = path
     # The measurement on a text takes far longer. It comes last, when no error of it can cost what is written.
     seconds = time.perf_counter() - start
-    proof = _proved(source, written, products[0], evaluation_set, formats, options, progress)
+    try:
+        proof = prove(source, written, products[0], evaluation_set, formats, options, progress)
+    except HeadwiseError:  # it does not hold
+        _remove(written)
+        raise
+    notes = [*checkpoint.notes, *_notes(layers, options.context), *overlap_notes(checkpoint, evaluation_set, texts)]
+    notes += window_notes(checkpoint, evaluation_set) if evaluation_set else []
     return Preparation(
         source=str(source),
         output=str(written),
@@ -174,13 +175,7 @@ def prepare(
         calibrate=tuple(map(str, texts.sources)),
         layers=tuple(layers),
         proof=proof,
-        notes=(
-            *checkpoint.notes,
-            *_notes(layers, options.context),
-            *overlap_notes(checkpoint, evaluation_set, texts),
-            *(window_notes(checkpoint, evaluation_set) if evaluation_set else ()),
-            *proof.notes,
-        ),
+        notes=(*notes, *proof.notes),
         seconds=seconds,
     )
 
@@ -201,26 +196,6 @@ def _as_written(checkpoint: Checkpoint, output: Path, progress: Progress) -> Ite
                 raise
             raise StorageError("output", str(output), error.rule) from None
         yield open_checkpoint(file)
-
-
-def _proved(
-    source: str | Path,
-    written: Path,
-    products: float,
-    evaluation_set: EvaluationSet,
-    formats: Sequence[EngineFormat],
-    options: PrepareOptions,
-    progress: Progress,
-) -> Proof:
-    """The proof of what was written, which is removed where it does not hold."""
-    python, is_exact = options.engine_python, not options.refit
-    try:
-        return prove(
-            source, written, products, evaluation_set, formats, python=python, is_exact=is_exact, progress=progress
-        )
-    except HeadwiseError:
-        _remove(written)
-        raise
 
 
 def _fitted(
@@ -247,21 +222,17 @@ def _fitted(
 
     # Files are read in this thread alone; the others compute.
     def read() -> Iterator[tuple[int, GroupedSpec, Mapping[str, Tensor], Inputs, Room]]:
-        for index, (layer, inputs) in enumerate(zip(spec.layers, layer_inputs(checkpoint, texts), strict=True)):
-            assert isinstance(layer, GroupedSpec)
+        every = zip(grouped_layers(spec), layer_inputs(checkpoint, texts), strict=True)
+        for index, (layer, inputs) in enumerate(every):
             state = checkpoint.family.read_attention(checkpoint.read, index, layer)
             yield index, layer, state, inputs, stored.room(index, layer)
 
     def fitted(item: tuple[int, GroupedSpec, Mapping[str, Tensor], Inputs, Room]) -> tuple[Change, PreparedLayer]:
         index, layer, state, inputs, room = item
+        states = projected(state, layer, *inputs)
+        codes = [code for code in formats if not code.is_unquantised(index, spec.num_layers)]
         change, loss, off = best_change(
-            projected(state, layer, *inputs),
-            state,
-            [code for code in formats if not code.is_unquantised(index, spec.num_layers)],
-            room,
-            shifts=options.refit,
-            longest=longest,
-            on_text=bool(texts),
+            states, state, codes, room, shifts=options.refit, longest=longest, on_text=bool(texts)
         )
         return change, PreparedLayer(layer=index, loss=loss, cut=change.cut, off=off)
 
@@ -325,9 +296,8 @@ def check_layers(checkpoint: Checkpoint, formats: Sequence[EngineFormat], output
     for index, layer in enumerate(checkpoint.spec.layers):
         if (reason := _why_not(layer)) is not None:
             raise SpecError(f"layer {index}", layer.label, f"{reason}, and cannot be prepared")
-        assert isinstance(layer, GroupedSpec)
         for code in formats:
-            code.keys.block(layer.head_dim)
+            code.keys.block(grouped_spec(layer).head_dim)
 
 
 def check_biases(checkpoint: Checkpoint) -> None:
@@ -386,16 +356,11 @@ def _notes(layers: Sequence[PreparedLayer], context: int | None) -> list[str]:
         )
         if context is not None:
             notes.append(f"for texts of up to {context:,} tokens: longer ones lose more, with a full cache as well")
-    return notes + _cut_notes(layers)
-
-
-def _cut_notes(layers: Sequence[PreparedLayer]) -> list[str]:
-    cut = [layer for layer in layers if layer.cut]
-    if not cut:
-        return []
-    most = max(cut, key=lambda layer: layer.cut)
-    names = ", ".join(str(layer.layer) for layer in cut)
-    return [
-        f"the types of layers {names} have too little room for the powers of two that were wanted (layer"
-        f" {most.layer}: {most.cut} too many); smaller ones were taken"
-    ]
+    if cut := [layer for layer in layers if layer.cut]:
+        most = max(cut, key=lambda layer: layer.cut)
+        names = ", ".join(str(layer.layer) for layer in cut)
+        notes.append(
+            f"the types of layers {names} have too little room for the powers of two that were wanted (layer"
+            f" {most.layer}: {most.cut} too many); smaller ones were taken"
+        )
+    return notes

@@ -15,15 +15,18 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from headwise.base.options import PrepareOptions
 from headwise.base.progress import Progress
 from headwise.conversion.preparation.change import Change, changed, channels, num_pairs
 from headwise.conversion.preparation.samples import projected
+from headwise.conversion.solvers.layer import grouped_spec
 from headwise.costs.prediction import RUNNABLE
 from headwise.errors import ArgumentError, CheckpointError, StorageError
 from headwise.measure.evaluation import Evaluation, Pair, evaluate_windows, open_pair
@@ -75,8 +78,7 @@ def check_written(
     largest = 0.0
     for index, change in enumerate(changes):
         progress("checking", index, len(changes))
-        layer = source.spec.layers[index]
-        assert isinstance(layer, GroupedSpec)
+        layer = grouped_spec(source.spec.layers[index])
         before, after = (each.family.read_attention(each.read, index, layer) for each in (source, written))
         if change.shift is not None:  # in float64: what was written may have more digits than the source's biases
             before["k_proj.bias"] = before["k_proj.bias"].double()
@@ -126,7 +128,7 @@ class _Parts:
         )
 
 
-TOKENS = 256
+PROOF_TOKENS = 256
 """The number of tokens of a text that log-probabilities are compared on; what is measured on fewer is said to tell
 little."""
 
@@ -246,9 +248,7 @@ def prove(
     products: float,
     evaluation_set: EvaluationSet,
     formats: Sequence[EngineFormat],
-    *,
-    python: str | Path | None,
-    is_exact: bool,
+    options: PrepareOptions,
     progress: Progress,
 ) -> Proof:
     """Measure a prepared model beside its source.
@@ -259,8 +259,8 @@ def prove(
         products: the ratio that `check_written` returned.
         evaluation_set: the windows of text to measure on; nothing is measured without any.
         formats: the formats that the model was prepared for.
-        python: the interpreter that has an engine; this process's own when None.
-        is_exact: whether the prepared model should compute what its source does.
+        options: the options of `prepare`: which interpreter has an engine, and whether the prepared model should
+            compute what its source does.
         progress: the callback that is told of each window.
 
     Raises:
@@ -272,16 +272,16 @@ def prove(
     differences: list[Difference] = []
     caches: list[CacheLoss] = []
     notes: list[str] = []
-    if tokens < TOKENS:
+    if tokens < PROOF_TOKENS:
         notes.append(f"measured on {tokens:,} tokens alone, too few to tell what is lost: name a longer text")
-    ids = evaluation_set[0][1][0][:TOKENS]
+    ids = evaluation_set[0][1][0][:PROOF_TOKENS]
     pair: Pair | None = None
     with _noting(notes, output):
         pair = _opened(source, output, None, progress)
         if pair.dtype != torch.float32:
             differences.append(_difference(_opened(source, output, "float32", progress), ids))
         differences.append(_difference(pair, ids))
-    if is_exact and any(one.dtype == "float32" and one.kl > SAME for one in differences):
+    if not options.refit and any(one.dtype == "float32" and one.kl > SAME for one in differences):
         rule = f"computes something else than its source: KL {differences[0].kl:.2g} on {evaluation_set[0][0]}"
         raise CheckpointError("output", str(output), f"{rule}; nothing is left of it")
     if pair is not None and differences:
@@ -290,7 +290,7 @@ def prove(
     pair = None  # engines load models of their own
     for code in formats:
         with _noting(notes, output, f" in {code.engine} itself"):
-            caches += _in_its_engine(source, output, evaluation_set, code, python, notes, progress)
+            caches += _in_its_engine(source, output, evaluation_set, code, options.engine_python, notes, progress)
     return Proof(
         products=products,
         text=", ".join(name for name, _ in evaluation_set),
@@ -375,30 +375,16 @@ def _in_its_engine(
             place = tempfile.TemporaryDirectory(prefix=".headwise-partial-", dir=output.resolve().parent)
             original = Path(stack.enter_context(place)) / "source.gguf"
             export_gguf(source, original, progress=progress)
-        before, after = (
-            evaluate_windows_in_engine(
-                open_pair(model, against=original),
-                evaluation_set,
-                engine=code.engine,
-                cache=str(code).partition(":")[2],
-                python=python,
-                progress=progress,
-            )
-            for model in (original, output)
+        cache = str(code).partition(":")[2]
+        scored = partial(
+            evaluate_windows_in_engine, engine=code.engine, cache=cache, python=python, progress=progress
         )
+        pairs = (open_pair(model, against=original) for model in (original, output))
+        before, after = (scored(pair, evaluation_set) for pair in pairs)
     return [CacheLoss(cache=str(code), engine=after.engine, before=_loss(before), after=_loss(after))]
 
 
 def _loss(evaluation: Evaluation) -> Loss:
-    ratio, kl, agreement = evaluation.perplexity_ratio, evaluation.kl, evaluation.top1_agreement
-    assert ratio is not None
-    assert kl is not None
-    assert agreement is not None
-    assert evaluation.kl_999 is not None
-    return Loss(
-        perplexity=evaluation.perplexity,
-        perplexity_ratio=ratio,
-        kl=kl,
-        kl_999=evaluation.kl_999,
-        top1_agreement=agreement,
-    )
+    numbers = {field.name: getattr(evaluation, field.name) for field in fields(Loss)}
+    assert None not in numbers.values()
+    return Loss(**numbers)

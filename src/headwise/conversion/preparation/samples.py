@@ -94,11 +94,7 @@ class Projected:
             shift: the numbers that are added to keys before that, ``[K, D]``.
         """
         states = self.queries if side == "q" else self.keys
-        return self.turned(states if shift is None else states + shift[:, None, None], positions)
-
-    def turned(self, states: Tensor, positions: Tensor) -> Tensor:
-        """States ``[…, W, D]`` of four dimensions, as RoPE turns them at positions ``[W]``."""
-        return self.turning(positions)(states)
+        return self.turning(positions)(states if shift is None else states + shift[:, None, None])
 
     def turning(self, positions: Tensor, *, backwards: bool = False) -> Callable[[Tensor], Tensor]:
         """The function that turns states ``[…, W, D]`` of four dimensions as RoPE does, or as its transpose does.
@@ -113,9 +109,7 @@ class Projected:
         return lambda states: rotate(states, cos, -sin if backwards else sin, interleaved=rope.interleaved)
 
 
-def projected(
-    state: Mapping[str, Tensor], layer: GroupedSpec, inputs: Tensor, positions: Tensor, *, eps: float = _EPS
-) -> Projected:
+def projected(state: Mapping[str, Tensor], layer: GroupedSpec, inputs: Tensor, positions: Tensor) -> Projected:
     """Queries, keys and values of inputs, in the dtype of these.
 
     Args:
@@ -123,7 +117,6 @@ def projected(
         layer: the layer's spec.
         inputs: the inputs, ``[B, W, E]``, behind the norm before the attention.
         positions: the positions of a window's tokens, ``[W]``.
-        eps: the epsilon of the norms of queries and keys.
     """
 
     def taken(name: str) -> Tensor | None:
@@ -134,10 +127,10 @@ def projected(
         states = linear(inputs, state[f"{side}_proj.weight"].to(inputs.dtype), taken(f"{side}_proj.bias"))
         norm = taken(f"{side}_norm.weight")
         if norm is not None and layer.qk_norm == "full":
-            states = rms_norm(states, norm.shape, norm, eps)
+            states = rms_norm(states, norm.shape, norm, _EPS)
         states = torch.unflatten(states, -1, (heads, -1)).movedim(-2, 0)  # [heads, B, W, D]
         if norm is not None and layer.qk_norm == "head":
-            states = rms_norm(states, norm.shape, norm, eps)
+            states = rms_norm(states, norm.shape, norm, _EPS)
         sides.append(states)
     return Projected(layer, sides[0], sides[1], sides[2], positions, taken("k_proj.bias"))
 

@@ -23,14 +23,15 @@ from torch import Tensor
 
 from headwise.base.progress import Progress
 from headwise.conversion.preparation.change import Change, changed, channels, row_plan
+from headwise.conversion.solvers.layer import grouped_layers, grouped_spec
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints import FolderCheckpoint, FolderWriter, GgufCheckpoint, QuantisedFolder
-from headwise.models.checkpoints.gguf.scaling import Bytes, Rows
-from headwise.models.checkpoints.quantised.formats import Rows as QuantisedRows
+from headwise.models.checkpoints.gguf_in_place import Bytes, Rows
+from headwise.models.checkpoints.quantised_formats import Rows as QuantisedRows
 from headwise.models.checkpoints.writer import overwrite_tensors
 from headwise.models.families.base import State, canonical_shapes, packed_shapes
 from headwise.models.specs import GroupedSpec, read_gguf_header
-from headwise.models.specs.gguf.types import TYPES, tensor_bytes
+from headwise.models.specs.gguf_header import TYPES, tensor_bytes
 
 FAR = 64
 """The largest absolute exponent that is looked for in any type."""
@@ -108,9 +109,7 @@ def within(change: Change, layer: GroupedSpec, room: Room) -> Change:
     chosen = missed.sum(-1).argmin(0)  # [K], the smallest shift of equally good ones
     heads = torch.arange(len(chosen))
     return replace(
-        change,
-        exponents=wanted[chosen, heads].clamp(least, most),
-        cut=int(missed[chosen, heads].max().ceil()),
+        change, exponents=wanted[chosen, heads].clamp(least, most), cut=int(missed[chosen, heads].max().ceil())
     )
 
 
@@ -135,8 +134,7 @@ class FolderLayers:
             if name.endswith(_OF_A_CACHE):
                 rule = "was measured on the keys or queries as they are: prepare the model before that"
                 raise CheckpointError("tensor", name, rule)
-        for index, layer in enumerate(checkpoint.spec.layers):
-            assert isinstance(layer, GroupedSpec)
+        for index, layer in enumerate(grouped_layers(checkpoint.spec)):
             for name in (*self._held(index, layer, "q"), *self._held(index, layer, "k")):
                 self._check(name, is_norm=layer.qk_norm is not None)
 
@@ -144,15 +142,12 @@ class FolderLayers:
         """Refuse a tensor of queries or keys whose rows cannot be multiplied one by one."""
         info = self._checkpoint.tensors.get(name)
         if is_norm and info is not None and self._checkpoint.family.gguf_norm_offset and info.dtype.itemsize < 4:
-            rule = (
-                "has no room for powers of two where norms are stored as offsets: prepare a float32 copy, or a .gguf"
-            )
+            rule = "has no room for powers of two where norms are stored as offsets"
+            rule = f"{rule}: prepare a float32 copy, or a .gguf"
             raise CheckpointError(f"{name} dtype", str(info.dtype).removeprefix("torch."), rule)
         if isinstance(self._checkpoint, QuantisedFolder) and (rows := self._checkpoint.sharing(name)) > 1:
-            rule = (
-                f"has one scale for {rows} rows, which are multiplied one by one: prepare the model before quantising"
-            )
-            raise CheckpointError("tensor", name, rule)
+            rule = f"has one scale for {rows} rows, which are multiplied one by one"
+            raise CheckpointError("tensor", name, f"{rule}: prepare the model before quantising")
 
     def room(self, index: int, layer: GroupedSpec) -> Room:
         """The exponents that a layer's weights can take; where scales must be positive, codes are negated.
@@ -219,8 +214,7 @@ class FolderLayers:
 
     def _changed(self, index: int, change: Change) -> dict[str, Tensor]:
         """The stored tensors of a layer's queries and keys after a change."""
-        source, layer = self._checkpoint, self._checkpoint.spec.layers[index]
-        assert isinstance(layer, GroupedSpec)
+        source, layer = self._checkpoint, grouped_spec(self._checkpoint.spec.layers[index])
         names = dict.fromkeys(name for side in "qk" for name in self._held(index, layer, side))
         quantised = {name: rows for name in names if (rows := self._rows(name)) is not None}
 
@@ -361,8 +355,7 @@ class GgufLayers:
         for path, copy in files.items():
             with copy.open("r+b") as file, mmap.mmap(file.fileno(), 0) as data:
                 for index, change in enumerate(changes):
-                    layer = self._checkpoint.spec.layers[index]
-                    assert isinstance(layer, GroupedSpec)
+                    layer = grouped_spec(self._checkpoint.spec.layers[index])
                     for side in ("q", "k"):
                         for name, start in self._places(index, layer, side):
                             tensor = self._header.tensors[name]

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.latent import split_bias, with_bias
+from headwise.conversion.solvers.layer import KEY_WEIGHT
 from headwise.conversion.solvers.merging import Group, LinearHeads, NormedHeads, RotaryHeads, group_heads
 from headwise.conversion.solvers.rope_channels import as_rotated, to_complex
 from headwise.conversion.solvers.statistics import (
     KEY_BALANCE,
-    KEY_WEIGHT,
     Statistics,
     centred,
     key_metric,
@@ -79,10 +79,7 @@ def align(
 
 
 def _prepare(
-    state: Mapping[str, Tensor],
-    source: GroupedSpec,
-    statistics: Statistics | None,
-    sensitivity: Tensor | None,
+    state: Mapping[str, Tensor], source: GroupedSpec, statistics: Statistics | None, sensitivity: Tensor | None
 ) -> tuple[_Heads, Callable[[Group], float]]:
     """A layer divided into heads, and the function that gives the loss of merging a group of them."""
     refuse_unaligned(source)

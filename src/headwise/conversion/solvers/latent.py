@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from headwise.conversion.solvers.joint_latent import NOTHING, Part, joint_latent, whole_latent
-from headwise.conversion.solvers.layer import Layer
+from headwise.conversion.solvers.layer import Layer, LayerTarget, grouped_spec, latent_spec
 from headwise.conversion.solvers.rope_channels import (
     Channels,
     as_rotated,
@@ -46,7 +46,6 @@ from headwise.conversion.solvers.statistics import (
     key_metric,
     value_metric,
 )
-from headwise.conversion.solvers.target import LayerTarget
 from headwise.errors import SpecError
 from headwise.models.specs import GroupedSpec, LatentSpec, as_latent, rotated_dims
 from headwise.runtime.attention import RotaryEmbedding
@@ -79,10 +78,7 @@ def projections(state: Mapping[str, Tensor], target: LatentSpec) -> tuple[Tensor
 
 
 def assemble(
-    state: Mapping[str, Tensor],
-    source: GroupedSpec,
-    target: LatentSpec,
-    parts: LatentParts,
+    state: Mapping[str, Tensor], source: GroupedSpec, target: LatentSpec, parts: LatentParts
 ) -> dict[str, Tensor]:
     """The tensors of an MLA layer by its own names, float64.
 
@@ -167,8 +163,7 @@ def convert_to_latent(
         raise SpecError(
             "qk_norm", source.qk_norm, "is solved by headwise.convert, which sees the layer behind its norms"
         )
-    spec = target.spec
-    assert isinstance(spec, LatentSpec)
+    spec = latent_spec(target.spec)
     means = statistics or Statistics.nothing(source.hidden_size, source.num_heads, target.longest)
     keys, content = _divide_keys(state, source, target, means, rotary)
     w_v = with_bias(state, "v_proj", is_biased(spec))  # [K·V, E']
@@ -267,19 +262,14 @@ class _Keys(NamedTuple):
 
 
 def _divide_keys(
-    state: Mapping[str, Tensor],
-    source: GroupedSpec,
-    target: LayerTarget,
-    means: Statistics,
-    rotary: Rotary | None,
+    state: Mapping[str, Tensor], source: GroupedSpec, target: LayerTarget, means: Statistics, rotary: Rotary | None
 ) -> tuple[_Keys, Tensor]:
     """Choose the channels that keep their rotation, and divide a layer's keys into those channels and content.
 
     Content is the rest of each head's key, ``[K·D, E']``. Where all of it fits in the latent, content is the m rows
     that these are linear in, with the map back to the heads.
     """
-    spec = target.spec
-    assert isinstance(spec, LatentSpec)
+    spec = latent_spec(target.spec)
     K, D, P = source.num_kv_heads, source.head_dim, spec.qk_rope_head_dim
     w_q, w_k = (with_bias(state, name, is_biased(spec)) for name in ("q_proj", "k_proj"))
     if source.rope is None:
@@ -384,8 +374,7 @@ def solve_sizes(
     Returns:
         Each size with its solution, float64, from the widest rotary key and latent down.
     """
-    own = source.spec
-    assert isinstance(own, GroupedSpec)
+    own = grouped_spec(source.spec)
     rotary = find_rotary(source.state, own, as_latent(own, *sizes[0]), statistics, mix=target.mixes_heads)
     ordered_sizes = sorted(sizes, key=lambda size: (size[1], size[0]), reverse=True)
     for _, width_sizes in groupby(ordered_sizes, key=lambda size: size[1]):
@@ -393,13 +382,9 @@ def solve_sizes(
         for size in width_sizes:
             spec = as_latent(own, *size)
             if widest is None:
+                own_target = replace(target, spec=spec)
                 solution = convert_to_latent(
-                    source.state,
-                    own,
-                    replace(target, spec=spec),
-                    statistics=statistics,
-                    sensitivity=sensitivity,
-                    rotary=rotary,
+                    source.state, own, own_target, statistics=statistics, sensitivity=sensitivity, rotary=rotary
                 )
                 widest = Layer(spec, *solution)
                 del solution
@@ -416,8 +401,7 @@ def narrowed(layer: Layer, target: LatentSpec, statistics: Statistics) -> Layer:
         target: the layer's spec with a smaller rank.
         statistics: the statistics of the layer's inputs.
     """
-    spec, state = layer.spec, layer.state
-    assert isinstance(spec, LatentSpec)
+    spec, state = latent_spec(layer.spec), layer.state
     R, r, N = spec.kv_lora_rank, target.kv_lora_rank, spec.qk_nope_head_dim
     if r == R:
         return layer

@@ -1,22 +1,29 @@
-"""One layer's attention as a function of its tensors, computed for a sample of the queries.
+"""One layer's attention as a function of its tensors, for a sample of the queries, and what it is converted to.
 
 A layer's own call computes every query; statistics, errors and gradients need only a sample of them, of all heads.
 
+In layers with norms of queries and keys that are converted to MLA, what is linear begins behind the norms. A norm
+divides a head by a number of its token, so that no projection of the inputs gives normed keys. But the latent need
+not be a map of the inputs: it is one of the layer's own normed keys and values. To the solvers such a layer is one
+without norms, whose inputs are its normed queries, its normed keys and its values, and whose projections pick them
+out.
+
 Shapes: T tokens of one window, S of them as queries, H query heads, K key heads, D key dims of a head, V value dim,
-E hidden, P rotary dims.
+E hidden, N + P query dims of a converted head, P of them rotary, R latent rank, U = H·D + K·(D + V).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.models.specs import AttentionSpec, GroupedSpec, LatentSpec
+from headwise.models.specs import AttentionSpec, GroupedSpec, LatentSpec, ModelSpec
 from headwise.runtime.attention import RotaryEmbedding
 from headwise.runtime.attention.rope import rotate
 from headwise.runtime.kernels import attend
@@ -33,6 +40,23 @@ KEYS = 128
 took a quarter of the time of a descent whose queries are drawn at random."""
 
 State = Mapping[str, Tensor]
+
+
+def grouped_spec(spec: AttentionSpec) -> GroupedSpec:
+    """The spec of a layer that is known to be MHA, GQA or MQA, as every source's is."""
+    assert isinstance(spec, GroupedSpec)
+    return spec
+
+
+def latent_spec(spec: AttentionSpec) -> LatentSpec:
+    """The spec of a layer that is known to be MLA."""
+    assert isinstance(spec, LatentSpec)
+    return spec
+
+
+def grouped_layers(model: ModelSpec) -> list[GroupedSpec]:
+    """The specs of all layers of a source, cross-attention last."""
+    return [grouped_spec(layer) for layer in (*model.layers, *model.cross_layers)]
 
 
 class Heads(NamedTuple):
@@ -68,109 +92,74 @@ def sample_rows(tokens: int, count: int, window: int = 0) -> Tensor:
     return torch.arange(step - 1 - window % step, tokens, step)
 
 
-def grouped_heads(
-    state: State,
-    spec: GroupedSpec,
-    inputs: Tensor,
-    rows: Tensor,
-    rotation: Rotation | None,
-    norm_eps: float,
-    code: TransformCode | None = None,
-) -> Heads:
-    """The queries, keys and values of MHA, GQA or MQA.
+def grouped_heads(layer: Layer, inputs: Tensor, rows: Tensor, rotation: Rotation | None) -> Heads:
+    """The queries, keys and values of MHA, GQA or MQA; a code rounds keys before rotation, and values.
 
     Args:
-        state: the layer's tensors; the weights of norms of queries and keys are the factors they multiply by.
-        spec: the layer's spec.
+        layer: the layer; the weights of norms of queries and keys are the factors they multiply by.
         inputs: the inputs of the layer's attention, ``[T, E]``.
         rows: the positions of the queries, ``[S]``.
         rotation: the model's rotary tables.
-        norm_eps: the epsilon of the norms of queries and keys.
-        code: the code that rounds the keys before rotation and the values, those of the first tokens excepted; None
-            to round nothing.
     """
+    spec = grouped_spec(layer.spec)
     H, K = spec.num_heads, spec.num_kv_heads
-    query, key, value = normed_heads(state, spec, inputs, rows, norm_eps, (H, K))  # [H, S, D], [K, T, D], [K, T, V]
-    if code is not None:
-        cached = coded(torch.cat((key.transpose(0, 1).flatten(1), value.transpose(0, 1).flatten(1)), 1), code)
+    query, key, value = normed_heads(layer, inputs, rows)  # [H, S, D], [K, T, D], [K, T, V]
+    if layer.code is not None:
+        cached = coded(torch.cat((key.transpose(0, 1).flatten(1), value.transpose(0, 1).flatten(1)), 1), layer.code)
         key, value = (_split(x, K) for x in cached.split_with_sizes((K * spec.head_dim, K * spec.value_dim), 1))
     if spec.rope is not None and rotation is not None:
-        query, key = (
-            _rotate(query, rotation, spec.rope.interleaved, rows),
-            _rotate(key, rotation, spec.rope.interleaved),
-        )
+        query = _rotate(query, rotation, spec.rope.interleaved, rows)
+        key = _rotate(key, rotation, spec.rope.interleaved)
     group = H // K
     return Heads(query, key.repeat_interleave(group, 0), value.repeat_interleave(group, 0))
 
 
-def normed_heads(
-    state: State,
-    spec: GroupedSpec | LatentSpec,
-    inputs: Tensor,
-    rows: Tensor,
-    norm_eps: float,
-    heads: tuple[int, int],
-) -> tuple[Tensor, Tensor, Tensor]:
+def normed_heads(layer: Layer, inputs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Projected queries ``[H, S, D]``, keys ``[K, T, D]`` and values ``[K, T, V]``, with norms where there are any.
 
     Args:
-        state: the layer's tensors; see `grouped_heads`.
-        spec: the spec of the layer, for its kind of norm.
+        layer: the layer, which projects its inputs to heads.
         inputs: the inputs of the layer's attention, ``[T, E]``.
         rows: the positions of the queries, ``[S]``.
-        norm_eps: the epsilon of the norms.
-        heads: the numbers of query heads H and of key heads K.
     """
-    H, K = heads
-    query = _split(_project(state, "q_proj", inputs[rows]), H)
+    state, K = layer.state, layer.spec.num_kv_heads
+    assert K is not None
+    query = _split(_project(state, "q_proj", inputs[rows]), layer.spec.num_heads)
     key, value = (_split(_project(state, name, inputs), K) for name in ("k_proj", "v_proj"))
-    if spec.qk_norm is not None:
-        query, key = (_normed(x, state[f"{n}_norm.weight"], spec, norm_eps) for x, n in ((query, "q"), (key, "k")))
+    if layer.spec.qk_norm is not None:
+        query, key = (_normed(x, state[f"{n}_norm.weight"], layer) for x, n in ((query, "q"), (key, "k")))
     return query, key, value
 
 
-def latent_heads(
-    state: State,
-    spec: LatentSpec,
-    inputs: Tensor,
-    rows: Tensor,
-    rotation: Rotation | None,
-    channels: list[int],
-    code: TransformCode | None = None,
-    norm_eps: float = NORM_EPS,
-) -> Heads:
+def latent_heads(layer: Layer, inputs: Tensor, rows: Tensor, rotation: Rotation | None) -> Heads:
     """The queries, decoded keys and values of MLA: each head's key is its content and the shared rotary key.
 
     Args:
-        state: the layer's tensors, without a query latent.
-        spec: the layer's spec; N is the width of its heads' content.
+        layer: the layer, without a query latent; N is the width of its heads' content. A code rounds cached values.
         inputs: the inputs of the layer's attention, ``[T, E]``.
         rows: the positions of the queries, ``[S]``.
-        rotation: the model's rotary tables, of which ``channels`` are taken.
-        channels: the model frequency of each of the P/2 pairs.
-        code: the code that rounds the cached values, those of the first tokens excepted; None to round nothing.
-        norm_eps: the epsilon of the norms of queries and keys.
+        rotation: the model's rotary tables, of which the layer's channels are taken.
     """
+    spec, state = latent_spec(layer.spec), layer.state
     H, R, N = spec.num_heads, spec.kv_lora_rank, spec.qk_nope_head_dim
     if spec.qk_norm is None:
         query = _split(_project(state, "q_proj", inputs[rows]), H)  # [H, S, N + P]
     else:
-        assert spec.num_kv_heads is not None
-        query, key, value = normed_heads(state, spec, inputs, rows, norm_eps, (H, spec.num_kv_heads))
+        query, key, value = normed_heads(layer, inputs, rows)
         query = query @ torch.unflatten(state["q_b_proj.weight"], 0, (H, -1)).mT  # [H, S, N + P]
         inputs = torch.cat((key.transpose(0, 1).flatten(1), value.transpose(0, 1).flatten(1)), 1)  # [T, K·(D + V)]
     latent = _project(state, "kv_a_proj_with_mqa", inputs)  # [T, R + P], the rotary key last
-    if code is not None:
-        latent = coded(latent, code)
+    if layer.code is not None:
+        latent = coded(latent, layer.code)
     decoded = latent[:, :R]
     if spec.latent_norm:
         weight = state["kv_a_layernorm.weight"]
         decoded = F.rms_norm(decoded.to(weight.dtype), (R,), weight, NORM_EPS)
     content = _split(F.linear(decoded, state["kv_b_proj.weight"]), H)  # [H, T, N + V]
     key, value = content[..., :N], content[..., N:]
-    if channels:
+    if layer.channels:
         assert rotation is not None
-        tables = Rotation(*(table[..., channels] for table in rotation))  # [1, T, P/2]
+        tables = Rotation(*(table[..., layer.channels] for table in rotation))  # [1, T, P/2]
         rotary_key = _rotate(latent[None, :, R:], tables, interleaved=False).expand(H, -1, -1)  # [H, T, P]
         rotary_query = _rotate(query[..., N:], tables, interleaved=False, rows=rows)  # [H, S, P]
         query, key = torch.cat((query[..., :N], rotary_query), -1), torch.cat((key, rotary_key), -1)
@@ -237,11 +226,8 @@ class Layer:
 
     def heads(self, inputs: Tensor, rows: Tensor, rotation: Rotation | None) -> Heads:
         """The queries at positions ``rows``, and the keys and values, of one window's inputs ``[T, E]``."""
-        if isinstance(self.spec, LatentSpec):
-            return latent_heads(
-                self.state, self.spec, inputs, rows, rotation, self.channels, self.code, self.norm_eps
-            )
-        return grouped_heads(self.state, self.spec, inputs, rows, rotation, self.norm_eps, self.code)
+        heads = latent_heads if isinstance(self.spec, LatentSpec) else grouped_heads
+        return heads(self, inputs, rows, rotation)
 
     def mixed(self, inputs: Tensor, rotation: Rotation | None) -> Tensor:
         """The inputs of the output projection at every position: ``[T, H·V]``."""
@@ -286,14 +272,112 @@ def _split(projection: Tensor, heads: int) -> Tensor:
     return torch.unflatten(projection, -1, (heads, -1)).transpose(0, 1)  # [heads, tokens, dims]
 
 
-def _normed(heads: Tensor, weight: Tensor, spec: GroupedSpec | LatentSpec, eps: float) -> Tensor:
+def _normed(heads: Tensor, weight: Tensor, layer: Layer) -> Tensor:
     heads = heads.to(weight.dtype)  # narrower where products are
-    if spec.qk_norm == "head":
-        return F.rms_norm(heads, heads.shape[-1:], weight, eps)
+    if layer.spec.qk_norm == "head":
+        return F.rms_norm(heads, heads.shape[-1:], weight, layer.norm_eps)
     flat = heads.transpose(0, 1).flatten(1)  # [tokens, heads·dims]
-    return _split(F.rms_norm(flat, flat.shape[-1:], weight, eps), len(heads))
+    return _split(F.rms_norm(flat, flat.shape[-1:], weight, layer.norm_eps), len(heads))
 
 
 def _rotate(heads: Tensor, rotation: Rotation, interleaved: bool, rows: Tensor | None = None) -> Tensor:
     cos, sin = (table[:, : heads.shape[1]] if rows is None else table[:, rows] for table in rotation)
     return rotate(heads[None], cos, sin, interleaved=interleaved)[0]
+
+
+KEY_WEIGHT = 0.5
+"""The share of the predicted cost of an error of the keys that counts: softmax forgives some. The rank
+allocation tries other shares."""
+
+LONGEST = 2048
+"""The longest distance between query and key that counts without a text, in tokens."""
+
+
+@dataclass(frozen=True)
+class LayerTarget:
+    """The target of one layer.
+
+    For example ``LayerTarget(as_latent(source, 96, 32), key_weight=1.0)``, where errors of keys and of values count
+    equally.
+
+    Attributes:
+        spec: the converted layer's spec.
+        key_weight: the cost of an error of the keys relative to one of the values, on a text; for MLA.
+        rotary_channels: the channels that keep their rotation, bool ``[F, K]``, for MLA; when None, the layer keeps
+            those that lose most without it.
+        mixes_heads: whether key heads are mixed into rotary channels (the stage ``channels``), for MLA; otherwise
+            each channel is one head's own.
+        longest: the distance in tokens up to which a dropped rotation is averaged where there is no text.
+    """
+
+    spec: GroupedSpec | LatentSpec
+    key_weight: float = KEY_WEIGHT
+    rotary_channels: Tensor | None = None
+    mixes_heads: bool = True
+    longest: int = LONGEST
+
+
+_OWN = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "q_norm.weight", "k_norm.weight")
+"""The tensors of the source that the converted layer keeps."""
+
+
+def seen_by_mla(layer: Layer) -> tuple[Layer, Callable[[Tensor], Tensor]]:
+    """A layer as the solvers of MLA see it, and the map from the layer's inputs ``[T, E]`` to the inputs they see.
+
+    Both are the layer itself and its inputs where it has no norms.
+
+    Args:
+        layer: the layer, MHA, GQA or MQA, float32.
+    """
+    if not is_normed(layer):
+        return layer, lambda inputs: inputs
+    return of_heads(layer), partial(_normed_inputs, layer)
+
+
+def is_normed(layer: Layer) -> bool:
+    """Whether a layer has norms of queries and keys."""
+    return isinstance(layer.spec, GroupedSpec) and layer.spec.qk_norm is not None
+
+
+def of_heads(layer: Layer) -> Layer:
+    """The layer without norms whose inputs ``[T, U]`` are a layer's normed queries, normed keys and values."""
+    spec = grouped_spec(layer.spec)
+    widths = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.value_dim]
+    identity = torch.eye(sum(widths), dtype=layer.state["o_proj.weight"].dtype)
+    rows = torch.split(identity, widths)
+    state = {f"{name}_proj.weight": own for name, own in zip("qkv", rows, strict=True)}
+    state |= {name: tensor for name, tensor in layer.state.items() if name.startswith("o_proj.")}
+    bias = tuple(name for name in spec.bias if name == "o_proj")
+    return Layer(replace(spec, hidden_size=sum(widths), qk_norm=None, bias=bias), state)
+
+
+def without_norms(spec: LatentSpec, seen: GroupedSpec) -> LatentSpec:
+    """The MLA layer that is solved for a layer of `of_heads` in place of one with norms."""
+    return replace(spec, hidden_size=seen.hidden_size, qk_norm=None, num_kv_heads=None, head_dim=None)
+
+
+def with_norms(source: Layer, solved: Layer, target: LatentSpec) -> Layer:
+    """The MLA layer with norms out of the solution of `of_heads`, float64; the solution itself without norms.
+
+    Args:
+        source: the source layer.
+        solved: the solution, which of a layer with norms reads the source's normed queries, normed keys and values.
+        target: the converted layer's spec.
+    """
+    if not is_normed(source):
+        return solved
+    spec = grouped_spec(source.spec)
+    H, D = spec.num_heads, spec.head_dim
+    queries = torch.unflatten(solved.state["q_proj.weight"], 0, (H, -1))[..., : H * D]  # [H, N + P, H·D]
+    own = torch.unflatten(queries, 2, (H, D)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [H, N + P, D]
+    state = {name: source.state[name].double() for name in _OWN}
+    state["q_b_proj.weight"] = own.flatten(0, 1)  # a head's queries are made of its own query
+    state["kv_a_proj_with_mqa.weight"] = solved.state["kv_a_proj_with_mqa.weight"][:, H * D :].contiguous()
+    state |= {name: tensor for name, tensor in solved.state.items() if name.startswith(("kv_b_proj.", "o_proj."))}
+    return Layer(target, state, solved.channels, norm_eps=source.norm_eps)
+
+
+def _normed_inputs(layer: Layer, inputs: Tensor) -> Tensor:
+    """Normed queries, normed keys and values ``[T, U]`` of inputs ``[T, E]``."""
+    parts = normed_heads(layer, inputs, torch.arange(len(inputs)))
+    return torch.cat([part.transpose(0, 1).flatten(1) for part in parts], 1)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headwise.conversion.solvers.joint_latent import NOTHING
 from headwise.conversion.solvers.latent import LatentParts, assemble, projections
+from headwise.conversion.solvers.layer import grouped_layers
 from headwise.conversion.solvers.rope_channels import rotated_pairs, to_real
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec, rotated_dims
@@ -50,10 +51,8 @@ def refuse_partial_rotation(source: ModelSpec, method: str) -> None:
     Raises:
         ArgumentError: a layer has dims without rotation.
     """
-    for layer in (*source.layers, *source.cross_layers):
-        assert isinstance(layer, GroupedSpec)
-        if rotated_dims(layer) != layer.head_dim:
-            raise ArgumentError("method", method, "needs rotary embeddings on all of a head's dims")
+    if any(rotated_dims(layer) != layer.head_dim for layer in grouped_layers(source)):
+        raise ArgumentError("method", method, "needs rotary embeddings on all of a head's dims")
 
 
 def share_out(score: Tensor, count: int) -> Tensor:

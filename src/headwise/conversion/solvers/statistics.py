@@ -20,16 +20,11 @@ from torch import Tensor
 from headwise.base.processes import all_sum
 from headwise.base.threads import map_in_threads
 from headwise.conversion.solvers.joint_latent import Part, weighted
-from headwise.conversion.solvers.layer import Layer, attention_weights, rotation_tables, sample_rows
+from headwise.conversion.solvers.layer import Layer, attention_weights, grouped_spec, rotation_tables, sample_rows
 from headwise.models.specs import GroupedSpec
 
 SAMPLES = 2304
 """The number of attention rows (queries times heads) sampled in a window: 256 queries of nine heads."""
-
-
-def sampled_queries(heads: int) -> int:
-    """The number of queries sampled in a window, in every head."""
-    return max(SAMPLES // heads, 8)
 
 
 class WindowStatistics(NamedTuple):
@@ -64,11 +59,10 @@ class WindowStatistics(NamedTuple):
             longest: the number of distances that are counted, more than the last position.
         """
         H, T = layer.spec.num_heads, len(inputs)
-        rows = sample_rows(T, sampled_queries(H), window)  # [S]
+        rows = sample_rows(T, max(SAMPLES // H, 8), window)  # [S], as many in every head
         # Float64: where a text has fewer tokens than there are inputs, rounding would make the moments indefinite.
         wide = torch.cat((inputs, inputs.new_ones(T, 1)), dim=1).double()  # [T, E']
-        assert isinstance(layer.spec, GroupedSpec)
-        heads = layer.heads(inputs, rows, rotation_tables(layer.spec, positions))
+        heads = layer.heads(inputs, rows, rotation_tables(grouped_spec(layer.spec), positions))
         weights = attention_weights(heads, layer.spec, rows)  # [H, S, T]
         steps = (positions[rows, None] - positions).abs().flatten()  # [S·T], from query to key
         token_weight = torch.zeros(T, dtype=torch.float64)
@@ -159,8 +153,7 @@ def statistics_of(
         windows: the windows of this process: the number of each in the text, and the attention's inputs ``[T, E]``.
         positions: the positions of the tokens of each window in the text, ``[N, T]``, as the layer sees them.
     """
-    spec = layer.spec
-    assert isinstance(spec, GroupedSpec)
+    spec = grouped_spec(layer.spec)
     metric = output_metric(layer.state["o_proj.weight"], sensitivity, spec.num_heads)
     longest = int(positions.max()) + 1
     sums = Statistics.zeros(spec.hidden_size, spec.num_heads, longest)
@@ -193,10 +186,6 @@ def root(matrices: Tensor) -> Tensor:
     out: Tensor = (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
     return out
 
-
-KEY_WEIGHT = 0.5
-"""The share of the predicted cost of an error of the keys that counts: softmax forgives some. The rank
-allocation tries other shares."""
 
 KEY_BALANCE = 4.0
 """The weight of all key energy relative to all value energy, without statistics."""

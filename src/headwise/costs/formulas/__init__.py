@@ -1,8 +1,11 @@
 """Exact costs of attention as closed forms over specs: parameters, FLOPs, cache, activations. No torch here."""
 
 from headwise.costs.formulas import model
+from headwise.costs.formulas.comparison import Comparison, Row, compare, ladder, matched
 from headwise.costs.formulas.layer import (
     DTYPE_BYTES,
+    activation_bytes,
+    backward_flops,
     cache_bytes,
     cache_bytes_per_token,
     cache_values,
@@ -18,40 +21,5 @@ from headwise.costs.formulas.layer import (
     state_bytes,
     thop_count,
 )
-from headwise.costs.formulas.reports.compare import Comparison, Row, compare, ladder, matched
-from headwise.costs.formulas.reports.complexity import Complexity, complexity
-from headwise.costs.formulas.reports.inspection import Inspection, inspect
+from headwise.costs.formulas.reports import Complexity, Inspection, complexity, inspect
 from headwise.costs.formulas.stages import KERNELS, attended_pairs
-from headwise.costs.formulas.training import activation_bytes, backward_flops
-
-__all__ = [
-    "DTYPE_BYTES",
-    "KERNELS",
-    "Comparison",
-    "Complexity",
-    "Inspection",
-    "Row",
-    "activation_bytes",
-    "attended_pairs",
-    "backward_flops",
-    "cache_bytes",
-    "cache_bytes_per_token",
-    "cache_values",
-    "compare",
-    "complexity",
-    "decode_flops",
-    "decode_intensity",
-    "dtype_bytes",
-    "formulas",
-    "forward_flops",
-    "inspect",
-    "ladder",
-    "matched",
-    "model",
-    "parameters",
-    "prefill_flops",
-    "shard",
-    "stages",
-    "state_bytes",
-    "thop_count",
-]

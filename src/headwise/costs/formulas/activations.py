@@ -9,12 +9,10 @@ share a storage. They are therefore listed here on their own, and tests compare 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Kernel
+from headwise.costs.formulas.stages import Call, Kernel, Size
 
 KeptOver = Literal["new", "total", "scores", "mask", "queries", "keys", "call", "once"]
 """A kept tensor has one entry for each of these: each new token, each token attended to, each (query, key) pair of a
@@ -33,6 +31,22 @@ class KeptTensor:
     values: int
     over: KeptOver
     width: Width = "dtype"
+
+    def nbytes(self, call: Call, value_bytes: Size) -> Size:
+        """Bytes of the tensor in a call, where one value of the layer's dtype has ``value_bytes``."""
+        count: dict[KeptOver, Size] = {
+            "new": call.batch * call.new,
+            "total": call.batch * call.total,
+            "scores": call.batch * call.new * call.total,
+            "mask": call.new * call.total,
+            "queries": call.new,
+            "keys": call.total,
+            "call": call.batch,
+            "once": Size(1),
+        }
+        widths: dict[Width, int] = {"dtype": value_bytes, "float32": max(value_bytes, 4), "byte": 1, "index": 8}
+        width = widths[self.width]
+        return count[self.over] * self.values * (value_bytes if width == value_bytes else width)
 
 
 @dataclass(frozen=True)
@@ -66,29 +80,25 @@ class Training:
         return self.causal or self.window
 
 
-def kept_inputs(training: Training, hidden_size: Size) -> tuple[KeptTensor, ...]:
+def inputs(training: Training, hidden_size: Size) -> tuple[KeptTensor, ...]:
     """The inputs of the first projections."""
     source = (KeptTensor("key_value_states", hidden_size, "total"),) if training.cross else ()
     return KeptTensor("hidden_states", hidden_size, "new"), *source
 
 
-def kept_rotation(training: Training, dims: Size) -> tuple[KeptTensor, ...]:
+def rotation(training: Training, dims: Size) -> tuple[KeptTensor, ...]:
     """cos and sin of every position, each ``dims``/2 wide; queries and keys share them except in cross-attention."""
     keys = (KeptTensor("cos, sin of keys", dims, "keys"),) if training.cross else ()
     return KeptTensor("cos, sin", dims, "queries"), *keys
 
 
-def kept_norm(
+def norm(
     training: Training, name: str, width: Size, over: KeptOver, *, rows: int = 1, storage: Size | None = None
 ) -> tuple[KeptTensor, ...]:
     """Tensors of an RMSNorm: input (the storage that it is a view of, or a float32 copy), inverse norms, output."""
-    entry = (
-        KeptTensor(name, width, over, "float32")
-        if training.half
-        else KeptTensor(name, width if storage is None else storage, over)
-    )
+    held = width if training.half or storage is None else storage
     return (
-        entry,
+        KeptTensor(name, held, over, "float32" if training.half else "dtype"),
         KeptTensor(f"{name} inverse norms", rows, over, "float32"),
         KeptTensor(f"{name} normed", width, over),
     )
@@ -119,7 +129,7 @@ class Storages:
     value: Size | None = None
 
 
-def kept_core(
+def core(
     training: Training,
     heads: Heads,
     *,
@@ -162,51 +172,14 @@ def kept_core(
         KeptTensor("query", query, "new", "float32"),
         KeptTensor("key", H * D, "total", "float32"),
         KeptTensor("value", H * V, "total", "float32"),
-        *kept_softmax(training, H),
+        *softmax(training, H),
         *output,
     )
 
 
-def kept_softmax(training: Training, H: Size) -> tuple[KeptTensor, ...]:
+def softmax(training: Training, H: Size) -> tuple[KeptTensor, ...]:
     """The attention weights, and a second copy where a mask has set rows with nothing to attend to to zero."""
     weights = KeptTensor("attention weights", H, "scores", "float32")
     if not training.is_masked:
         return (weights,)
     return weights, KeptTensor("masked weights", H, "scores", "float32"), KeptTensor("masks", 2, "mask", "byte")
-
-
-def total_bytes(kept: Iterable[KeptTensor], *, batch: Size, new: Size, total: Size, value_bytes: int) -> Size:
-    """Bytes of all kept tensors.
-
-    Args:
-        kept: the tensors.
-        batch: B, the number of sequences.
-        new: S, the number of new tokens.
-        total: T, the number of tokens attended to.
-        value_bytes: bytes of a value of the layer's dtype.
-    """
-    result = Size(0)
-    for tensor in kept:
-        result = result + kept_values(tensor, batch=batch, new=new, total=total) * kept_width(tensor, value_bytes)
-    return result
-
-
-def kept_values(tensor: KeptTensor, *, batch: Size, new: Size, total: Size) -> Size:
-    """The number of values in a kept tensor, in a call of B sequences, S new tokens and T tokens attended to."""
-    count: dict[KeptOver, Size] = {
-        "new": batch * new,
-        "total": batch * total,
-        "scores": batch * new * total,
-        "mask": new * total,
-        "queries": new,
-        "keys": total,
-        "call": batch,
-        "once": Size(1),
-    }
-    return count[tensor.over] * tensor.values
-
-
-def kept_width(tensor: KeptTensor, value_bytes: int) -> int:
-    """Bytes of one value of a kept tensor, where one of the layer's dtype has ``value_bytes``."""
-    widths: dict[Width, int] = {"dtype": value_bytes, "float32": max(value_bytes, 4), "byte": 1, "index": 8}
-    return widths[tensor.width]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Core, IndexScores, Linear, Product, Stage, Vector
+from headwise.costs.formulas.stages import Core, IndexScores, Linear, Product, Size, Stage, Vector
 from headwise.errors import ArgumentError
 from headwise.models.specs.compressed import CompressedSpec
 

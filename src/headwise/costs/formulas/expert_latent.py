@@ -9,17 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headwise.costs.formulas.activations import (
-    Heads,
-    KeptOver,
-    KeptTensor,
-    Training,
-    kept_core,
-    kept_inputs,
-    kept_softmax,
-)
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Core, Linear, Product, Stage, Vector
+from headwise.costs.formulas import activations as keep
+from headwise.costs.formulas.activations import Heads, KeptOver, KeptTensor, Training
+from headwise.costs.formulas.stages import Core, Linear, Product, Size, Stage, Vector
 from headwise.errors import ArgumentError
 from headwise.models.specs.expert_latent import ExpertLatentSpec
 
@@ -128,7 +120,7 @@ def activations(spec: ExpertLatentSpec, impl: str, training: Training) -> tuple[
     # The gates of a token read its whole query, and absorption reads the part of it that is not rotated.
     query_is_read = not by_sequence or (impl == "absorbed" and D > P)
     kept = [
-        *kept_inputs(training, E),
+        *keep.inputs(training, E),
         *((KeptTensor("query", H * D, "new"),) if query_is_read else ()),
         *((KeptTensor("mean query", H * D, "call"),) if by_sequence else ()),
         KeptTensor("gates", Size(spec.num_experts, "X"), rows, "float32"),
@@ -145,7 +137,7 @@ def _kept_expanded(spec: ExpertLatentSpec, training: Training, by_sequence: bool
     H, D, K = Size(spec.num_heads, "H"), Size(spec.head_dim, "D"), Size(spec.latent_kv_heads, "K")
     C, X = Size(spec.kv_dim, "C"), Size(spec.num_experts, "X")
     if by_sequence:
-        core = kept_core(training, Heads(H, H, D, D), contiguous=spec.rope is not None)
+        core = keep.core(training, Heads(H, H, D, D), contiguous=spec.rope is not None)
         return [KeptTensor("mixed decoders", 2 * H * C * D, "call"), KeptTensor("latents", 2 * K * C, "total"), *core]
     return [
         *_kept_rotated_query(spec),
@@ -170,7 +162,7 @@ def _kept_absorbed(spec: ExpertLatentSpec, training: Training, by_sequence: bool
         kept += [KeptTensor("gated query", X * H * (D - P), "new")]
         kept += [KeptTensor("key decoders", X * H * C * (D - P), "once")] if X > 1 and P > 0 and D - P > 1 else []
     if spec.rope is None:
-        kept += kept_core(training, Heads(H, K, C, C), read_from="heads")
+        kept += keep.core(training, Heads(H, K, C, C), read_from="heads")
     else:
         kept += _kept_rotary(spec, training, by_sequence, H, K, C, X, P)
         kept += _kept_rotated_query(spec)
@@ -224,8 +216,8 @@ def _latents_are_copied(training: Training, K: Size) -> bool:
 
 
 def _kept_weights(training: Training, H: Size) -> list[KeptTensor]:
-    """The attention weights as in `kept_softmax`, but in the layer's dtype once they are normalised."""
-    softmax = kept_softmax(training, H)
+    """The attention weights as in `keep.softmax`, but in the layer's dtype once they are normalised."""
+    softmax = keep.softmax(training, H)
     weights = KeptTensor("weights in the layer's dtype", H, "scores")
     if training.is_masked:
         return [softmax[0], weights, softmax[2]]

@@ -9,17 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from headwise.costs.formulas.activations import (
-    Heads,
-    KeptTensor,
-    Training,
-    kept_core,
-    kept_inputs,
-    kept_norm,
-    kept_rotation,
-)
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Core, Linear, Stage, Vector
+from headwise.costs.formulas import activations as keep
+from headwise.costs.formulas.activations import Heads, KeptTensor, Training
+from headwise.costs.formulas.stages import Core, Linear, Size, Stage, Vector
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs.grouped import GroupedSpec
 
@@ -42,11 +34,7 @@ def stages(spec: GroupedSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
     queries: tuple[Stage, ...] = (Linear("q_proj", E, gated * H * D, "q_proj" in spec.bias),)
     if spec.q_lora_rank is not None:
         Q = Size(spec.q_lora_rank, "Q")
-        queries = (
-            Linear("q_a_proj", E, Q),
-            Vector("q_a_norm", Q),
-            Linear("q_b_proj", Q, H * D, reads="inner"),
-        )
+        queries = (Linear("q_a_proj", E, Q), Vector("q_a_norm", Q), Linear("q_b_proj", Q, H * D, reads="inner"))
     return (
         *queries,
         *(() if spec.shares_kv else keys),
@@ -82,12 +70,12 @@ def activations(spec: GroupedSpec, impl: str, training: Training) -> tuple[KeptT
     E, H, K = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.num_kv_heads, "K")
     D = Size(spec.head_dim, "D")
     V = D if spec.value_dim == spec.head_dim else Size(spec.value_dim, "V")
-    kept = [*kept_inputs(training, E)]
+    kept = [*keep.inputs(training, E)]
     if spec.qk_norm is not None:
         by_head = spec.qk_norm == "head"
-        kept += kept_norm(training, "query", H * D, "new", rows=H if by_head else 1)
-        kept += kept_norm(training, "key", K * D, "total", rows=K if by_head else 1)
+        kept += keep.norm(training, "query", H * D, "new", rows=H if by_head else 1)
+        kept += keep.norm(training, "key", K * D, "total", rows=K if by_head else 1)
     if spec.rope is not None:
-        kept += kept_rotation(training, Size(spec.rope.dim, "P"))
+        kept += keep.rotation(training, Size(spec.rope.dim, "P"))
     read_from: Literal["merged", "nothing"] = "merged" if spec.output_projection else "nothing"
-    return *kept, *kept_core(training, Heads(H, K, D, V), contiguous=spec.rope is not None, read_from=read_from)
+    return *kept, *keep.core(training, Heads(H, K, D, V), contiguous=spec.rope is not None, read_from=read_from)

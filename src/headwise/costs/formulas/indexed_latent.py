@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headwise.costs.formulas import latent
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Core, IndexScores, Linear, Stage, Vector, attended_pairs
+from headwise.costs.formulas.stages import Core, IndexScores, Linear, Size, Stage, Vector, attended_pairs
 from headwise.models.specs.indexed_latent import IndexedLatentSpec
 
 IMPLS = ("expanded", "absorbed")
@@ -19,11 +18,8 @@ IMPLS = ("expanded", "absorbed")
 
 def stages(spec: IndexedLatentSpec, impl: str, new_tokens: int) -> tuple[Stage, ...]:
     """The work of one layer, in order."""
-    work = tuple(
-        replace(stage, most=spec.index_topk) if isinstance(stage, Core) else stage
-        for stage in latent.stages(spec, impl, new_tokens)
-    )
-    return (*_indexer(spec), *work)
+    most, work = spec.index_topk, latent.stages(spec, impl, new_tokens)
+    return (*_indexer(spec), *(replace(stage, most=most) if isinstance(stage, Core) else stage for stage in work))
 
 
 def _indexer(spec: IndexedLatentSpec) -> tuple[Stage, ...]:

@@ -7,18 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headwise.costs.formulas.activations import (
-    Heads,
-    KeptTensor,
-    Storages,
-    Training,
-    kept_core,
-    kept_inputs,
-    kept_norm,
-    kept_rotation,
-)
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Core, Linear, Over, Product, Stage, Vector
+from headwise.costs.formulas import activations as keep
+from headwise.costs.formulas.activations import Heads, KeptTensor, Storages, Training
+from headwise.costs.formulas.stages import Core, Linear, Over, Product, Size, Stage, Vector
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs.latent import LatentSpec
 
@@ -133,19 +124,19 @@ def activations(spec: LatentSpec, impl: str, training: Training) -> tuple[KeptTe
         raise SpecError("qk_norm", spec.qk_norm, "an MLA layer with it has no list of its activations")
     if impl == "cached_kv":
         raise SpecError("impl", impl, "has no list of its activations: no layer here runs it")
-    kept = [*kept_inputs(training, E)]
+    kept = [*keep.inputs(training, E)]
     if spec.rope is not None:
-        kept += kept_rotation(training, P)
+        kept += keep.rotation(training, P)
     if spec.q_lora_rank is not None:
         Q = Size(spec.q_lora_rank, "Q")
         kept += [KeptTensor("q_b_proj input", Q, "new")]
-        kept += kept_norm(training, "q_a_proj output", Q, "new") if spec.latent_norm else ()
+        kept += keep.norm(training, "q_a_proj output", Q, "new") if spec.latent_norm else ()
     if spec.latent_norm:
-        kept += kept_norm(training, "kv_a_proj output", R, "total", storage=R + P)
+        kept += keep.norm(training, "kv_a_proj output", R, "total", storage=R + P)
     if impl == "absorbed":
         return (*kept, *_kept_absorbed(spec, training, H, R, N, P, V))
     kept += [KeptTensor("latent and rotary key", R + P, "total")]
-    kept += kept_core(training, Heads(H, H, N + P, V), storages=Storages(value=H * (N + V)))
+    kept += keep.core(training, Heads(H, H, N + P, V), storages=Storages(value=H * (N + V)))
     return tuple(kept)
 
 
@@ -158,7 +149,7 @@ def _kept_absorbed(
     scored = R + P if spec.qk_nope_head_dim else P
     queries = (KeptTensor("query before absorption", H * (N + P), "new"),) if spec.qk_nope_head_dim else ()
     key_is_copied = training.kernel == "padded" and scored < mixed
-    core = kept_core(
+    core = keep.core(
         training,
         Heads(H, Size(1), scored, mixed),
         storages=Storages(key=R + P, value=mixed if has_bias else R + P if key_is_copied else Size(0)),

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from headwise.costs.formulas.activations import (
-    Heads,
-    KeptTensor,
-    Storages,
-    Training,
-    kept_core,
-    kept_inputs,
-    kept_rotation,
-)
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Core, Linear, Stage
+from headwise.costs.formulas import activations as keep
+from headwise.costs.formulas.activations import Heads, KeptTensor, Storages, Training
+from headwise.costs.formulas.stages import Core, Linear, Size, Stage
 from headwise.models.specs.latent_space import LatentSpaceSpec
 
 IMPLS = ("direct",)
@@ -41,11 +33,11 @@ def activations(spec: LatentSpaceSpec, impl: str, training: Training) -> tuple[K
     """The tensors that one layer keeps for the backward pass; without rotation, queries are views of all D dims."""
     E, H, D = Size(spec.hidden_size, "E"), Size(spec.num_heads, "H"), Size(spec.head_dim, "D")
     width = Size(spec.latent_head_dim, "R/H")
-    rotation = () if spec.rope is None else kept_rotation(training, Size(spec.rope.dim, "P"))
+    rotation = () if spec.rope is None else keep.rotation(training, Size(spec.rope.dim, "P"))
     return (
-        *kept_inputs(training, E),
+        *keep.inputs(training, E),
         *rotation,
-        *kept_core(
+        *keep.core(
             training,
             Heads(H, H, width, width),
             storages=Storages(query=H * D if spec.rope is None else None),

@@ -1,14 +1,14 @@
-"""Parameters, FLOPs, cache and intensity of one attention layer, as closed forms over its spec.
+"""Parameters, FLOPs, activations, cache and intensity of one attention layer, as closed forms over its spec.
 
 One multiply-add is 2 FLOPs. Symbols: B batch, S new tokens, T all key–value tokens including the new ones.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Protocol, cast
 
 from headwise.costs.formulas.activations import KeptTensor, Training
-from headwise.costs.formulas.size import Size
 from headwise.costs.formulas.stages import (
     Call,
     Core,
@@ -16,6 +16,7 @@ from headwise.costs.formulas.stages import (
     Kernel,
     Linear,
     Product,
+    Size,
     Stage,
     WeightsInMemory,
     attended_pairs,
@@ -24,17 +25,10 @@ from headwise.costs.formulas.stages import (
 )
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs.base import AttentionSpec, mechanism_module
-from headwise.models.specs.weights.stored import Formats
+from headwise.models.specs.model import Formats
 
-DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-}
+DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+DTYPE_BYTES |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8"), 1)
 """Bytes of one value of each dtype, by torch's name."""
 
 
@@ -189,11 +183,8 @@ def prefill_flops(
     size = tokens if chunk is None else chunk
     check_whole_number("chunk", size, 1)
     ends = [*range(size, tokens, size), tokens]
-    starts = [0, *ends[:-1]]
-    return sum(
-        forward_flops(spec, end - start, end, batch=batch, causal=causal)
-        for start, end in zip(starts, ends, strict=True)
-    )
+    parts = pairwise([0, *ends])
+    return sum(forward_flops(spec, end - start, end, batch=batch, causal=causal) for start, end in parts)
 
 
 def decode_flops(spec: AttentionSpec, context: int, new_tokens: int = 1, *, batch: int = 1) -> int:
@@ -205,9 +196,101 @@ def decode_flops(spec: AttentionSpec, context: int, new_tokens: int = 1, *, batc
     """
     check_whole_number("context", context, 0)
     check_whole_number("new_tokens", new_tokens, 1)
-    return sum(
-        forward_flops(spec, 1, context + index + 1, batch=batch, causal=spec.is_causal) for index in range(new_tokens)
+    lengths = range(context + 1, context + new_tokens + 1)
+    return sum(forward_flops(spec, 1, length, batch=batch, causal=spec.is_causal) for length in lengths)
+
+
+def backward_flops(
+    spec: AttentionSpec,
+    tokens: int,
+    source_tokens: int | None = None,
+    *,
+    batch: int = 1,
+    causal: bool | None = None,
+    impl: str = "auto",
+    kernel: Kernel = "fused",
+    input_gradient: bool = True,
+) -> int:
+    """FLOPs of the backward pass of a training step, twice those of the forward pass for an unfused kernel.
+
+    For example ``backward_flops(layer_spec("llama-3-8b"), 2048)`` is 429,538,672,640.
+
+    A fused kernel computes the scores again: five products where the forward pass has two.
+
+    Args:
+        spec: the spec of the layer.
+        tokens: S, the number of tokens passed in.
+        source_tokens: T, tokens of the other sequence in cross-attention; None for self-attention.
+        batch: B, the number of sequences.
+        causal: True counts only the pairs that the causal mask leaves, False all; see `forward_flops`.
+        impl: the implementation, see `forward_flops`.
+        kernel: one of `headwise.cost.KERNELS`.
+        input_gradient: False where the layer's inputs need no gradient, as in a model's first layer: the gradient of
+            the projections' inputs is then not computed.
+    """
+    cross = source_tokens is not None
+    call = call_of(spec, tokens, source_tokens, batch=batch, causal=causal, cross=cross)
+    check_kernel(kernel)
+    work = stages(spec, chosen_impl(spec, impl, call), new_tokens=tokens)
+    return int(sum(stage.backward_flops(call, kernel, input_gradient=input_gradient) for stage in work))
+
+
+def activation_bytes(
+    spec: AttentionSpec,
+    tokens: int,
+    source_tokens: int | None = None,
+    *,
+    batch: int = 1,
+    dtype: str = "bfloat16",
+    causal: bool | None = None,
+    impl: str = "auto",
+    kernel: Kernel = "fused",
+) -> int:
+    """Bytes that a training step keeps of one layer's forward pass until its backward pass, without dropout.
+
+    For example ``activation_bytes(layer_spec("llama-3-8b"), 2048)`` is 76,283,904.
+
+    Every tensor that autograd saves is counted, the layer's input among them, but not its parameters. The number is
+    exact for two tokens or more: tensors of a single token are contiguous in any order, and need fewer copies.
+
+    Args:
+        spec: the spec of the layer.
+        tokens: S, the number of tokens passed in.
+        source_tokens: T, tokens of the other sequence in cross-attention; None for self-attention.
+        batch: B, the number of sequences.
+        dtype: the dtype of weights and activations.
+        causal: True counts only the pairs that the causal mask leaves, False all; see `forward_flops`.
+        impl: the implementation, see `forward_flops`.
+        kernel: one of `headwise.cost.KERNELS`; ``unfused`` holds the scores at least in float32.
+    """
+    cross = source_tokens is not None
+    call = call_of(spec, tokens, source_tokens, batch=batch, causal=causal, cross=cross)
+    kept = kept_activations(spec, call, cross=cross, dtype=dtype, causal=causal, impl=impl, kernel=kernel)
+    return int(sum(tensor.nbytes(call, Size(dtype_bytes(dtype))) for tensor in kept))
+
+
+def kept_activations(
+    spec: AttentionSpec, call: Call, *, cross: bool, dtype: str, causal: bool | None, impl: str, kernel: Kernel
+) -> tuple[KeptTensor, ...]:
+    """The tensors that `activation_bytes` adds up for a call; the other arguments are the same.
+
+    Raises:
+        SpecError: headwise has no such layer, and so no list of its activations.
+    """
+    check_kernel(kernel)
+    causal, window = is_causal(spec, causal, cross=cross), spec.sliding_window
+    training = Training(
+        kernel=kernel,
+        half=dtype_bytes(dtype) < 4,
+        causal=causal and call.new > 1,
+        window=window is not None and causal and window < call.new,
+        cross=cross,
+        batch_of_one=call.batch == 1,
     )
+    module = formulas(spec)
+    if not hasattr(module, "activations"):
+        raise SpecError("attention", spec.label, "has no list of its activations: no layer here runs it")
+    return module.activations(spec, chosen_impl(spec, impl, call), training)
 
 
 def call_of(

@@ -1,4 +1,11 @@
-"""Costs of a whole model: its layers, and the feed-forward networks, norms, embedding and head around them."""
+"""Costs of a whole model: its layers, and the feed-forward networks, norms, embedding and head around them.
+
+A network has ``2EW`` weights, ``3EW`` gated, for each of its experts, and does 2 FLOPs for each weight used.
+
+With n residual streams, each attention and each network has n weights that join them, n that spread its output over
+them, and an n by n matrix that mixes them, all projected from the streams themselves. Behind the last layer the
+streams are joined once more. Source: DeepSeek-V4's report, section 2.2 (manifold-constrained hyper-connections).
+"""
 
 from __future__ import annotations
 
@@ -7,14 +14,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from headwise.costs.formulas import layer, streams
-from headwise.costs.formulas.feed_forward import parts
-from headwise.costs.formulas.stages import Core, IndexScores, WeightsInMemory, held_matrix, held_stage
+from headwise.costs.formulas import layer
+from headwise.costs.formulas.stages import (
+    Core,
+    IndexScores,
+    Linear,
+    Stage,
+    Vector,
+    WeightsInMemory,
+    held_matrix,
+    held_stage,
+)
 from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec
-from headwise.models.specs.model import BodySpec, FeedForwardSpec, ModelSpec
+from headwise.models.specs.model import BodySpec, FeedForwardSpec, Formats, ModelSpec
 from headwise.models.specs.recurrent import RecurrentSpec
-from headwise.models.specs.weights.stored import Formats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +72,64 @@ class Flops(_Sum):
     head: int = 0
 
 
+@dataclass(frozen=True)
+class Part:
+    """One kind of network in a layer: its stages, how many are stored, and how many of them a token uses."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    stored: int = 1
+    used: int = 1
+
+    @property
+    def parameters(self) -> int:
+        """The number of learned parameters of one network."""
+        return sum(stage.parameters for stage in self.stages)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one network for one token."""
+        return sum(2 * stage.in_features * stage.out_features for stage in self.stages if isinstance(stage, Linear))
+
+
+def parts(spec: FeedForwardSpec) -> tuple[Part, ...]:
+    """The networks of a layer; their names are fields of `Weights` and `Flops`."""
+    network = _network(spec, spec.intermediate_size, spec.bias)
+    if spec.num_experts is None or spec.experts_per_token is None:
+        return (Part("feed_forward", network),)
+    E, n = spec.hidden_size, spec.num_experts
+    router = (Linear("router", E, n, spec.router_bias), Vector("score correction", n if spec.score_correction else 0))
+    networks = [Part("experts", network, n, spec.experts_per_token), Part("router", router)]
+    if spec.shared_intermediate_size is not None:
+        gate = (Linear("shared gate", E, 1),) if spec.shared_gate else ()
+        networks.append(Part("shared_experts", (*_network(spec, spec.shared_intermediate_size, False), *gate)))
+    return tuple(networks)
+
+
+def _network(spec: FeedForwardSpec, width: int, bias: bool) -> tuple[Linear, ...]:
+    E = spec.hidden_size
+    gate = (Linear("gate_proj", E, width, bias),) if spec.gated else ()
+    return (*gate, Linear("up_proj", E, width, bias), Linear("down_proj", width, E, bias))
+
+
+def join_weights(streams: int) -> int:
+    """The number of weights that join, feed and mix a block's streams, for each token."""
+    return (streams + 2) * streams
+
+
+def _stream_weights(streams: int, hidden_size: int, layers: int) -> int:
+    """The number of weights in a whole model: projections, biases and three scales a block, and the last join."""
+    if streams == 1:
+        return 0
+    block = join_weights(streams) * (streams * hidden_size + 1) + 3
+    return 2 * layers * block + streams * (streams * hidden_size + 1) + 1
+
+
+def stream_flops(streams: int, hidden_size: int) -> int:
+    """FLOPs of one block's streams for one token: the projection, and mixing the streams."""
+    return 2 * streams * hidden_size * (join_weights(streams) + streams)
+
+
 def weights(model: ModelSpec, *, active: bool = False) -> Weights:
     """Every weight that a model stores, by part; with ``active``, those that one token uses.
 
@@ -86,9 +158,8 @@ def weight_bytes(model: ModelSpec, dtype: str = "bfloat16", *, active: bool = Fa
         SpecError: the model's body is not known.
     """
     width = layer.dtype_bytes(dtype)
-    return Weights(
-        **{part: round(each.nbytes(width)) for part, each in weights_in_memory(model, active=active).items()}
-    )
+    parts_in_memory = weights_in_memory(model, active=active)
+    return Weights(**{part: round(each.nbytes(width)) for part, each in parts_in_memory.items()})
 
 
 @lru_cache(maxsize=64)
@@ -114,7 +185,7 @@ def weights_in_memory(model: ModelSpec, *, active: bool = False) -> Mapping[str,
                 found[part.name] += held_stage(stage, form, vector_bytes) * number
     norms = (model.num_layers * body.norms + 1) * body.norm_vectors * E
     found["norms"] = held_matrix(0, 0, norms, None, vector_bytes)
-    found["streams"] = held_matrix(1, streams.parameters(body.streams, E, model.num_layers))
+    found["streams"] = held_matrix(1, _stream_weights(body.streams, E, model.num_layers))
     found["positions"] = held_matrix(body.positions, E)
     found["embedding"] = held_matrix(body.vocab_size, E, 0, outside.get("embedding"))
     rows, bias = 0 if body.tied else body.vocab_size, body.vocab_size if body.head_bias else 0
@@ -162,29 +233,26 @@ def forward_flops(
         ArgumentError: not 1 <= S <= T.
         SpecError: the model's body is not known.
     """
-    body, counts = _known_body(model), _Counts()
-    tokens = batch * new_tokens
+    body, E, tokens = _known_body(model), model.hidden_size, batch * new_tokens
+    counts: Counter[str] = Counter()
     for (spec, network, _), times in distinct_layers(model, body.feed_forward).items():
         call = layer.call_of(spec, new_tokens, total_tokens, batch=batch, causal=causal)
         chosen = layer.chosen_impl(spec, impl if impl in layer.formulas(spec).IMPLS else "auto", call)
         outside = "mixers" if isinstance(spec, RecurrentSpec) else "attention_projections"
         for stage in layer.stages(spec, chosen, new_tokens=new_tokens):
             part = "attention_pairs" if isinstance(stage, Core | IndexScores) else outside
-            counts.add(part, times * int(stage.forward_flops(call, "unfused")))
+            counts[part] += times * int(stage.forward_flops(call, "unfused"))
         for network_part in parts(network) if network else ():
-            counts.add(network_part.name, times * tokens * network_part.used * network_part.flops)
-    counts.add("streams", tokens * streams.flops(body.streams, model.hidden_size, model.num_layers))
-    counts.add("head", 2 * tokens * model.hidden_size * body.vocab_size)
+            counts[network_part.name] += times * tokens * network_part.used * network_part.flops
+    if body.streams > 1:
+        last = 2 * body.streams * body.streams * E
+        counts["streams"] = tokens * (2 * model.num_layers * stream_flops(body.streams, E) + last)
+    counts["head"] = 2 * tokens * E * body.vocab_size
     return Flops(**counts)
 
 
 def attention_flops(
-    model: ModelSpec,
-    new_tokens: int,
-    total_tokens: int | None = None,
-    *,
-    batch: int = 1,
-    causal: bool | None = None,
+    model: ModelSpec, new_tokens: int, total_tokens: int | None = None, *, batch: int = 1, causal: bool | None = None
 ) -> int:
     """FLOPs of one forward pass through every layer's attention or mixer, without the rest of the model."""
     return sum(
@@ -227,11 +295,6 @@ def cache_bytes(model: ModelSpec, tokens: int, *, batch: int = 1, dtype: str = "
 def state_bytes(model: ModelSpec, *, batch: int = 1, dtype: str = "bfloat16") -> int:
     """Bytes of the cache that do not grow with tokens: the states of recurrent layers."""
     return sum(layer.state_bytes(spec, batch=batch, dtype=dtype) for spec in model.layers)
-
-
-class _Counts(dict[str, int]):
-    def add(self, name: str, value: int) -> None:
-        self[name] = self.get(name, 0) + value
 
 
 def _known_body(model: ModelSpec) -> BodySpec:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Linear, Stage, Vector
+from headwise.costs.formulas.stages import Linear, Size, Stage, Vector
 from headwise.errors import ArgumentError
 from headwise.models.specs.recurrent import RecurrentSpec
 

@@ -11,17 +11,8 @@ from typing import Any
 from headwise.base.options import BITS, KV_BUDGET, TARGET
 from headwise.costs.formulas.layer import formulas
 from headwise.errors import ArgumentError, SpecError
-from headwise.models.specs import (
-    AttentionSpec,
-    GroupedSpec,
-    ModelSpec,
-    RecurrentSpec,
-    as_grouped,
-    as_latent,
-    refuse_as_latent,
-    rotary_width,
-    split_budget,
-)
+from headwise.models.specs import AttentionSpec, GroupedSpec, ModelSpec, RecurrentSpec
+from headwise.models.specs.target_sizes import as_grouped, as_latent, refuse_as_latent, rotary_width, split_budget
 
 
 @dataclass(frozen=True)
@@ -100,7 +91,7 @@ def parse_target(
     TARGET.check("to", to)
     mechanism, _, heads = to.strip().lower().partition(":")
     values = {"kv_budget": kv_budget, "kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
-    sizes = {**values, "kv_bytes": kv_bytes, "bits": bits}
+    sizes: dict[str, Any] = {**values, "kv_bytes": kv_bytes, "bits": bits}
     KV_BUDGET.check("kv_bytes", kv_bytes)
     BITS.check("bits", bits)
     if mechanism != "mla":
@@ -110,9 +101,8 @@ def parse_target(
         if kv_bytes is not None and bits is not None:
             raise ArgumentError("kv_bytes", kv_bytes, "cannot be used with bits")
         if mechanism == "same" and kv_bytes is None and bits is None:
-            raise ArgumentError(
-                "to", to, "needs kv_bytes or bits: it stores the cache in codes and changes nothing else"
-            )
+            rule = "needs kv_bytes or bits: it stores the cache in codes and changes nothing else"
+            raise ArgumentError("to", to, rule)
         return Target(mechanism, num_kv_heads=int(heads) if heads else None, kv_bytes=kv_bytes, bits=bits)
     if kv_bytes is not None:
         for name, value in sizes.items():
@@ -126,14 +116,7 @@ def parse_target(
         KV_BUDGET.check("kv_budget", kv_budget)
     elif kv_lora_rank is None or qk_rope_head_dim is None:
         raise ArgumentError("kv_lora_rank", kv_lora_rank, "and qk_rope_head_dim are given together")
-    return Target(
-        "mla",
-        kv_budget=kv_budget,
-        kv_lora_rank=kv_lora_rank,
-        qk_rope_head_dim=qk_rope_head_dim,
-        kv_bytes=kv_bytes,
-        bits=bits,
-    )
+    return Target("mla", **sizes)
 
 
 def target_options(target: str) -> dict[str, Any]:
@@ -176,9 +159,8 @@ def convert_spec(source: ModelSpec, target: Target) -> ModelSpec:
         SpecError: a layer is of a kind that is not converted.
     """
     refuse_latent(source)
-    layers, cross_layers = (
-        tuple(_convert_layer_spec(layer, target) for layer in part) for part in (source.layers, source.cross_layers)
-    )
+    layers = tuple(_convert_layer_spec(layer, target) for layer in source.layers)
+    cross_layers = tuple(_convert_layer_spec(layer, target) for layer in source.cross_layers)
     return replace(source, layers=layers, cross_layers=cross_layers, stored=None)
 
 
@@ -228,9 +210,8 @@ def refuse_codes(converted: ModelSpec) -> None:
             dims lie side by side.
     """
     if not converted.is_causal or converted.cross_layers:
-        raise SpecError(
-            "model_type", converted.model_type, "is no decoder of text alone; only their caches are coded"
-        )
+        rule = "is no decoder of text alone; only their caches are coded"
+        raise SpecError("model_type", converted.model_type, rule)
     for layer in converted.layers:
         if layer.sliding_window is not None:
             raise SpecError("sliding_window", layer.sliding_window, "a layer with one cannot have a coded cache yet")

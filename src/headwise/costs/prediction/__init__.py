@@ -1,6 +1,6 @@
 """Predicted time and memory of a model on a device: its operators against the device's dense peaks. No torch here."""
 
-from headwise.costs.prediction.curves import MANY, Curves, Grid, Kind, Sizes, curves_of, pairs, to_table
+from headwise.costs.prediction.curves import MANY, Curves, Grid, Sizes, curves_of, to_table
 from headwise.costs.prediction.engine_cache import SAFE_LOSS, EngineCache, cached_heads
 from headwise.costs.prediction.engines import (
     GGML_TYPES,
@@ -16,8 +16,7 @@ from headwise.costs.prediction.engines import (
 )
 from headwise.costs.prediction.hardware import Device, device, devices
 from headwise.costs.prediction.memory import (
-    ENGINES,
-    Allocation,
+    ALLOCATING_ENGINES,
     Memory,
     allocation,
     largest_batch,
@@ -31,62 +30,8 @@ from headwise.costs.prediction.operators import (
     Pass,
     Timed,
     fastest_absorbed,
-    merged,
     most_absorbed,
     operators,
     seconds,
 )
 from headwise.costs.prediction.predict import Prediction, counted_in, predict
-from headwise.costs.prediction.work import LayerWork, ModelWork, Reach, Work, model_work
-
-__all__ = [
-    "ENGINES",
-    "GGML_TYPES",
-    "MANY",
-    "MOST",
-    "OLLAMA",
-    "RUNNABLE",
-    "SAFE_LOSS",
-    "SERVING_ENGINES",
-    "Allocation",
-    "Curves",
-    "Device",
-    "Efficiency",
-    "EngineCache",
-    "Grid",
-    "Kind",
-    "LayerWork",
-    "Memory",
-    "ModelWork",
-    "Operator",
-    "Pass",
-    "Prediction",
-    "Reach",
-    "ServingEngine",
-    "Sizes",
-    "Timed",
-    "Work",
-    "allocation",
-    "cache_of",
-    "cached_heads",
-    "caches_of_bits",
-    "check_engine",
-    "counted_in",
-    "curves_of",
-    "device",
-    "devices",
-    "engine_caches",
-    "fastest_absorbed",
-    "largest_batch",
-    "longest_context",
-    "merged",
-    "model_work",
-    "most_absorbed",
-    "named_caches",
-    "operators",
-    "pairs",
-    "peak_memory",
-    "predict",
-    "seconds",
-    "to_table",
-]

@@ -60,10 +60,7 @@ class Grid:
         columns = [(1 - along) * corners[0][above] + along * corners[1][above] for above in (0, 1)]
         rows = [(1 - up) * one + up * other for one, other in corners]
         found = (1 - up) * columns[0] + up * columns[1]
-        for beyond, ends, axis, index in (
-            (x_beyond, rows, self.x, left),
-            (y_beyond, columns, self.y, low),
-        ):
+        for beyond, ends, axis, index in ((x_beyond, rows, self.x, left), (y_beyond, columns, self.y, low)):
             power = (ends[1] - ends[0]) / math.log(axis[index + 1] / axis[index])
             found += beyond * min(max(power, 0.0), 1.0)
         return math.exp(found)
@@ -101,7 +98,7 @@ class Curves:
         latent_input: what a latent layer does besides, over values of a hidden state (tokens · E) and E.
         norm: a norm and half of what else a layer does, over the same.
         embedding: what a model does around its layers, over the same.
-        pace: times of the yardsticks of `headwise.measure.profiling.Pace`, at the pace of all of these.
+        pace: times of the yardsticks of `headwise.measure.profiling.pace.Pace`, at the pace of all of these.
     """
 
     few: Mapping[float, Grid] = field(hash=False)
@@ -127,8 +124,7 @@ class Curves:
         if kind == "product":
             return self.product.at(sizes.rows, sizes.weights)
         if kind in ("norm", "embedding"):
-            grid = self.norm if kind == "norm" else self.embedding
-            return grid.at(*_state(sizes))
+            return (self.norm if kind == "norm" else self.embedding).at(*_state(sizes))
         if kind not in ("core", "latent core"):
             return None
         if sizes.new > 1:
@@ -208,6 +204,7 @@ FORM = 4
 """The version of the form of curves in a file; raised whenever what their sizes mean is changed."""
 
 _GRIDS = ("many", "product", "prompt", "latent_core", "latent_input", "norm", "embedding")
+_BY_SIZE = ("few", "core", "coded_latent_core")
 _CODED = ("coded", "coded_latent")
 
 
@@ -222,42 +219,21 @@ def curves_of(entry: Any) -> Curves:
     if isinstance(entry, Mapping) and entry.get("form") != FORM:
         raise SpecError("form", entry.get("form"), f"must be {FORM} in curves: run headwise profile again")
     try:
-        return Curves(
-            pace=tuple(map(float, entry["pace"])),
-            few=_by_weights(entry["few"]),
-            many=_grid(entry["many"]),
-            product=_grid(entry["product"]),
-            core=_by_bits(entry["core"]),
-            latent_core=_grid(entry["latent_core"]),
-            coded_latent_core=_by_bits(entry["coded_latent_core"], least=0),
-            **{name: {float(bits): float(time) for bits, time in entry[name].items()} for name in _CODED},
-            prompt=_grid(entry["prompt"]),
-            latent_input=_grid(entry["latent_input"]),
-            norm=_grid(entry["norm"]),
-            embedding=_grid(entry["embedding"]),
-        )
+        if len(entry["few"]) == 1:
+            raise ValueError("few has one weight, and needs two to tell how time grows")
+        if not entry["core"]:
+            raise ValueError("it has no bits")
+        fields: dict[str, Any] = {name: _grid(entry[name]) for name in _GRIDS}
+        fields |= {name: {float(size): _grid(grid) for size, grid in entry[name].items()} for name in _BY_SIZE}
+        fields |= {name: {float(bits): float(time) for bits, time in entry[name].items()} for name in _CODED}
+        return Curves(pace=tuple(map(float, entry["pace"])), **fields)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SpecError("curves", type(entry).__name__, f"must be as headwise profile writes them: {error}") from None
 
 
-def _by_weights(entry: Mapping[str, Any]) -> dict[float, Grid]:
-    if len(entry) == 1:
-        raise ValueError("few has one weight, and needs two to tell how time grows")
-    return {float(weights): _grid(grid) for weights, grid in entry.items()}
-
-
-def _by_bits(entry: Mapping[str, Any], least: int = 1) -> dict[float, Grid]:
-    if len(entry) < least:
-        raise ValueError("it has no bits")
-    return {float(bits): _grid(grid) for bits, grid in entry.items()}
-
-
 def _grid(entry: Mapping[str, Any]) -> Grid:
-    return Grid(
-        x=tuple(map(float, entry["x"])),
-        y=tuple(map(float, entry["y"])),
-        seconds=tuple(tuple(map(float, row)) for row in entry["seconds"]),
-    )
+    x, y = (tuple(map(float, entry[axis])) for axis in ("x", "y"))
+    return Grid(x=x, y=y, seconds=tuple(tuple(map(float, row)) for row in entry["seconds"]))
 
 
 def to_table(curves: Curves) -> dict[str, Any]:
@@ -269,7 +245,7 @@ def to_table(curves: Curves) -> dict[str, Any]:
     plain |= {"form": FORM, "pace": list(curves.pace)}
     for name in _CODED:
         plain[name] = {f"{bits:g}": time for bits, time in getattr(curves, name).items()}
-    for name in ("few", "core", "coded_latent_core"):
+    for name in _BY_SIZE:
         plain[name] = {f"{size:.12g}": _table(grid) for size, grid in getattr(curves, name).items()}
     return plain
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from headwise.costs.prediction.engine_cache import EngineCache
 from headwise.errors import ArgumentError
 from headwise.models.specs import ModelSpec
-from headwise.models.specs.gguf.types import TYPES
+from headwise.models.specs.gguf_header import TYPES
 
 GGML_TYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 """The types that llama.cpp's ``--cache-type-k`` and ``--cache-type-v`` take."""
@@ -151,10 +151,8 @@ def _flagged(flag: str, name: str, bits: float) -> EngineCache:
 
 def _fp8(flag: str, name: str) -> EngineCache:
     """A cache of float8_e4m3, with one scale for a tensor."""
-    cache = _flagged(flag, name, 8)
-    return replace(
-        cache, is_safe=True, overflows=True, stores_latents=True, is_simulated=flag == _DASHED, limit=_OVERFLOW
-    )
+    cache = replace(_flagged(flag, name, 8), is_simulated=flag == _DASHED, limit=_OVERFLOW)
+    return replace(cache, is_safe=True, overflows=True, stores_latents=True)
 
 
 def _by_head(name: str, bits: float, *, key_scale: int = 32) -> EngineCache:
@@ -328,9 +326,8 @@ OLLAMA = ServingEngine(
 )
 """An engine that is llama.cpp inside, and no choice beside it: its caches are not known here."""
 
-RUNNABLE: Mapping[str, ServingEngine] = MappingProxyType(
-    {word: SERVING_ENGINES[word.removesuffix("-lm")] for word in ("llama.cpp", "mlx-lm", "mlx", "vllm")}
-)
+_WORDS = ("llama.cpp", "mlx-lm", "mlx", "vllm")
+RUNNABLE: Mapping[str, ServingEngine] = MappingProxyType({w: SERVING_ENGINES[w.removesuffix("-lm")] for w in _WORDS})
 """The engines that models are measured in, by the words of ``--engine``."""
 
 

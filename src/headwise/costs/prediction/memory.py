@@ -25,15 +25,11 @@ from headwise.costs.formulas.stages import WeightsInMemory
 from headwise.costs.prediction.operators import MOST, Pass, operators
 from headwise.costs.prediction.work import known_body
 from headwise.errors import ArgumentError, SpecError
-from headwise.models.specs.base import AttentionSpec
-from headwise.models.specs.compressed import CompressedSpec
+from headwise.models.specs import AttentionSpec, CompressedSpec, IndexedLatentSpec, ModelSpec, RecurrentSpec
 from headwise.models.specs.huggingface import HOSTED_PREFIX
-from headwise.models.specs.indexed_latent import IndexedLatentSpec
-from headwise.models.specs.model import ModelSpec
-from headwise.models.specs.recurrent import RecurrentSpec
 
 Engine = Literal["llama.cpp", "vllm"]
-ENGINES: tuple[Engine, ...] = get_args(Engine)
+ALLOCATING_ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 CELLS = 256
 """llama.cpp: contexts, and the cells of windowed layers, are multiples of this."""
@@ -98,8 +94,8 @@ def allocation(model: ModelSpec, forward: Pass, engine: Engine) -> Allocation:
         ArgumentError: the engine is not known.
         SpecError: the engine has no such layers, or how it allocates them is not known here.
     """
-    if engine not in ENGINES:
-        raise ArgumentError("engine", engine, f"must be one of {', '.join(ENGINES)}")
+    if engine not in ALLOCATING_ENGINES:
+        raise ArgumentError("engine", engine, f"must be one of {', '.join(ALLOCATING_ENGINES)}")
     shards = [layer.shard(spec, forward.ranks) for spec in model.layers]
     if engine == "llama.cpp":
         family = model.model_type.removeprefix(HOSTED_PREFIX)

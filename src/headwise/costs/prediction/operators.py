@@ -241,23 +241,18 @@ def seconds(
             "link": link,
             "overhead": reached.seconds,
         }
-        bound: Bound = max(times, key=lambda kind: times[kind])
-        longest = max(times["compute"], times["memory"], times["link"])
-        times_run = operator.times
-        alone = longest + reached.seconds
-        if measured is not None:
-            found = measured.seconds(operator.kind, _sizes(operator, forward, read))
-            alone = alone if found is None else found
+        found = None if measured is None else measured.seconds(operator.kind, _sizes(operator, forward, read))
+        alone = max(times["compute"], times["memory"], link) + reached.seconds if found is None else found
         result.append(
             Timed(
                 name=operator.name,
                 part=operator.part,
-                times=times_run,
-                flops=times_run * operator.flops,
-                memory_bytes=times_run * operator.memory_bytes,
-                link_bytes=times_run * operator.link_bytes,
-                seconds=times_run * alone,
-                bound=bound,
+                times=operator.times,
+                flops=operator.times * operator.flops,
+                memory_bytes=operator.times * operator.memory_bytes,
+                link_bytes=operator.times * operator.link_bytes,
+                seconds=operator.times * alone,
+                bound=max(times, key=lambda kind: times[kind]),
             )
         )
     return merged(result)
@@ -305,18 +300,13 @@ def merged(timed: Iterable[Timed]) -> list[Timed]:
     found: dict[str, list[Timed]] = {}
     for each in timed:
         found.setdefault(each.name, []).append(each)
-    return [_slowest(runs) for runs in found.values()]
+    return [runs[0] if len(runs) == 1 else _sum_of(runs) for runs in found.values()]
 
 
-def _slowest(runs: Sequence[Timed]) -> Timed:
-    if len(runs) == 1:
-        return runs[0]
+def _sum_of(runs: Sequence[Timed]) -> Timed:
     longest = max(runs, key=lambda each: each.seconds)
-    sums = {
-        name: sum(getattr(each, name) for each in runs)
-        for name in ("times", "flops", "memory_bytes", "link_bytes", "seconds")
-    }
-    return replace(longest, **sums)
+    names = ("times", "flops", "memory_bytes", "link_bytes", "seconds")
+    return replace(longest, **{name: sum(getattr(each, name) for each in runs) for name in names})
 
 
 def most_absorbed(spec: LatentSpec, total: int) -> int:

@@ -14,8 +14,8 @@ from headwise.costs.formulas import dtype_bytes
 from headwise.costs.prediction.engines import caches_of_bits, engine_caches
 from headwise.costs.prediction.hardware import Device, device
 from headwise.costs.prediction.memory import (
+    ALLOCATING_ENGINES,
     CHUNK,
-    ENGINES,
     Allocation,
     Memory,
     allocation,
@@ -215,7 +215,7 @@ def timed_note(model: ModelSpec, device: Device, dtype: str) -> tuple[str, ...]:
 
 
 def _engines(model: ModelSpec, step: Pass, usable: int) -> Iterator[tuple[Allocation, int]]:
-    for engine in ENGINES:
+    for engine in ALLOCATING_ENGINES:
         caches = [] if _is_whole(step) else caches_of_bits(engine, model, 8 * step.value_bytes)
         with suppress(SpecError):
             if caches or _is_whole(step):
@@ -227,7 +227,7 @@ def _engines(model: ModelSpec, step: Pass, usable: int) -> Iterator[tuple[Alloca
 def _bits_notes(model: ModelSpec, step: Pass) -> list[str]:
     """The notes that say which caches engines have where none has the bits that were asked for."""
     notes = []
-    for engine in ENGINES:
+    for engine in ALLOCATING_ENGINES:
         if not _is_whole(step) and not caches_of_bits(engine, model, 8 * step.value_bytes):
             own = [f"{cache.bits(model):.3g} ({cache.name})" for cache in engine_caches(model, engine).values()]
             rule = f"with scales, its caches have {', '.join(own)}" if own else "it has none for such layers"

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
-from headwise.costs.formulas import layer, streams
-from headwise.costs.formulas.feed_forward import Part, parts
-from headwise.costs.formulas.model import distinct_layers
+from headwise.costs.formulas import layer
+from headwise.costs.formulas.model import Part, distinct_layers, join_weights, parts, stream_flops
 from headwise.costs.formulas.stages import (
     Core,
     IndexScores,
@@ -29,28 +28,14 @@ from headwise.costs.formulas.stages import (
 )
 from headwise.costs.prediction.curves import Kind
 from headwise.errors import SpecError
-from headwise.models.specs.base import AttentionSpec
-from headwise.models.specs.compressed import CompressedSpec
-from headwise.models.specs.grouped import GroupedSpec
-from headwise.models.specs.indexed_latent import IndexedLatentSpec
-from headwise.models.specs.latent import LatentSpec
-from headwise.models.specs.model import BodySpec, FeedForwardSpec, ModelSpec
+from headwise.models.specs import AttentionSpec, CompressedSpec, GroupedSpec, IndexedLatentSpec, LatentSpec
+from headwise.models.specs.model import BodySpec, FeedForwardSpec, MatrixFormat, ModelSpec
 from headwise.models.specs.recurrent import RecurrentSpec
-from headwise.models.specs.weights.stored import MatrixFormat
 
 Count = Literal[
-    "sequences",
-    "new",
-    "total",
-    "square",
-    "pairs",
-    "selected",
-    "read",
-    "entry pairs",
-    "chosen",
-    "entries",
-    "chosen read",
-]
+    "sequences", "new", "total", "square", "pairs", "selected", "read",
+    "entry pairs", "chosen", "entries", "chosen read",
+]  # fmt: skip
 """What numbers are multiplied with: sequences B; tokens B·S; tokens attended to, B·T or those within a window; the
 product B·S·T; pairs that the mask leaves; pairs of tokens that are selected; cached tokens that are read. Of entries
 that stand for several tokens: pairs with all, and with those that are chosen; all that are cached, and those that are
@@ -96,6 +81,8 @@ class Reach:
         if self.most is not None and kept > self.most:
             selected = min(pairs, attended_pairs(new, kept, causal=True, window=self.most))
         read = kept if self.most is None else min(kept, new * self.most)
+        rate = self.rate or total + 1  # without entries, none is full
+        entries = total // rate
         numbers: dict[Count, int] = {
             "sequences": 1,
             "new": new,
@@ -104,20 +91,12 @@ class Reach:
             "pairs": pairs,
             "selected": selected,
             "read": read,
-            **self._entries(new, total),
-        }
-        return {name: batch * number for name, number in numbers.items()}
-
-    def _entries(self, new: int, total: int) -> dict[Count, int]:
-        if self.rate is None:
-            return {"entry pairs": 0, "chosen": 0, "entries": 0, "chosen read": 0}
-        entries = total // self.rate
-        return {
-            "entry pairs": attended_entries(new, total, self.rate),
-            "chosen": attended_entries(new, total, self.rate, self.chosen),
+            "entry pairs": attended_entries(new, total, rate),
+            "chosen": attended_entries(new, total, rate, self.chosen),
             "entries": entries,
             "chosen read": entries if self.chosen is None else min(entries, new * self.chosen),
         }
+        return {name: batch * number for name, number in numbers.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,18 +210,11 @@ def model_work(model: ModelSpec, ranks: int = 1) -> ModelWork:
     """
     body, E = known_body(model), model.hidden_size
     kinds = distinct_layers(model, body.feed_forward)
-    vocab = body.vocab_size / ranks
+    vocab, norms = body.vocab_size / ranks, body.norms * model.num_layers + 1
     around = [
         Work(name="embedding", part="embedding", moved={"new": 2 * E}, kind="embedding", hidden_size=E),
         # A norm reads and writes the tokens, and the residual sum beside it does once more.
-        Work(
-            name="norm",
-            part="norms",
-            times=body.norms * model.num_layers + 1,
-            moved={"new": 4 * E},
-            kind="norm",
-            hidden_size=E,
-        ),
+        Work(name="norm", part="norms", times=norms, moved={"new": 4 * E}, kind="norm", hidden_size=E),
         *_streams(model, body),
         *(_links(model, body, ranks) if ranks > 1 else ()),
         _reading(
@@ -279,12 +251,12 @@ def _streams(model: ModelSpec, body: BodySpec) -> Iterator[Work]:
     """What joins several residual streams before each block, and adds its output to them behind it."""
     if body.streams == 1:
         return
-    width, numbers = body.streams * model.hidden_size, streams.join_weights(body.streams)
+    width, numbers = body.streams * model.hidden_size, join_weights(body.streams)
     yield Work(
         name="streams",
         part="norms",
         times=2 * model.num_layers,
-        flops={"new": streams.block_flops(body.streams, model.hidden_size)},
+        flops={"new": stream_flops(body.streams, model.hidden_size)},
         weights=numbers * width,
         moved={"new": 3 * width},
         formula=f"2·B·S·{width:,}·{numbers + body.streams}",
@@ -355,10 +327,10 @@ def _attention(spec: AttentionSpec, impl: str, formats: _Formats, new: int, time
     decodes = any(isinstance(stage, Linear | Product) and stage.over == "total" for stage in stages)
     for stage in stages:
         work = None
-        if isinstance(stage, Core):
-            work = (
-                _shared_core(stage, spec) if isinstance(spec, CompressedSpec) else _core(stage, spec, decodes=decodes)
-            )
+        if isinstance(stage, Core) and isinstance(spec, CompressedSpec):
+            work = _shared_core(stage, spec)
+        elif isinstance(stage, Core):
+            work = _core(stage, spec, decodes=decodes)
         elif isinstance(stage, IndexScores):
             work = _index_scores(stage)
         elif isinstance(stage, Linear | Product):

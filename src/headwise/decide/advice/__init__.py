@@ -11,39 +11,7 @@ from headwise.decide.advice.advise import (
     judged,
     ranked,
 )
-from headwise.decide.advice.candidates import AS_IT_IS, Candidate, candidates, predictable
+from headwise.decide.advice.candidates import AS_IT_IS, Alternative, candidates, predictable
 from headwise.decide.advice.design import design
 from headwise.decide.advice.next_measurement import Expected, expected_losses
-from headwise.measure.points import (
-    PREDICTED_ERROR,
-    PREDICTED_WITHIN,
-    Measured,
-    by_target,
-    read_measured,
-    read_points,
-)
-
-__all__ = [
-    "AS_IT_IS",
-    "MOST_SEQUENCES",
-    "PREDICTED_ERROR",
-    "PREDICTED_WITHIN",
-    "USUAL_LOSS",
-    "Advice",
-    "Candidate",
-    "Expected",
-    "Measured",
-    "Option",
-    "Question",
-    "advise",
-    "advise_on",
-    "by_target",
-    "candidates",
-    "design",
-    "expected_losses",
-    "judged",
-    "predictable",
-    "ranked",
-    "read_measured",
-    "read_points",
-]
+from headwise.measure.points import PREDICTED_ERROR, PREDICTED_WITHIN, Measured, by_target, read_measured, read_points

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,14 +14,11 @@ from headwise.base.type_checks import checked_types
 from headwise.costs.formulas.model import weights
 from headwise.costs.prediction import (
     MOST,
-    SERVING_ENGINES,
     Device,
     Pass,
     check_engine,
-    engine_caches,
     fastest_absorbed,
     largest_batch,
-    named_caches,
     operators,
     peak_memory,
     seconds,
@@ -30,11 +26,19 @@ from headwise.costs.prediction import (
 from headwise.costs.prediction.memory import cache_bytes, check_usable
 from headwise.costs.prediction.operators import USUAL_DTYPE
 from headwise.costs.prediction.predict import check_context, counted_weights, timed_note
-from headwise.decide.advice.candidates import AS_IT_IS, Candidate, candidates
+from headwise.decide.advice.candidates import (
+    AS_IT_IS,
+    Alternative,
+    candidates,
+    engine_notes,
+    file_note,
+    predicted_note,
+    weight_notes,
+)
 from headwise.decide.advice.next_measurement import Expected, expected_losses
-from headwise.errors import ArgumentError, HeadwiseError
-from headwise.measure.points import PREDICTED_ERROR, PREDICTED_WITHIN, Measured, read_measured
-from headwise.models.specs import ModelSpec, locate, read_spec
+from headwise.errors import ArgumentError
+from headwise.measure.points import Measured, read_measured
+from headwise.models.specs import ModelSpec, read_spec
 from headwise.serving.programs import commands
 
 Goal = Literal["latency", "throughput", "memory", "balanced"]
@@ -201,12 +205,7 @@ class Advice:
 
 
 @checked_types
-def advise(
-    source: str | Path,
-    question: Question,
-    *,
-    measured: Iterable[str | Path] = (),
-) -> Advice:
+def advise(source: str | Path, question: Question, *, measured: Iterable[str | Path] = ()) -> Advice:
     """Recommend what to do with a model's cache. Reads only configs and measurements.
 
     For example ``advise("llama-3-8b", Question(hardware=device("h100"), step=Pass(total=32768, batch=16))).best``.
@@ -265,43 +264,12 @@ def advise_on(
         notes=(
             *weight_notes(model, tried),
             *engine_notes(model, question.engine, measured),
-            *_file_note(source, question.engine),
+            *file_note(source, question.engine),
             *_growth_note(options),
             *predicted_note(option.is_predicted for option in options),
             *timed_note(model, question.hardware, question.step.dtype),
         ),
     )
-
-
-def engine_notes(model: ModelSpec, engine: str | None, known: Mapping[str, Measured]) -> tuple[str, ...]:
-    """What is known of an engine's small caches: what all of them need, and what goes wrong with some.
-
-    For example ``engine_notes(read_spec("llama-3-8b"), None, {})`` is empty.
-
-    Args:
-        model: the model.
-        engine: the engine that is to run it; when None, those caches of all engines are spoken of whose loss is
-            known.
-        known: measurements and predictions by target.
-    """
-    caches = named_caches(model, known) if engine is None else engine_caches(model, engine)
-    limits: dict[str, list[str]] = {}
-    for target, cache in caches.items():
-        if cache.limit and not (cache.overflows and cache.is_safe_for(model)):
-            limits.setdefault(cache.limit, []).append(target if engine is None else cache.name)
-    notes = [f"{', '.join(names)}: {limit}" for limit, names in limits.items()]
-    return (*(() if engine is None else check_engine(engine).notes), *notes)
-
-
-def _file_note(source: str, engine: str | None) -> list[str]:
-    """A note where an engine does not load the ``.gguf`` that the model is in."""
-    if engine is None or SERVING_ENGINES[engine].reads_gguf:
-        return []
-    with suppress(HeadwiseError):  # of a name that stands for no model
-        if locate(source).kind == "gguf":
-            title = SERVING_ENGINES[engine].title
-            return [f"{title} loads no .gguf, which {source} is: give it the folder that it was made of, MODEL here"]
-    return []
 
 
 def _growth_note(options: Sequence[Option]) -> list[str]:
@@ -319,45 +287,14 @@ def _growth_note(options: Sequence[Option]) -> list[str]:
     return [f"at this context and batch the weights grow by more than the cache shrinks: {', '.join(grown)}"]
 
 
-def weight_notes(model: ModelSpec, tried: Sequence[Candidate]) -> tuple[str, ...]:
-    """What is to be said of a model whose weights are quantised, and of its conversions.
-
-    For example ``weight_notes(read_spec("llama-3-8b"), ())`` is empty.
-    """
-    if model.stored is None:
-        return ()
-    converted = any(each.model.stored is None for each in tried)
-    rule = (
-        "conversions count in the dtype: headwise converts the original, or a GGUF, and writes no quantised weights"
-    )
-    return (*model.stored.warnings(), *([rule] if converted else []))
-
-
-def predicted_note(are_predicted: Iterable[bool]) -> tuple[str, ...]:
-    """What is to be said where the loss of an option is predicted.
-
-    For example ``predicted_note([False])`` is empty.
-
-    Args:
-        are_predicted: for each option, whether its loss is predicted.
-    """
-    if not any(are_predicted):
-        return ()
-    held = f"--max-quality-loss is compared with exp({PREDICTED_WITHIN} KL) - 1"
-    return (
-        f"losses with ~× are predicted, not measured, of the model as it is: {PREDICTED_ERROR}; {held}",
-        "what headwise prepare gains is not in them: prepare the model, and measure or predict that of the result",
-    )
-
-
-def _absorbed_tokens(tried: Sequence[Candidate], best: Option, question: Question) -> int | None:
+def _absorbed_tokens(tried: Sequence[Alternative], best: Option, question: Question) -> int | None:
     (chosen,) = (each for each in tried if each.target == best.target)
     step = replace(question.step, cache_bits=chosen.cache_bits)
     return fastest_absorbed(chosen.model, step, question.hardware)
 
 
 def _measure_next(
-    tried: Sequence[Candidate], question: Question, measured: Mapping[str, Measured]
+    tried: Sequence[Alternative], question: Question, measured: Mapping[str, Measured]
 ) -> Expected | None:
     """What would be recommended if everything lost what is expected of it, where that was not measured."""
     if question.max_quality_loss is None:  # the smallest cache would be named, whatever it loses
@@ -378,7 +315,7 @@ def _measure_next(
     return None if best is None else expected.get(best.target)
 
 
-def _most_kept(tried: Sequence[Candidate], options: Sequence[Option], question: Question) -> str | None:
+def _most_kept(tried: Sequence[Alternative], options: Sequence[Option], question: Question) -> str | None:
     """The option that keeps most of the cache, of those that were not measured and fit.
 
     One that needs no conversion comes first; key–value heads, which lose more than latents of their size, last.
@@ -399,7 +336,7 @@ def _most_kept(tried: Sequence[Candidate], options: Sequence[Option], question: 
 
 
 def ranked(
-    tried: Sequence[Candidate],
+    tried: Sequence[Alternative],
     question: Question,
     measured: Mapping[str, Measured],
     *,
@@ -459,7 +396,7 @@ def judged(options: Sequence[Option], question: Question, are_bound: Sequence[bo
     ]
 
 
-def _option(candidate: Candidate, question: Question, measured: Measured | None, *, with_capacity: bool) -> Option:
+def _option(candidate: Alternative, question: Question, measured: Measured | None, *, with_capacity: bool) -> Option:
     """The figures of a candidate; whether it is refused, and what serves it, is not yet known."""
     step = replace(question.step, cache_bits=candidate.cache_bits)
     model, available = candidate.model, question.memory_bytes
@@ -490,7 +427,7 @@ def _option(candidate: Candidate, question: Question, measured: Measured | None,
     )
 
 
-def known_loss(candidate: Candidate, measured: Measured | None) -> tuple[float | None, float | None]:
+def known_loss(candidate: Alternative, measured: Measured | None) -> tuple[float | None, float | None]:
     """The loss of a candidate, and the one that is held to a limit; None where they are not known.
 
     For example ``known_loss(candidates(model)[0], None)`` is ``(0.0, 0.0)``, of the model as it is.

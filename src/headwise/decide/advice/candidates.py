@@ -1,9 +1,9 @@
-"""What can be done to a model's cache: nothing, an engine's own cache, a format, other heads, a latent, codes."""
+"""What can be done to a model's cache: an engine's own, a format, other heads, a latent, codes; with notes on it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -18,10 +18,10 @@ from headwise.costs.formulas.target import (
     refuse_codes,
     target_options,
 )
-from headwise.costs.prediction import Device, EngineCache, engine_caches, named_caches
+from headwise.costs.prediction import SERVING_ENGINES, Device, EngineCache, check_engine, engine_caches, named_caches
 from headwise.errors import HeadwiseError
-from headwise.measure.points import Measured
-from headwise.models.specs import AttentionSpec, GroupedSpec, ModelSpec
+from headwise.measure.points import PREDICTED_ERROR, PREDICTED_WITHIN, Measured
+from headwise.models.specs import AttentionSpec, GroupedSpec, ModelSpec, locate
 from headwise.serving.programs import runs, served_by
 
 AS_IT_IS = "as it is"
@@ -32,7 +32,7 @@ _SIZES = re.compile(r"MLA (\d+) \+ (\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class Alternative:
     """One way to serve a model.
 
     Attributes:
@@ -83,7 +83,7 @@ def candidates(
     measured: Mapping[str, Measured] = _NOTHING,
     engine: str | None = None,
     device: Device | None = None,
-) -> tuple[Candidate, ...]:
+) -> tuple[Alternative, ...]:
     """Everything that is tried: the model itself, engines' own caches, what a frontier tries, and what was measured.
 
     For example ``[each.target for each in candidates(read_spec("llama-2-7b"), engine="mlx")][:2]`` is
@@ -103,7 +103,7 @@ def candidates(
         if not (form.has_blocks and has_windows)
     }
     own = [
-        Candidate(
+        Alternative(
             target=name,
             model=source,
             cache_bits=cache.bits(source),
@@ -119,8 +119,8 @@ def candidates(
     }
     ladder = conversion_targets(source)
     others = [name for name, point in measured.items() if not point.is_format and name not in {*ladder, *listed}]
-    found = [Candidate(target=AS_IT_IS, model=source, is_exact=True), *own]
-    found += [Candidate(target=name, model=source, cache_bits=bits) for name, bits in formats.items()]
+    found = [Alternative(target=AS_IT_IS, model=source, is_exact=True), *own]
+    found += [Alternative(target=name, model=source, cache_bits=bits) for name, bits in formats.items()]
     converted = (_converted(source, target, measured.get(target)) for target in (*ladder, *others))
     found += [candidate for candidate in converted if candidate is not None]
     return tuple(
@@ -156,7 +156,7 @@ def _can_merge(layer: AttentionSpec) -> bool:
     return isinstance(layer, GroupedSpec) and not layer.sinks and layer.qk_norm != "full"
 
 
-def _converted(source: ModelSpec, target: str, measured: Measured | None) -> Candidate | None:
+def _converted(source: ModelSpec, target: str, measured: Measured | None) -> Alternative | None:
     """A conversion; None where the model cannot be converted so."""
     with suppress(HeadwiseError, ValueError, OverflowError):
         options = target_options(target)
@@ -179,5 +179,67 @@ def _converted(source: ModelSpec, target: str, measured: Measured | None) -> Can
             for name, value in options.items()
         )
         is_first = wanted.mechanism == "mla" and wanted.kv_bytes is not None and sizes is None
-        return Candidate(target=target, model=model, cache_bits=bits, convert_to=words, is_first_size=is_first)
+        return Alternative(target=target, model=model, cache_bits=bits, convert_to=words, is_first_size=is_first)
     return None
+
+
+def engine_notes(model: ModelSpec, engine: str | None, known: Mapping[str, Measured]) -> tuple[str, ...]:
+    """What is known of an engine's small caches: what all of them need, and what goes wrong with some.
+
+    For example ``engine_notes(read_spec("llama-3-8b"), None, {})`` is empty.
+
+    Args:
+        model: the model.
+        engine: the engine that is to run it; when None, those caches of all engines are spoken of whose loss is
+            known.
+        known: measurements and predictions by target.
+    """
+    caches = named_caches(model, known) if engine is None else engine_caches(model, engine)
+    limits: dict[str, list[str]] = {}
+    for target, cache in caches.items():
+        if cache.limit and not (cache.overflows and cache.is_safe_for(model)):
+            limits.setdefault(cache.limit, []).append(target if engine is None else cache.name)
+    notes = [f"{', '.join(names)}: {limit}" for limit, names in limits.items()]
+    return (*(() if engine is None else check_engine(engine).notes), *notes)
+
+
+def file_note(source: str, engine: str | None) -> list[str]:
+    """A note where an engine does not load the ``.gguf`` that the model is in."""
+    if engine is None or SERVING_ENGINES[engine].reads_gguf:
+        return []
+    with suppress(HeadwiseError):  # of a name that stands for no model
+        if locate(source).kind == "gguf":
+            title = SERVING_ENGINES[engine].title
+            return [f"{title} loads no .gguf, which {source} is: give it the folder that it was made of, MODEL here"]
+    return []
+
+
+def weight_notes(model: ModelSpec, tried: Sequence[Alternative]) -> tuple[str, ...]:
+    """What is to be said of a model whose weights are quantised, and of its conversions.
+
+    For example ``weight_notes(read_spec("llama-3-8b"), ())`` is empty.
+    """
+    if model.stored is None:
+        return ()
+    converted = any(each.model.stored is None for each in tried)
+    rule = (
+        "conversions count in the dtype: headwise converts the original, or a GGUF, and writes no quantised weights"
+    )
+    return (*model.stored.warnings(), *([rule] if converted else []))
+
+
+def predicted_note(are_predicted: Iterable[bool]) -> tuple[str, ...]:
+    """What is to be said where the loss of an option is predicted.
+
+    For example ``predicted_note([False])`` is empty.
+
+    Args:
+        are_predicted: for each option, whether its loss is predicted.
+    """
+    if not any(are_predicted):
+        return ()
+    held = f"--max-quality-loss is compared with exp({PREDICTED_WITHIN} KL) - 1"
+    return (
+        f"losses with ~× are predicted, not measured, of the model as it is: {PREDICTED_ERROR}; {held}",
+        "what headwise prepare gains is not in them: prepare the model, and measure or predict that of the result",
+    )

@@ -13,11 +13,7 @@ from headwise.measure.points import Measured
 _LEAST = 3e-4
 """The least loss whose logarithm is taken: differences below it are chance."""
 
-_FAMILIES = (
-    ("latents in codes", r"mla@([\d.]+)"),
-    ("latents", r"mla:([\d.]+)"),
-    ("key–value heads", r"gqa:(\d+)"),
-)
+_FAMILIES = (("latents in codes", r"mla@([\d.]+)"), ("latents", r"mla:([\d.]+)"), ("key–value heads", r"gqa:(\d+)"))
 
 
 _NOTHING: Mapping[str, float] = MappingProxyType({})

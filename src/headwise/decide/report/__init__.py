@@ -2,15 +2,3 @@
 
 from headwise.decide.report.page import DEFAULT_HARDWARE, ModelPart, page, page_data
 from headwise.decide.report.sections import FolderResults, Section, measured_steps, read_folder, sections
-
-__all__ = [
-    "DEFAULT_HARDWARE",
-    "FolderResults",
-    "ModelPart",
-    "Section",
-    "measured_steps",
-    "page",
-    "page_data",
-    "read_folder",
-    "sections",
-]

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from headwise.costs.prediction import MOST, Device, Memory, Pass, largest_batch, operators, peak_memory, seconds
 from headwise.costs.prediction.memory import cache_bytes
-from headwise.decide.advice import MOST_SEQUENCES, Candidate, Option, Question, judged
+from headwise.decide.advice import MOST_SEQUENCES, Alternative, Option, Question, judged
 from headwise.decide.advice.advise import Goal
 from headwise.models.specs import ModelSpec
 
@@ -69,7 +69,7 @@ def axes_of(question: Question, hardware: Mapping[str, Device], positions: int, 
 class _Predicted:
     """Time and memory of candidates, each predicted once; those of one model and as many bits are the same."""
 
-    def __init__(self, tried: Sequence[Candidate], question: Question) -> None:
+    def __init__(self, tried: Sequence[Alternative], question: Question) -> None:
         self._question, self._tried = question, tried
         first: dict[tuple[ModelSpec, float | None], int] = {}
         self._same = [first.setdefault((each.model, each.cache_bits), at) for at, each in enumerate(tried)]
@@ -136,7 +136,7 @@ REASONS = ("", "unknown", "may not fit", "does not fit", "not measured", "may lo
 
 
 def answers(
-    tried: Sequence[Candidate],
+    tried: Sequence[Alternative],
     options: Sequence[Option],
     question: Question,
     axes: Axes,

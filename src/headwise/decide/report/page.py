@@ -12,8 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from headwise.base.documents import as_document
-from headwise.base.pages import Part, Picture, Text, web_page
-from headwise.base.plots import Draw, as_svg, refuse_no_matplotlib
+from headwise.base.pages import Draw, Part, Picture, Text, as_svg, refuse_no_matplotlib, web_page
 from headwise.base.tables import bytes_text, count_text, seconds_text
 from headwise.costs.formulas.layer import DTYPE_BYTES
 from headwise.costs.formulas.model import weights
@@ -23,14 +22,14 @@ from headwise.costs.prediction.predict import check_context, counted_weights, pr
 from headwise.decide.advice import (
     AS_IT_IS,
     PREDICTED_ERROR,
-    Candidate,
+    Alternative,
     Measured,
     Option,
     Question,
     candidates,
     ranked,
 )
-from headwise.decide.advice.advise import engine_notes, predicted_note, weight_notes
+from headwise.decide.advice.candidates import engine_notes, predicted_note, weight_notes
 from headwise.decide.report.grid import REASONS, answers, axes_of
 from headwise.decide.report.plots import Point, latency_figure, memory_figure, quality_figure, roofline_figure
 from headwise.decide.report.sections import Section
@@ -202,7 +201,7 @@ def _loss(option: Option) -> str:
     return f"{'~' * option.is_predicted}{found}"
 
 
-def _option(candidate: Candidate, option: Option, typed: Sequence[str], step: Pass) -> dict[str, Any]:
+def _option(candidate: Alternative, option: Option, typed: Sequence[str], step: Pass) -> dict[str, Any]:
     """What does not depend on the device, the context and the batch."""
     return {
         "target": option.target,
@@ -220,7 +219,7 @@ def _option(candidate: Candidate, option: Option, typed: Sequence[str], step: Pa
     }
 
 
-def _operators(candidate: Candidate, question: Question) -> dict[str, Any]:
+def _operators(candidate: Alternative, question: Question) -> dict[str, Any]:
     """The operators of a candidate in a decode step and in the last part of a prompt, as rows of texts."""
     step, model, device = _of(candidate, question.step), candidate.model, question.hardware
     read = sum(each.seconds for each in prefill(model, step, device))
@@ -255,7 +254,7 @@ def _rows(model: ModelSpec, forward: Pass, device: Device) -> list[tuple[str, ..
 
 
 def _plots(
-    tried: Sequence[Candidate], options: Sequence[Option], question: Question, steps: Sequence[Mapping[str, Any]]
+    tried: Sequence[Alternative], options: Sequence[Option], question: Question, steps: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, str, Draw]]:
     """The plots of a question, by name and caption."""
     step, device, usable = question.step, question.hardware, question.memory_bytes
@@ -286,12 +285,12 @@ def _plots(
     return found
 
 
-def _of(candidate: Candidate, step: Pass) -> Pass:
+def _of(candidate: Alternative, step: Pass) -> Pass:
     return replace(step, cache_bits=candidate.cache_bits)
 
 
 def _latency(
-    running: Mapping[str, Candidate], shown: Sequence[Option], question: Question, timed: Sequence[Point]
+    running: Mapping[str, Alternative], shown: Sequence[Option], question: Question, timed: Sequence[Point]
 ) -> Draw:
     """Draws decode steps of the best option, the model as it is and others that nothing dominates."""
     step, most = question.step, max(2**17, 2 * question.step.total)
@@ -312,7 +311,7 @@ def _latency(
 
 
 def measured_points(
-    tried: Sequence[Candidate], steps: Sequence[Mapping[str, Any]]
+    tried: Sequence[Alternative], steps: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Point], list[Point]]:
     """Timed steps as points: their context and milliseconds, and their FLOPs a byte and FLOP/s.
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from headwise.base.plots import BLUE, COLOURS, GREEN, GREY, ORANGE, new_figure, of_one_digit
+from headwise.base.pages import BLUE, COLOURS, GREEN, GREY, ORANGE, label_logarithms, new_figure
 from headwise.costs.prediction import Device, Efficiency, Memory, Timed
 from headwise.decide.advice import AS_IT_IS, Option
 
@@ -39,7 +39,8 @@ def quality(axes: Axes, options: Sequence[Option], limit: float | None) -> None:
     )
     if limit:
         axes.axhline(100 * limit, color=GREY, linewidth=1)
-    label_decades(axes, "xy")
+    for axis in (axes.xaxis, axes.yaxis):
+        label_logarithms(axis, "{x:g}")
 
 
 def place_option(axes: Axes, option: Option, y: float, *, is_best: bool, is_hollow: bool = False) -> None:
@@ -59,18 +60,6 @@ def place_option(axes: Axes, option: Option, y: float, *, is_best: bool, is_holl
         axes.annotate(option.target, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
     axes.set_xlabel("cache, KiB a token")
-
-
-def label_decades(axes: Axes, which: str) -> None:
-    """Label powers of ten, and 2 and 5 between them, as plain numbers.
-
-    Args:
-        axes: the axes whose ticks are labelled.
-        which: ``x``, ``y`` or both.
-    """
-    for axis in (getattr(axes, f"{name}axis") for name in which):
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter(of_one_digit)
 
 
 def quality_figure(options: Sequence[Option], limit: float | None) -> Figure:
@@ -127,7 +116,7 @@ def latency_figure(
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    label_decades(axes, "y")
+    label_logarithms(axes.yaxis, "{x:g}")
     axes.set_xlabel("tokens of each sequence")
     axes.set_ylabel("a decode step, ms (predicted)")
     made.legend(loc="outside upper left", ncols=3, frameon=False, fontsize=8)

@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple, TypeGuard
 
 from headwise.base.documents import FRONTIER, MEASURED, PREDICTED
-from headwise.base.plots import Draw
+from headwise.base.pages import Draw
 from headwise.base.tables import Table
 from headwise.decide.advice import AS_IT_IS, Measured, by_target, read_points
 from headwise.decide.report.plots import Line, measured_roofline, positions_figure
@@ -114,25 +114,19 @@ def _number(value: Any, style: str = ",.3f") -> str:
     return format(number, style) if math.isfinite(number) else "diverged"
 
 
-def _is_comparison(document: Mapping[str, Any]) -> bool:
-    return "rows" in document and "match" in document
-
-
 def _comparison(document: Mapping[str, Any]) -> Iterable[Section]:
     rows = document["rows"]
     is_timed = any(row.get("decode_ms") is not None for row in rows)
     timed = ("decode ms", "prefill ms") if is_timed else ()
+    counted = {"kv_bytes_per_token": ",.0f", "attention_parameters_per_layer": ",.0f"}
+    counted |= {"prefill_flops": ".3g", "decode_flops": ".3g", "decode_intensity": ",.1f"}
     table = Table(
         ("", "cache B/token", "params a layer", "prefill FLOPs", "decode FLOPs", "FLOPs/B", *timed),
         title="Mechanisms side by side",
         rows=[
             (
                 f"{row['label']}{' (the model)' if row['is_source'] else ''}",
-                _number(row["kv_bytes_per_token"], ",.0f"),
-                _number(row["attention_parameters_per_layer"], ",.0f"),
-                _number(row["prefill_flops"], ".3g"),
-                _number(row["decode_flops"], ".3g"),
-                _number(row["decode_intensity"], ",.1f"),
+                *(_number(row[name], style) for name, style in counted.items()),
                 *((_number(row.get("decode_ms")), _number(row.get("prefill_ms"))) if is_timed else ()),
             )
             for row in rows
@@ -143,10 +137,6 @@ def _comparison(document: Mapping[str, Any]) -> Iterable[Section]:
         ],
     )
     yield Section(table)
-
-
-def _is_evaluation(document: Mapping[str, Any]) -> bool:
-    return "texts" in document and "perplexity" in document and "points" not in document
 
 
 def _evaluation(document: Mapping[str, Any]) -> Iterable[Section]:
@@ -222,10 +212,6 @@ def _tasks(document: Mapping[str, Any]) -> Iterable[Section]:
         yield Section(Table(heading, rows, title="Tasks"))
 
 
-def _is_bench(document: Mapping[str, Any]) -> bool:
-    return "kind" in document and "cases" in document
-
-
 def _bench(document: Mapping[str, Any]) -> Iterable[Section]:
     cases = document["cases"]
     ways = list(dict.fromkeys(way for case in cases for way in case["ways"]))
@@ -255,10 +241,6 @@ def _bench(document: Mapping[str, Any]) -> Iterable[Section]:
     yield Section(table, partial(measured_roofline, points, peak, bandwidth))
 
 
-def _is_conversion(document: Mapping[str, Any]) -> bool:
-    return "kv_bytes_per_token_after" in document
-
-
 def _conversion(document: Mapping[str, Any]) -> Iterable[Section]:
     pairs = (
         ("cache bytes a token", "kv_bytes_per_token_before", "kv_bytes_per_token_after"),
@@ -274,10 +256,6 @@ def _conversion(document: Mapping[str, Any]) -> Iterable[Section]:
     yield Section(table)
     if document.get("evaluation"):
         yield from _evaluation(document["evaluation"])
-
-
-def _is_frontier(document: Mapping[str, Any]) -> bool:
-    return "points" in document and "cache_bytes_per_token" in document
 
 
 def _frontier(document: Mapping[str, Any]) -> Iterable[Section]:
@@ -300,10 +278,6 @@ def _frontier(document: Mapping[str, Any]) -> Iterable[Section]:
         words=(0, 1),
     )
     yield Section(table)
-
-
-def _is_prediction(document: Mapping[str, Any]) -> bool:
-    return document.get("is_predicted") is True and "points" in document
 
 
 def _prediction(document: Mapping[str, Any]) -> Iterable[Section]:
@@ -330,13 +304,13 @@ def _prediction(document: Mapping[str, Any]) -> Iterable[Section]:
 _Made = Callable[[Mapping[str, Any]], Iterable[Section]]
 
 _KINDS: tuple[tuple[Callable[[Mapping[str, Any]], bool], _Made], ...] = (
-    (_is_frontier, _frontier),
-    (_is_prediction, _prediction),
-    (_is_conversion, _conversion),
-    (_is_evaluation, _evaluation),
+    (lambda document: "points" in document and "cache_bytes_per_token" in document, _frontier),
+    (lambda document: document.get("is_predicted") is True and "points" in document, _prediction),
+    (lambda document: "kv_bytes_per_token_after" in document, _conversion),
+    (lambda document: "texts" in document and "perplexity" in document and "points" not in document, _evaluation),
     (lambda document: any(name in document for name in ("choices", "planted", "retrieval")), _tasks),
-    (_is_bench, _bench),
-    (_is_comparison, _comparison),
+    (lambda document: "kind" in document and "cases" in document, _bench),
+    (lambda document: "rows" in document and "match" in document, _comparison),
 )
 
 

@@ -20,37 +20,4 @@ from headwise.measure.evaluation.retrieval import (
     load_encoder,
     read_pooling,
 )
-from headwise.measure.evaluation.scoring import score_window
-from headwise.measure.evaluation.speed import Speed, decode_times
-
-__all__ = [
-    "WINDOW",
-    "Choice",
-    "ChoiceEvaluation",
-    "DepthScore",
-    "Encoder",
-    "Evaluation",
-    "Pair",
-    "PlantedEvaluation",
-    "Pooling",
-    "PositionScore",
-    "Rate",
-    "RetrievalEvaluation",
-    "Speed",
-    "TextScore",
-    "check_vocabulary",
-    "compare_rates",
-    "decode_times",
-    "embed_texts",
-    "evaluate",
-    "evaluate_choices",
-    "evaluate_planted",
-    "evaluate_retrieval",
-    "evaluate_windows",
-    "load_encoder",
-    "log_likelihoods",
-    "open_pair",
-    "read_choices",
-    "read_pooling",
-    "score_window",
-]
+from headwise.measure.evaluation.scoring import Speed, decode_times, score_window

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,7 @@ from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.measure.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.measure.evaluation.results import Evaluation, Scores, evaluation_of
-from headwise.measure.evaluation.scoring import score_window
-from headwise.measure.evaluation.speed import Speed, allocated_bytes, decode_times
+from headwise.measure.evaluation.scoring import Speed, allocated_bytes, decode_times, score_window
 from headwise.measure.texts.sources import named_texts, read_text, refuse_twice
 from headwise.measure.texts.windows import default_window, first_ids, token_windows
 from headwise.runtime.hf import check_logits, has_codes
@@ -149,11 +149,25 @@ def evaluate_windows(
         allocated = allocated_bytes(pair.models["model"], texts[0][1][0], cache)
         speed["model"] = replace(speed["model"], bytes_per_token=allocated)
     about = {"window": texts[0][1].shape[1], "begin": leading_tokens(pair, texts), "context": context}
+    return summarised(pair, scores, speed, about | {"cache": cache})
+
+
+def summarised(pair: Pair, scores: Scores, speed: Mapping[str, Speed], about: dict[str, Any]) -> Evaluation:
+    """The evaluation of a model, with that of its reference where it has one.
+
+    For example ``summarised(pair, scores, {"model": Speed(576.0, 12.5)}, {"window": 512, "context": 256})``.
+
+    Args:
+        pair: the models.
+        scores: the scores of each text; see `headwise.measure.evaluation.results.evaluation_of`.
+        speed: the speed of each model.
+        about: the other fields of the evaluation, in place of what the pair says of them.
+    """
     reference = None
     if "against" in speed:
         alone = [(name, {"nll": score["reference_nll"]}) for name, score in scores]
-        reference = evaluation_of(alone, speed["against"], about | pair.describe("against"))
-    return evaluation_of(scores, speed["model"], about | pair.describe() | {"cache": cache}, reference)
+        reference = evaluation_of(alone, speed["against"], pair.describe("against") | about | {"cache": None})
+    return evaluation_of(scores, speed["model"], pair.describe() | about, reference)
 
 
 def leading_tokens(pair: Pair, texts: Windows) -> tuple[str, ...]:

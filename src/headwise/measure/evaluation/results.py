@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headwise.base.documents import plain
-from headwise.measure.evaluation.speed import Speed
+from headwise.measure.evaluation.scoring import Speed
 
 _Z = 1.959963984540054
 """The normal distribution's 97.5 % quantile."""

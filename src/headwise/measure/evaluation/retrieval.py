@@ -35,11 +35,7 @@ from headwise.runtime.hf import as_device, as_dtype, follow_lengths
 
 _BATCH = 4096
 """Tokens in a batch, padding included."""
-_POOLINGS = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-}
+_POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max"}
 
 
 @dataclass(frozen=True, kw_only=True)

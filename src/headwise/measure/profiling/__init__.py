@@ -3,5 +3,3 @@
 from headwise.measure.profiling.check import Check, TimePoint, check
 from headwise.measure.profiling.measure import measure_curves
 from headwise.measure.profiling.profile import Profile, profile, write_profile
-
-__all__ = ["Check", "Profile", "TimePoint", "check", "measure_curves", "profile", "write_profile"]

@@ -9,7 +9,7 @@ import gc
 import os
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -21,9 +21,18 @@ from torch.profiler import ProfilerActivity, profile
 from headwise.base.progress import Progress, silent
 from headwise.costs.prediction import Device, Pass, operators, peak_memory, seconds
 from headwise.costs.prediction.memory import CHUNK
-from headwise.measure.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
-from headwise.measure.profiling.grids import BITS, CPU, Grids, Places
+from headwise.measure.profiling.decoder import (
+    BITS,
+    CPU,
+    Decoder,
+    Grids,
+    Places,
+    decode_step,
+    filled_cache,
+    prompt_call,
+)
 from headwise.measure.profiling.pace import HERE, Pace
+from headwise.measure.timing.timing import Timeable
 from headwise.models.checkpoints import dtype_name
 from headwise.models.specs import ModelSpec
 
@@ -74,7 +83,7 @@ def memory_point(mechanism: str, decoder: Decoder, dtype: str, device: torch.dev
     )
 
 
-def peak_bytes(call: Callable[[], object], device: torch.device = HERE) -> int:
+def peak_bytes(call: Timeable, device: torch.device = HERE) -> int:
     """The most bytes of tensors that a call makes and holds at once, torch's workspace for LAPACK included.
 
     For example ``peak_bytes(lambda: a @ b)``.
@@ -333,7 +342,7 @@ class _Call:
         about: the fields of the pass's `TimePoint`.
     """
 
-    run: Callable[[], object]
+    run: Timeable
     spec: ModelSpec
     forward: Pass
     about: Mapping[str, Any]

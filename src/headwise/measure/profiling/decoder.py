@@ -1,4 +1,4 @@
-"""Small decoders with random weights, their caches filled with noise, and the calls that are timed."""
+"""What is timed: small decoders with random weights, their caches filled with noise, and the grids of sizes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headwise.costs.formulas.layer import cache_values
+from headwise.costs.prediction import MANY
 from headwise.measure.profiling.pace import HERE
+from headwise.measure.timing.timing import Timeable
 from headwise.models.specs import LatentSpec, ModelSpec, read_config
 from headwise.runtime.caches.layers import GrowingLayer
 from headwise.runtime.hf import HeadwiseCache, optimize
 from headwise.runtime.hf.codes import set_codes
+from headwise.runtime.kernels.native.abi import MOST_ROWS
 from headwise.runtime.quantization import TransformCode
 from headwise.runtime.quantization.transform_code import TrellisFormat, blocks, code_shape
 
@@ -176,7 +179,7 @@ def _fill_with_codes(layer: GrowingLayer, width: int, batch: int, tokens: int) -
         layer.append_rows(more, more[..., :0])
 
 
-def decode_step(model: Any, cache: HeadwiseCache, batch: int) -> Callable[[], object]:
+def decode_step(model: Any, cache: HeadwiseCache, batch: int) -> Timeable:
     """A call that decodes one token of each sequence, and forgets it."""
     ids = torch.ones(batch, 1, dtype=torch.long, device=model.device)
     cache.activate_past_recording()
@@ -200,3 +203,194 @@ def prompt_call(model: Any, tokens: int) -> Callable[[], Tensor]:
         return out
 
     return read
+
+
+BITS = {0.0: None, 8.5: "int8", 5.0: "int4:32"}
+"""The bits of a cached value, its share of a scale included, and the format that has them; 0 stands for the dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """The sizes of decoders that predictions are checked on, of which no curve was measured.
+
+    Attributes:
+        heads: numbers of query heads; a hidden state is as wide as all of them together.
+        layers: numbers of layers.
+        vocabularies: numbers of tokens in the vocabulary.
+        batches: numbers of sequences in a decode step.
+        contexts: numbers of tokens in each sequence's cache.
+        prompts: numbers of tokens in a prompt.
+        latent: the widths R and P of MLA's latent and rotary key.
+        code_bits: the bits of a value of latents in codes; empty where such caches are not checked.
+    """
+
+    heads: tuple[int, ...]
+    layers: tuple[int, ...]
+    vocabularies: tuple[int, ...]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    prompts: tuple[int, ...]
+    latent: tuple[int, int]
+    code_bits: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grids:
+    """The sizes that a kind of device is measured at.
+
+    Attributes:
+        dtypes: the dtypes that the device is measured in.
+        few_reads: bytes of weights that a pass of few tokens reads, small enough at first to lie in the processor's
+            caches; empty where no model's weights lie in them, as on a GPU, and ``tokens`` begin at 1 instead.
+        few_tokens: numbers of tokens of the projections that read ``few_reads`` in turn.
+        few_weights: numbers of weights of such a projection: few are read by one thread, many by several.
+        tokens: numbers of tokens of all other projections.
+        weights: numbers of weights of these projections.
+        turns: bytes of the weights of these projections that take turns, of at least two projections.
+        product_tokens: numbers of tokens of products of heads with matrices of their own.
+        product_weights: numbers of weights in all matrices of such a product.
+        prompts: numbers of tokens of prompts whose attention is timed.
+        prompt_heads: numbers of query heads of these prompts; with only one, time is taken to grow as FLOPs do.
+        head_dim: D, the width of a head.
+        heads: the number of query heads of decoders whose attention to heads is timed.
+        kv_heads: numbers of key–value heads of these decoders.
+        coded_kv_heads: those of ``kv_heads`` that are timed with quantised caches, which take long to fill.
+        latent: the widths R and P of decoders whose attention to latents is timed.
+        latent_heads: numbers of query heads of these decoders.
+        latent_hidden: E, the hidden size of these decoders.
+        code_bits: the bits of a value of latents in codes; empty where such caches are not measured.
+        code_tokens: numbers of tokens in the contexts of latents in codes.
+        between: bytes of a network's weights that each layer reads between two caches, so that no cache stays where
+            it could be read faster.
+        caches: bytes of the caches that a pass reads.
+        coded_caches: bytes of the quantised caches that a pass reads, which take long to fill.
+        hidden: E, hidden sizes of decoders whose work beside these operators is measured.
+        states: numbers of values in the hidden states of all tokens of a pass, multiples of ``hidden``.
+        latent_states: those of ``states`` that decoders with latents are measured at as well.
+        models: decoders whose weights come from memory, in which projections are measured once more.
+        model_prompts: the number of tokens of the prompt that each of these decoders reads, at least 64.
+        places: the sizes that `headwise.measure.profiling.check` checks predictions on.
+        layers: two numbers of layers of decoders; the difference of their times is that of the layers between.
+        short: the number of tokens of a context that takes hardly any time.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    few_reads: tuple[int, ...] = ()
+    few_tokens: tuple[int, ...] = ()
+    few_weights: tuple[int, ...] = ()
+    tokens: tuple[int, ...]
+    weights: tuple[int, ...]
+    turns: int
+    product_tokens: tuple[int, ...]
+    product_weights: tuple[int, ...]
+    prompts: tuple[int, ...]
+    prompt_heads: tuple[int, ...]
+    head_dim: int
+    heads: int
+    kv_heads: tuple[int, ...]
+    coded_kv_heads: tuple[int, ...]
+    latent: tuple[int, int]
+    latent_heads: tuple[int, ...]
+    latent_hidden: int
+    code_bits: tuple[int, ...] = ()
+    code_tokens: tuple[int, ...] = ()
+    between: int
+    caches: tuple[int, ...]
+    coded_caches: tuple[int, ...]
+    hidden: tuple[int, ...]
+    states: tuple[int, ...]
+    latent_states: tuple[int, ...]
+    places: Places
+    models: tuple[Decoder, ...] = ()
+    model_prompts: tuple[int, ...] = ()
+    layers: tuple[int, int] = (1, 4)
+    short: int = 32
+
+
+CPU = Grids(
+    dtypes=(torch.float32, torch.bfloat16),
+    few_reads=(6 << 20, 20 << 20, 48 << 20, 80 << 20, 160 << 20),
+    few_tokens=(1, MOST_ROWS, MOST_ROWS + 1, MANY),  # a kernel of its own reads the weights for a few
+    few_weights=(1 << 18, 1 << 20, 1 << 22, 1 << 24),
+    tokens=(64, 256, 1024),
+    weights=(1 << 15, 1 << 17, 1 << 19, 1 << 21),
+    turns=0,
+    product_tokens=(1, 2, 4, 8, 16),
+    product_weights=(1 << 15, 1 << 17, 1 << 19),
+    prompts=(16, 64, 256, 1024, 2048),
+    prompt_heads=(8,),
+    head_dim=64,
+    heads=16,
+    kv_heads=(16, 4, 1),
+    coded_kv_heads=(16, 1),
+    latent=(192, 32),
+    latent_heads=(4, 8, 16),
+    latent_hidden=256,
+    code_bits=(4,),
+    code_tokens=(256, 2048, 16_384),
+    between=0,
+    caches=(6 << 20, 24 << 20, 128 << 20),
+    coded_caches=(8 << 20, 64 << 20),
+    hidden=(128, 512, 1024),
+    # Beyond 2^15 values torch works on a tensor in several threads, which have to be woken.
+    states=(1 << 10, 1 << 12, 1 << 14, 1 << 15, 36 << 10, 1 << 17, 384 << 10),
+    latent_states=(1 << 10, 1 << 14, 36 << 10, 384 << 10),
+    places=Places(
+        heads=(8, 12, 16),
+        layers=(3, 4, 6, 8),
+        vocabularies=(8192, 32_768),
+        batches=(1, 1, 2, 4, 8),
+        contexts=(300, 1000, 3000, 6000),
+        prompts=(96, 200, 400, 900),
+        latent=(160, 32),
+        code_bits=(2, 3, 5, 6),
+    ),
+    models=tuple(
+        Decoder(hidden_size=hidden, num_layers=7, num_heads=hidden // 64, num_kv_heads=2, intermediate_size=inner)
+        for hidden, inner in ((512, 4096), (640, 3200), (896, 3584), (1152, 2304), (1024, 4096))
+    ),
+    model_prompts=(80, 160, 320, 400, 240),
+)
+"""The sizes that processors are measured at."""
+
+GPU = Grids(
+    dtypes=(torch.bfloat16,),
+    tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048),
+    weights=(1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26),
+    turns=384 << 20,
+    product_tokens=(1, 2, 4, 8, 16, 32),
+    product_weights=(1 << 17, 1 << 19, 1 << 21, 1 << 23),
+    prompts=(16, 64, 256, 1024, 2048, 4096),
+    prompt_heads=(4, 32, 128),
+    head_dim=128,
+    heads=32,
+    kv_heads=(32, 8, 1),
+    coded_kv_heads=(32, 8, 1),
+    latent=(512, 64),
+    latent_heads=(8, 32, 128),
+    latent_hidden=512,
+    between=128 << 20,
+    caches=(16 << 20, 128 << 20, 1 << 29),
+    coded_caches=(16 << 20, 256 << 20),
+    hidden=(1024, 4096),
+    states=(1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22),
+    latent_states=(1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22),
+    places=Places(
+        heads=(8, 16, 32),
+        layers=(2, 3, 4),
+        vocabularies=(32_768, 131_072),
+        batches=(1, 1, 4, 8, 16),
+        contexts=(500, 2000, 4000, 8000),
+        prompts=(200, 700, 1500, 3000),
+        latent=(256, 64),
+    ),
+)
+"""The sizes that CUDA GPUs are measured at."""
+
+
+def grids_of(device: torch.device) -> Grids:
+    """The sizes that a device is measured at.
+
+    For example ``grids_of(torch.device("cuda")).dtypes``.
+    """
+    return GPU if device.type == "cuda" else CPU

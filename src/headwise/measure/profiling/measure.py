@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,9 @@ from headwise.base.progress import Progress, silent
 from headwise.costs.formulas.layer import cache_values
 from headwise.costs.prediction import MANY, Curves, Device, Grid, Pass, operators
 from headwise.costs.prediction import seconds as predicted
-from headwise.measure.profiling.decoder import Decoder, decode_step, filled_cache, prompt_call
-from headwise.measure.profiling.grids import BITS, CPU, Grids
+from headwise.measure.profiling.decoder import BITS, CPU, Decoder, Grids, decode_step, filled_cache, prompt_call
 from headwise.measure.profiling.pace import HERE, Pace, equal_projections, make_in_turn, pass_through, project_in_turn
+from headwise.measure.timing.timing import Timeable
 from headwise.models.checkpoints import dtype_name
 from headwise.models.specs import ModelSpec
 from headwise.runtime.attention.base import per_head
@@ -57,12 +57,7 @@ class _Machine:
 
 
 def measure_curves(
-    dtype: torch.dtype,
-    device: Device,
-    *,
-    grids: Grids = CPU,
-    place: torch.device = HERE,
-    progress: Progress = silent,
+    dtype: torch.dtype, device: Device, *, grids: Grids = CPU, place: torch.device = HERE, progress: Progress = silent
 ) -> Curves:
     """The curves of a dtype on this machine's processor, or on its GPU.
 
@@ -137,7 +132,7 @@ def _measure_few_tokens(machine: _Machine) -> dict[float, Grid]:
     }
 
 
-def _seconds_of_one(machine: _Machine, calls: Sequence[Callable[[], object]], copies: Sequence[int]) -> list[float]:
+def _seconds_of_one(machine: _Machine, calls: Sequence[Timeable], copies: Sequence[int]) -> list[float]:
     """Seconds of one operator, where each call runs a number of equal ones (``copies``)."""
     times = machine.pace.medians(calls, least=3, patience=PATIENCE)
     return [seconds / count for seconds, count in zip(times, copies, strict=True)]
@@ -171,7 +166,7 @@ def _measure_prompts(machine: _Machine) -> Grid:
     grids = machine.grids
     of_a_head = 4 * grids.head_dim
 
-    def call(tokens: int, heads: int) -> Callable[[], object]:
+    def call(tokens: int, heads: int) -> Timeable:
         noise = partial(torch.randn, 1, heads, tokens, grids.head_dim, device=machine.place)
         query, key, value = (noise().to(machine.dtype) for _ in range(3))
         return partial(_attention, query, key, value)
@@ -212,13 +207,18 @@ class _Contexts:
     tokens: tuple[int, ...]
 
 
+class _After(NamedTuple):
+    """What was measured of a decoder: a layer's seconds after a short context, and how many more after the others."""
+
+    kind: _Contexts
+    short: float
+    more: list[float]
+
+
 def _measure_attention(machine: _Machine) -> tuple[dict[float, Grid], dict[float, float]]:
     """Seconds of attention of one token to heads, by the cache's bits, and of a quantising layer's other work."""
     grids = machine.grids
     one = replace(_decoder_with_cache(machine, grids.head_dim * grids.heads), num_heads=grids.heads)
-    columns: dict[float, list[list[float]]] = {bits: [] for bits in BITS}
-    besides: dict[float, list[float]] = {bits: [] for bits in BITS}
-    intensities: dict[float, list[float]] = {bits: [] for bits in BITS}
     kinds = [
         _by_bytes(machine, replace(one, num_kv_heads=heads), bits, grids.coded_caches if bits else grids.caches)
         for heads in grids.kv_heads
@@ -226,16 +226,14 @@ def _measure_attention(machine: _Machine) -> tuple[dict[float, Grid], dict[float
         if not bits or heads in grids.coded_kv_heads
     ]
     found = _after_contexts(machine, kinds)
-    plain = {kind.decoder: short for kind, (short, _) in zip(kinds, found, strict=True) if not kind.bits}
-    for kind, (short, more) in zip(kinds, found, strict=True):
-        columns[kind.bits].append(_seconds_a_byte(machine, kind, more))
-        besides[kind.bits].append(short - plain[kind.decoder])
-        intensities[kind.bits].append(_intensity(machine, kind))
-    core = {
-        bits: _grid_of_columns(grids.coded_caches if bits else grids.caches, intensities[bits], columns[bits], grids)
-        for bits in BITS
-    }
-    return core, {bits: max(statistics.median(times), _LEAST) for bits, times in besides.items() if bits}
+    plain = {each.kind.decoder: each.short for each in found if not each.kind.bits}
+    core, coded = dict[float, Grid](), dict[float, float]()
+    for bits in BITS:
+        own = [each for each in found if each.kind.bits == bits]
+        core[bits] = _grid_by_bytes(machine, own, grids.coded_caches if bits else grids.caches)
+        if bits:
+            coded[bits] = max(statistics.median(each.short - plain[each.kind.decoder] for each in own), _LEAST)
+    return core, coded
 
 
 def _measure_latent_attention(machine: _Machine) -> tuple[Grid, dict[float, Grid], dict[float, float]]:
@@ -243,11 +241,7 @@ def _measure_latent_attention(machine: _Machine) -> tuple[Grid, dict[float, Grid
     their bits, and seconds of a coding layer's other work by bits."""
     grids = machine.grids
     one = replace(_decoder_with_cache(machine, grids.latent_hidden), latent=grids.latent)
-    of_codes: dict[float, list[list[float]]] = {float(bits): [] for bits in grids.code_bits}
-    besides: dict[float, list[float]] = {bits: [] for bits in of_codes}
-    code_intensities: dict[float, list[float]] = {bits: [] for bits in of_codes}
     decoders = [replace(one, num_heads=heads) for heads in grids.latent_heads]
-    plain = [_by_bytes(machine, decoder, 0.0, grids.caches) for decoder in decoders]
     codes = [
         _Contexts(
             decoder=replace(decoder, code_bits=bits),
@@ -258,26 +252,21 @@ def _measure_latent_attention(machine: _Machine) -> tuple[Grid, dict[float, Grid
         for decoder in decoders
         for bits in grids.code_bits
     ]
-    found = _after_contexts(machine, [*plain, *codes])
-    of_plain, of_all_codes = found[: len(plain)], found[len(plain) :]
-    columns = [_seconds_a_byte(machine, kind, more) for kind, (_, more) in zip(plain, of_plain, strict=True)]
-    intensities = [_intensity(machine, kind) for kind in plain]
-    shorts = {kind.decoder.num_heads: short for kind, (short, _) in zip(plain, of_plain, strict=True)}
-    for kind, (short, more) in zip(codes, of_all_codes, strict=True):
-        of_codes[kind.bits].append([max(seconds, _LEAST) for seconds in more])
-        besides[kind.bits].append(short - shorts[kind.decoder.num_heads])
-        code_intensities[kind.bits].append(_intensity(machine, kind))
+    found = _after_contexts(machine, [*(_by_bytes(machine, each, 0.0, grids.caches) for each in decoders), *codes])
+    plain, of_codes = found[: len(decoders)], found[len(decoders) :]
+    shorts = {each.kind.decoder.num_heads: each.short for each in plain}
     values = _values_of_token(one) / one.num_layers
-    coded = {
-        bits: Grid(
+    coded, besides = dict[float, Grid](), dict[float, float]()
+    for bits in map(float, grids.code_bits):
+        own = [each for each in of_codes if each.kind.bits == bits]
+        coded[bits] = Grid(
             x=tuple(tokens * values * bits / 8 for tokens in grids.code_tokens),
-            y=tuple(code_intensities[bits]),
-            seconds=tuple(zip(*of_codes[bits], strict=True)),
+            y=tuple(_intensity(machine, each.kind) for each in own),
+            seconds=tuple(zip(*([max(seconds, _LEAST) for seconds in each.more] for each in own), strict=True)),
         )
-        for bits in of_codes
-    }
-    latent_core = _grid_of_columns(grids.caches, intensities, columns, grids)
-    return latent_core, coded, {bits: max(statistics.median(times), _LEAST) for bits, times in besides.items()}
+        beyond = statistics.median(each.short - shorts[each.kind.decoder.num_heads] for each in own)
+        besides[bits] = max(beyond, _LEAST)
+    return _grid_by_bytes(machine, plain, grids.caches), coded, besides
 
 
 def _decoder_with_cache(machine: _Machine, hidden: int) -> Decoder:
@@ -303,17 +292,14 @@ def _by_bytes(machine: _Machine, decoder: Decoder, bits: float, reads: Sequence[
     return _Contexts(decoder=decoder, bits=bits, token=token, tokens=tokens)
 
 
-def _after_contexts(machine: _Machine, kinds: Sequence[_Contexts]) -> list[tuple[float, list[float]]]:
-    """A layer's seconds in a decode step after each kind's short context, and how many more after its other contexts.
-
-    All are measured in turns, because their differences count.
-    """
+def _after_contexts(machine: _Machine, kinds: Sequence[_Contexts]) -> list[_After]:
+    """A layer's seconds in a decode step after each kind's contexts, measured in turns: their differences count."""
     groups = _groups_in_turn(machine, kinds, lambda kind: replace(kind.decoder, code_bits=None))
     seconds = iter([time for group in groups for time in _steps_after(machine, group)])
     found = []
     for kind in kinds:
         short, *longer = (next(seconds) / kind.decoder.num_layers for _ in (0, *kind.tokens))
-        found.append((short, [each - short for each in longer]))
+        found.append(_After(kind, short, [each - short for each in longer]))
     return found
 
 
@@ -360,12 +346,12 @@ def _intensity(machine: _Machine, kind: _Contexts) -> float:
     return core.flops / core.cache_bytes
 
 
-def _grid_of_columns(
-    caches: Sequence[int], intensities: Sequence[float], columns: Sequence[Sequence[float]], grids: Grids
-) -> Grid:
+def _grid_by_bytes(machine: _Machine, found: Sequence[_After], caches: Sequence[int]) -> Grid:
     """Seconds for each byte, over intensities and the bytes that a pass of two layers reads (on a GPU, a run)."""
-    x = tuple(caches) if grids.few_reads else tuple(read / 2 for read in caches)
-    return Grid(x=x, y=tuple(intensities), seconds=tuple(zip(*columns, strict=True)))
+    x = tuple(caches) if machine.grids.few_reads else tuple(read / 2 for read in caches)
+    columns = [_seconds_a_byte(machine, each.kind, each.more) for each in found]
+    y = tuple(_intensity(machine, each.kind) for each in found)
+    return Grid(x=x, y=y, seconds=tuple(zip(*columns, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,7 +364,7 @@ class _Pass:
         head: the seconds of the head.
     """
 
-    call: Callable[[], object]
+    call: Timeable
     layers: float
     head: float
 
@@ -426,7 +412,7 @@ def _scale_to_models(machine: _Machine, whole: Curves) -> Curves:
     """
     grids = machine.grids
     passes: list[tuple[ModelSpec, Pass]] = []
-    calls: list[Callable[[], object]] = []
+    calls: list[Timeable] = []
     for decoder, tokens in zip(grids.models, grids.model_prompts, strict=True):
         model, spec = decoder.build(machine.dtype, machine.place), decoder.spec()
         cache = filled_cache(model, spec, batch=1, tokens=grids.short)
@@ -530,7 +516,7 @@ def _passes(machine: _Machine, decoder: Decoder, parts: Curves) -> dict[int, _Pa
     return found
 
 
-def _time_operators(call: Callable[[], object], spec: ModelSpec, forward: Pass, known: Device) -> _Pass:
+def _time_operators(call: Timeable, spec: ModelSpec, forward: Pass, known: Device) -> _Pass:
     """One pass, with the seconds of its operators by the curves."""
     work = [each for each in operators(spec, forward) if each.kind not in ("norm", "embedding")]
     times = {each.name: each.seconds for each in predicted(work, known, forward)}

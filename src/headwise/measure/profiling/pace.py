@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
@@ -23,7 +23,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from headwise.measure.timing.timing import record_graph, time_call
+from headwise.measure.timing.timing import Timeable, record_graph, time_call
 from headwise.runtime.hf.optimize import take_over_linears
 
 HERE = torch.device("cpu")
@@ -85,15 +85,13 @@ class Pace:
             now = tuple(_median_seconds(*call, 7, 0.0) for call in self._calls)
         self.reference = now if reference is None else tuple(reference)
 
-    def medians(
-        self, calls: Sequence[Callable[[], object]], *, least: int = 5, patience: float = 0.05
-    ) -> list[float]:
+    def medians(self, calls: Sequence[Timeable], *, least: int = 5, patience: float = 0.05) -> list[float]:
         """Median seconds of each call, at the reference's pace; see `measure`."""
         found = self.measure(calls, least=least, patience=patience)
         return [measured / pace for measured, pace in found]
 
     def measure(
-        self, calls: Sequence[Callable[[], object]], *, least: int = 5, patience: float = 0.05
+        self, calls: Sequence[Timeable], *, least: int = 5, patience: float = 0.05
     ) -> list[tuple[float, float]]:
         """Measure calls in turns, so that what slows one of them down slows the others as well.
 
@@ -138,7 +136,7 @@ class Pace:
         return statistics.geometric_mean(ratios)
 
 
-def _median_seconds(run: Callable[[], object], count: int, least: int, patience: float) -> float:
+def _median_seconds(run: Timeable, count: int, least: int, patience: float) -> float:
     """Median seconds of a call; its first run, which brings what it reads back into the processor's caches, counts if
     it takes so long that this does not matter."""
     first = _seconds_a_call(run, count)
@@ -154,7 +152,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def repeat_for_clock(call: Callable[[], object], device: torch.device) -> tuple[Callable[[], object], int]:
+def repeat_for_clock(call: Timeable, device: torch.device) -> tuple[Timeable, int]:
     """A call that repeats another often enough for the clock, and the number of repetitions.
 
     On a GPU it replays a CUDA graph.
@@ -173,14 +171,14 @@ def repeat_for_clock(call: Callable[[], object], device: torch.device) -> tuple[
     return record_graph(call, count), count
 
 
-def _seconds_a_call(call: Callable[[], object], count: int) -> float:
+def _seconds_a_call(call: Timeable, count: int) -> float:
     """Seconds of one call, where a function makes ``count`` of them."""
     return time_call(call) / count
 
 
 def project_in_turn(
     dtype: torch.dtype, tokens: int, weights: int, copies: int, device: torch.device = HERE
-) -> Callable[[], object]:
+) -> Timeable:
     """A call of ``copies`` projections one after another, each of ``weights`` weights."""
     return pass_through(equal_projections(dtype, weights, copies, device), tokens)
 
@@ -194,7 +192,7 @@ def equal_projections(dtype: torch.dtype, weights: int, copies: int, device: tor
     return layers
 
 
-def pass_through(layers: Iterable[nn.Module], tokens: int) -> Callable[[], object]:
+def pass_through(layers: Iterable[nn.Module], tokens: int) -> Timeable:
     """A call that passes ``tokens`` tokens through each of several equal projections."""
     found = list(layers)
     weight = found[0].weight
@@ -203,7 +201,7 @@ def pass_through(layers: Iterable[nn.Module], tokens: int) -> Callable[[], objec
     return make_in_turn([partial(layer, states) for layer in found])
 
 
-def make_in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+def make_in_turn(calls: Sequence[Timeable]) -> Timeable:
     """One call that makes several others, one after another."""
 
     @torch.inference_mode()

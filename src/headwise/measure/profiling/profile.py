@@ -15,7 +15,7 @@ import torch
 from headwise.base.disk import storage_errors, write_among_others
 from headwise.base.progress import Progress, silent
 from headwise.costs.prediction import Device, to_table
-from headwise.measure.profiling.grids import grids_of
+from headwise.measure.profiling.decoder import grids_of
 from headwise.measure.profiling.measure import measure_curves
 from headwise.measure.profiling.pace import HERE, on_device
 from headwise.measure.timing.machine import Probes, describe_machine, doctor

@@ -161,7 +161,7 @@ def _share_windows(lengths: Sequence[int], tokens: int, window: int) -> tuple[li
     return [count // sources + (index < count % sources) for index in range(sources)], window
 
 
-TOKENS = 16_384
+CALIBRATION_TOKENS = 16_384
 """The default number of calibration tokens."""
 
 NARROWEST, WIDEST = 512, 2048
@@ -198,7 +198,7 @@ class CalibrationTexts:
     """
 
     sources: tuple[str | Path, ...] = ()
-    tokens: int = TOKENS
+    tokens: int = CALIBRATION_TOKENS
     window: int | None = None
 
     def __bool__(self) -> bool:
@@ -297,7 +297,7 @@ def check_texts(
 
     Args:
         calibrate: a text, or several, or none.
-        tokens: the number of tokens from all of them; `TOKENS` when None.
+        tokens: the number of tokens from all of them; `CALIBRATION_TOKENS` when None.
         window: tokens in each window; see `CalibrationTexts`.
 
     Raises:
@@ -312,7 +312,7 @@ def check_texts(
     for source in sources:
         read_source(source, characters=1)
     refuse_twice(sources, name="calibrate")
-    return CalibrationTexts(sources, TOKENS if tokens is None else tokens, window)
+    return CalibrationTexts(sources, CALIBRATION_TOKENS if tokens is None else tokens, window)
 
 
 def refuse_unknown_tokens(checkpoint: Checkpoint, *windows: Tensor) -> None:

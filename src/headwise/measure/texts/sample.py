@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from headwise.base.disk import refuse_no_file, storage_errors, write_among_others
 from headwise.base.jobs import Job, remembered
 from headwise.base.options import takes_options
-from headwise.base.options.sample import LENGTH, SHORTEST, SampleOptions
+from headwise.base.options.heal import LENGTH, SHORTEST, SampleOptions
 from headwise.base.processes import process_count
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
@@ -105,7 +105,8 @@ def sample(model: str | Path, output: str | Path, options: SampleOptions, *, pro
         for number in count():
             if tokens >= options.tokens:
                 break
-            batch = remembered(job.work / f"batch-{number:06d}.json", partial(write, number))
+            file = job.work / f"batch-{number:06d}.json"
+            batch = remembered(file, ("texts", "tokens", "seconds"), partial(write, number))
             documents += batch["texts"]
             tokens += batch["tokens"]
             seconds += batch["seconds"]
@@ -118,11 +119,7 @@ def sample(model: str | Path, output: str | Path, options: SampleOptions, *, pro
         with storage_errors("output", out):
             write_among_others(out, ("\n\n".join(documents) + "\n").encode())
     return Sample(
-        model=str(model),
-        output=str(output),
-        documents=len(documents),
-        tokens=tokens,
-        seconds=round(seconds, 3),
+        model=str(model), output=str(output), documents=len(documents), tokens=tokens, seconds=round(seconds, 3)
     )
 
 
@@ -193,9 +190,7 @@ class _Writer:
         first = torch.full((self._options.batch, 1), self._begin, device=model.device)
         with _drawing(model.device, self._options.seed * 1_000_003 + number):
             rows = model.generate(
-                first,
-                attention_mask=torch.ones_like(first),
-                logits_processor=checked_logits(model),
+                first, attention_mask=torch.ones_like(first), logits_processor=checked_logits(model)
             )
         texts, count = [], 0
         for row in rows[:, 1:].cpu():

@@ -16,7 +16,7 @@ from typing import Any
 from headwise.base.disk import refuse_input_within
 from headwise.base.options import at_least
 from headwise.errors import ArgumentError, MissingExtraError
-from headwise.measure.texts.overlap import passages_apart
+from headwise.measure.texts.windows import passages_apart
 
 
 def read_text(path: str | Path, *, characters: int | None = None, name: str = "text") -> str:

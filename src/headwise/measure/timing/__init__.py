@@ -9,17 +9,3 @@ from headwise.measure.timing.timing import (
     measure_layers,
     time_interleaved,
 )
-
-__all__ = [
-    "Health",
-    "LayerTimes",
-    "available_bytes",
-    "cache_nbytes",
-    "doctor",
-    "filled_cache",
-    "matmul_flops_per_second",
-    "measure_comparison",
-    "measure_layers",
-    "peak_rss_bytes",
-    "time_interleaved",
-]

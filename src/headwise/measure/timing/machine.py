@@ -10,7 +10,6 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headwise.base.progress import Progress, silent
-from headwise.measure.timing.timing import spread_interleaved
+from headwise.measure.timing.timing import Timeable, spread_interleaved
 from headwise.models.checkpoints import dtype_name
 from headwise.runtime.kernels.native import built
 
@@ -97,7 +96,7 @@ class Probes:
         self._into = torch.empty_like(self._read) if self._is_copied else None
         self._a, self._b = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))
 
-    def calls(self) -> dict[str, Callable[[], object]]:
+    def calls(self) -> dict[str, Timeable]:
         """The two calls, ``read`` and ``product``, for the functions of `headwise.measure.timing.timing`."""
         into = self._into
         read = self._read.sum if into is None else (lambda: into.copy_(self._read))

@@ -19,6 +19,9 @@ from headwise.costs.formulas import Comparison
 from headwise.models.specs import AttentionSpec
 from headwise.runtime.attention import AttentionCache, AttentionLayer, build
 
+Timeable = Callable[[], object]
+"""A call that is timed; what it returns does not matter."""
+
 _ENOUGH = 1e-3
 """Seconds that a sample should take, so that the clock's resolution and the loop do not matter."""
 
@@ -37,7 +40,7 @@ class Spread:
 
 
 def time_interleaved(
-    calls: Mapping[str, Callable[[], object]],
+    calls: Mapping[str, Timeable],
     *,
     repeats: int = 20,
     warmup: int = 3,
@@ -69,7 +72,7 @@ def time_interleaved(
 
 
 def spread_interleaved(
-    calls: Mapping[str, Callable[[], object]], *, budget: float = 2.0, least: int = 5, most: int = 25
+    calls: Mapping[str, Timeable], *, budget: float = 2.0, least: int = 5, most: int = 25
 ) -> dict[str, Spread]:
     """Median and quartiles of each of several calls, within a budget of time; every round has a new random order.
 
@@ -98,7 +101,7 @@ def spread_interleaved(
     return {name: _quartiles(values) for name, values in times.items()}
 
 
-def _find_repetitions(call: Callable[[], object]) -> int:
+def _find_repetitions(call: Timeable) -> int:
     """The number of repetitions of a call within a sample; timing the call for this also warms it up."""
     if time_call(call) > _LONG:
         return 1
@@ -110,7 +113,7 @@ def _quartiles(values: list[float]) -> Spread:
     return Spread(median, low, high, len(values))
 
 
-def time_call(call: Callable[[], object], times: int = 1) -> float:
+def time_call(call: Timeable, times: int = 1) -> float:
     """Seconds that one call takes, on average over ``times`` in a row."""
     _synchronise()
     start = time.perf_counter()
@@ -129,7 +132,7 @@ def matmul_flops_per_second(dtype: torch.dtype = torch.float32, size: int = 1024
     return 2 * size**3 / time_interleaved({"matmul": lambda: a @ b}, repeats=5, warmup=2)["matmul"]
 
 
-def record_graph(call: Callable[[], object], times: int) -> Callable[[], object]:
+def record_graph(call: Timeable, times: int) -> Timeable:
     """A call that replays a CUDA graph of ``times`` calls, so that a GPU does not wait for Python between them.
 
     It holds the call that was recorded, and with it the tensors at whose addresses the graph reads.
@@ -155,7 +158,7 @@ def record_graph(call: Callable[[], object], times: int) -> Callable[[], object]
     return partial(_replay, graph, call)
 
 
-def _replay(graph: torch.cuda.CUDAGraph, _: Callable[[], object]) -> None:
+def _replay(graph: torch.cuda.CUDAGraph, _: Timeable) -> None:
     graph.replay()
 
 
@@ -209,10 +212,7 @@ def measure_layers(
         layer(states, is_causal=True)
 
     decoding = time_interleaved(
-        {str(i): partial(decode, i) for i in range(len(layers))},
-        repeats=repeats,
-        stage="decoding",
-        progress=progress,
+        {str(i): partial(decode, i) for i in range(len(layers))}, repeats=repeats, stage="decoding", progress=progress
     )
     prefilling = time_interleaved(
         {str(i): partial(prefill, layers[i], prompt[i]) for i in range(len(layers))},

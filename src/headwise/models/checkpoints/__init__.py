@@ -1,47 +1,21 @@
 """Model folders and GGUF files, one tensor at a time."""
 
-from headwise.models.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, dtype_name
+from headwise.models.checkpoints.checkpoint import (
+    DTYPES,
+    Checkpoint,
+    TensorInfo,
+    dtype_name,
+    model_identity,
+    run_identity,
+    versions,
+)
 from headwise.models.checkpoints.folder import FolderCheckpoint
-from headwise.models.checkpoints.gguf import GGUF_TYPES, GgufCheckpoint, GgufFile, tokenizer_fields
-from headwise.models.checkpoints.identity import model_identity, run_identity, versions
+from headwise.models.checkpoints.gguf_reader import GgufCheckpoint
+from headwise.models.checkpoints.gguf_tokenizer import tokenizer_fields
+from headwise.models.checkpoints.gguf_writer import GGUF_TYPES, GgufFile
 from headwise.models.checkpoints.open import model_path, open_checkpoint
-from headwise.models.checkpoints.quantised.folder import QuantisedFolder
+from headwise.models.checkpoints.quantised import QuantisedFolder
 from headwise.models.checkpoints.tokenizer import decode, load_tokenizer, max_length, refuse_other_tokens, tokenize
 from headwise.models.checkpoints.unsafe import refuse_kernel, refuse_kernels, refuse_other_weights, refuse_unsafe
 from headwise.models.checkpoints.writer import FolderWriter, check_output, move_into_place
-from headwise.models.families.base import Family, Layout, family_names, family_of, has_family
-
-__all__ = [
-    "DTYPES",
-    "GGUF_TYPES",
-    "Checkpoint",
-    "Family",
-    "FolderCheckpoint",
-    "FolderWriter",
-    "GgufCheckpoint",
-    "GgufFile",
-    "Layout",
-    "QuantisedFolder",
-    "TensorInfo",
-    "check_output",
-    "decode",
-    "dtype_name",
-    "family_names",
-    "family_of",
-    "has_family",
-    "load_tokenizer",
-    "max_length",
-    "model_identity",
-    "model_path",
-    "move_into_place",
-    "open_checkpoint",
-    "refuse_kernel",
-    "refuse_kernels",
-    "refuse_other_tokens",
-    "refuse_other_weights",
-    "refuse_unsafe",
-    "run_identity",
-    "tokenize",
-    "tokenizer_fields",
-    "versions",
-]
+from headwise.models.families.base import family_names, family_of, has_family

@@ -1,19 +1,29 @@
-"""The base class of model folders and GGUF files: a model on disk, read one tensor at a time."""
+"""The base class of model folders and GGUF files, read one tensor at a time; and digests that identify one.
+
+By digests of a run, or of a model, kept results are used again for the same one only.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headwise.errors import CheckpointError, SpecError, StorageError
+from headwise.base.disk import storage_errors
+from headwise.errors import CheckpointError, SpecError
 from headwise.models.families.base import Family, family_of, has_family
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, ModelSpec, read_config
 
@@ -100,10 +110,10 @@ class Checkpoint(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that most bytes of its tensors are read as."""
-        nbytes: dict[torch.dtype, int] = {}
+        nbytes: Counter[torch.dtype] = Counter()
         for info in self.tensors.values():
-            nbytes[info.dtype] = nbytes.get(info.dtype, 0) + info.nbytes
-        return max(nbytes, key=lambda dtype: nbytes[dtype])
+            nbytes[info.dtype] += info.nbytes
+        return nbytes.most_common(1)[0][0]
 
     def read(self, name: str) -> Tensor:
         """Read one tensor into memory of its own.
@@ -115,14 +125,10 @@ class Checkpoint(ABC):
             CheckpointError: the checkpoint has no such tensor, or the tensor has NaN or infinite values.
             StorageError: the tensor's file could not be read.
         """
-        if name not in self.tensors:
-            raise CheckpointError("tensor", name, f"is missing from {self.path}")
         start = time.perf_counter()
-        try:
+        with self._reading(name):
             info = self.tensors[name]
             tensor = torch.zeros(info.shape, dtype=info.dtype) if name in self.zeros else self._read(name)
-        except OSError as error:
-            raise StorageError("tensor", name, f"could not be read: {error.strerror or error}") from None
         # In pieces: `isfinite` of the whole would take the tensor's memory twice over.
         if not all(bool(torch.isfinite(piece).all()) for piece in torch.split(tensor.flatten(), _PIECE)):
             kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinite values"
@@ -141,16 +147,18 @@ class Checkpoint(ABC):
             CheckpointError: the checkpoint has no such tensor, or the rows have NaN or infinite values.
             StorageError: the tensor's file could not be read.
         """
-        if name not in self.tensors:
-            raise CheckpointError("tensor", name, f"is missing from {self.path}")
         some, places = torch.unique(rows, return_inverse=True)
-        try:
+        with self._reading(name):
             read = self._read_rows(name, some.tolist())
-        except OSError as error:
-            raise StorageError("tensor", name, f"could not be read: {error.strerror or error}") from None
         if not bool(torch.isfinite(read).all()):
             raise CheckpointError("tensor", name, "holds NaN or infinite values")
         return read[places]
+
+    def _reading(self, name: str) -> AbstractContextManager[None]:
+        """What turns errors of reading a tensor into those that name it; the checkpoint must have it."""
+        if name not in self.tensors:
+            raise CheckpointError("tensor", name, f"is missing from {self.path}")
+        return storage_errors("tensor", name, "read")
 
     def _read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
         return self._read(name)[list(rows)]
@@ -227,3 +235,72 @@ class Checkpoint(ABC):
         Args:
             destination: the folder, which must exist.
         """
+
+
+_STRIDE, _PAGE = 1 << 20, 4096
+_NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path")
+"""Fields of a config that say who wrote it, and not what the model is."""
+_LIBRARIES = ("headwise", "torch", "transformers", "safetensors")
+
+
+def run_identity(checkpoint: Checkpoint, **decides: object) -> str:
+    """Make a digest of everything that the output of a run depends on, for `FolderWriter`'s ``run``.
+
+    For example ``run_identity(open_checkpoint("./model"), to="mqa", method="mean")``.
+
+    The source's files count by name, size and time of change, not by content: reading gigabytes to find out whether
+    they have to be read would take as long as reading them.
+
+    Args:
+        checkpoint: the source.
+        decides: everything else that the output depends on, as JSON-able values: target, stages, digests of texts, ….
+    """
+    path = checkpoint.path
+    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else checkpoint.files
+    stats = [(file.name, file.stat()) for file in files]
+    inputs = {
+        "path": os.path.realpath(path),
+        "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats],
+        "config": checkpoint.config,
+        "tensors": [
+            [name, list(info.shape), dtype_name(info.dtype)] for name, info in sorted(checkpoint.tensors.items())
+        ],
+        "versions": versions(),
+        "decides": decides,
+    }
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
+def model_identity(checkpoint: Checkpoint) -> str:
+    """Make a digest of a model, wherever its files are, from its config and a sample of its weights.
+
+    For example ``model_identity(open_checkpoint("./model"))``.
+
+    The sample is the size of each file, its first megabyte, and 4096 bytes of every further megabyte: more training
+    changes nearly all weights, and reading all of them would take as long as the work that the digest saves.
+
+    Args:
+        checkpoint: the model.
+
+    Raises:
+        StorageError: a file of it cannot be read.
+    """
+    config = {key: value for key, value in checkpoint.config.items() if key not in _NOT_OF_THE_MODEL}
+    total = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for file in checkpoint.files:
+        with storage_errors("file", file, "read"), file.open("rb", buffering=0) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            total.update(f"{size} ".encode())
+            total.update(opened.read(_STRIDE))
+            for start in range(_STRIDE, size, _STRIDE):
+                opened.seek(start)
+                total.update(opened.read(_PAGE))
+    return total.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """The versions of headwise and of the libraries that a conversion's numbers depend on.
+
+    For example ``versions()["torch"]``.
+    """
+    return {library: version(library) for library in _LIBRARIES}

@@ -19,7 +19,7 @@ from headwise.models.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInf
 from headwise.models.checkpoints.unsafe import ADAPTER, refuse_unsafe
 from headwise.models.families.base import family_of, has_family
 from headwise.models.specs import LARGEST_CONFIG, read_json
-from headwise.models.specs.stored_head import INDEX, SINGLE, with_stored_head
+from headwise.models.specs.sources import INDEX, SINGLE, with_stored_head
 
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _TEMPLATES = "additional_chat_templates/*.jinja"

@@ -8,8 +8,8 @@ from headwise.base.hub import fetch_hub
 from headwise.errors import ArgumentError
 from headwise.models.checkpoints.checkpoint import Checkpoint
 from headwise.models.checkpoints.folder import FolderCheckpoint
-from headwise.models.checkpoints.gguf import GgufCheckpoint
-from headwise.models.checkpoints.quantised.folder import QuantisedFolder, is_quantised
+from headwise.models.checkpoints.gguf_reader import GgufCheckpoint
+from headwise.models.checkpoints.quantised import QuantisedFolder, is_quantised
 from headwise.models.specs import locate
 
 

@@ -16,7 +16,7 @@ from headwise.base.disk import storage_errors
 from headwise.errors import ArgumentError, CheckpointError, HeadwiseError
 from headwise.models.checkpoints.unsafe import refuse_tokenizer_class
 from headwise.models.specs import gguf_config, read_gguf_header
-from headwise.models.specs.gguf.header import GgufHeader
+from headwise.models.specs.gguf_header import GgufHeader
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 

@@ -26,7 +26,7 @@ from headwise.base.documents import MEASURED
 from headwise.base.jobs import Job, lock_folder, partial_folder, remove_locked
 from headwise.errors import ArgumentError, StorageError
 from headwise.models.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, dtype_name
-from headwise.models.specs.stored_head import INDEX, SINGLE, stored_tensors
+from headwise.models.specs.sources import INDEX, SINGLE, stored_tensors
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = ("F64", "F32", "BF16", "F16")  # safetensors': wide dtypes first, so that all are aligned
@@ -156,11 +156,7 @@ def _shard(file: str, tensors: Mapping[str, TensorInfo]) -> Shard:
     for name in sorted(tensors, key=lambda name: (_ORDER.index(_NAMES[tensors[name].dtype]), name)):
         info = tensors[name]
         offsets[name], end = end, end + info.nbytes
-        header[name] = {
-            "dtype": _NAMES[info.dtype],
-            "shape": list(info.shape),
-            "data_offsets": [offsets[name], end],
-        }
+        header[name] = {"dtype": _NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [offsets[name], end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
@@ -308,11 +304,9 @@ class FolderWriter(Job):
         Raises:
             StorageError: the disk is full, or the file cannot be written.
         """
-        if self.is_entered:
-            with self._clearly():
-                (self.folder / name).write_bytes(content)
+        self.write_file(name, lambda path: path.write_bytes(content))
 
-    def write_file(self, name: str, write: Callable[[Path], None]) -> None:
+    def write_file(self, name: str, write: Callable[[Path], object]) -> None:
         """Let a function write a file of the folder, such as one that is too large for memory.
 
         Args:

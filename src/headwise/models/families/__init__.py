@@ -1,5 +1,3 @@
 """One small file for each model family, named after transformers' ``model_type``; each defines ``FAMILY``."""
 
 from headwise.models.families.base import Family, Layout, family_names, family_of, has_family
-
-__all__ = ["Family", "Layout", "family_names", "family_of", "has_family"]

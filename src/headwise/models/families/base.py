@@ -222,13 +222,8 @@ class Family:
     def bare(self) -> Family:
         """The family with paths that start at the base model, for folders whose tensor names lack `base`."""
         cut = len(self.base)
-        cross = self.cross_attention
-        return replace(
-            self,
-            layer=self.layer[cut:],
-            attention=self.attention[cut:],
-            cross_attention=None if cross is None else cross[cut:],
-        )
+        cross = None if self.cross_attention is None else self.cross_attention[cut:]
+        return replace(self, layer=self.layer[cut:], attention=self.attention[cut:], cross_attention=cross)
 
     def names_today(self, stored: Collection[str]) -> dict[str, str]:
         """Map transformers' current name of each tensor to its name in the file.
@@ -352,9 +347,6 @@ def family_of(model_type: str) -> Family:
     """
     name = model_type.removeprefix(HOSTED_PREFIX)
     if name not in family_names():
-        raise SpecError(
-            "model_type",
-            name,
-            f"cannot be converted, or read from GGUF, yet; can: {', '.join(family_names())}",
-        )
+        rule = f"cannot be converted, or read from GGUF, yet; can: {', '.join(family_names())}"
+        raise SpecError("model_type", name, rule)
     return cast(Family, importlib.import_module(f"headwise.models.families.{name}").FAMILY)

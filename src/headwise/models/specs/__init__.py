@@ -4,8 +4,8 @@ from headwise.base.hub import fetch_hub
 from headwise.models.specs.base import AttentionSpec, RopeSpec, hides_tokens, mechanism_module, spec_from_dict
 from headwise.models.specs.compressed import CompressedSpec
 from headwise.models.specs.expert_latent import ExpertLatentSpec
-from headwise.models.specs.gguf.config import GGUF_ARCHITECTURES, GgufModel, gguf_config, gguf_model
-from headwise.models.specs.gguf.header import read_gguf_header
+from headwise.models.specs.gguf_config import GGUF_ARCHITECTURES, GgufModel, gguf_config, gguf_model
+from headwise.models.specs.gguf_header import read_gguf_header
 from headwise.models.specs.grouped import GroupedSpec
 from headwise.models.specs.huggingface import HOSTED_PREFIX, hosted_attention, read_config
 from headwise.models.specs.indexed_latent import IndexedLatentSpec
@@ -13,15 +13,7 @@ from headwise.models.specs.latent import LatentSpec
 from headwise.models.specs.latent_space import LatentSpaceSpec
 from headwise.models.specs.model import BodySpec, FeedForwardSpec, ModelSpec
 from headwise.models.specs.recurrent import RecurrentSpec
-from headwise.models.specs.sources import (
-    LARGEST_CONFIG,
-    Source,
-    catalog,
-    layer_spec,
-    locate,
-    read_json,
-    read_spec,
-)
+from headwise.models.specs.sources import LARGEST_CONFIG, Source, catalog, layer_spec, locate, read_json, read_spec
 from headwise.models.specs.target_sizes import (
     as_grouped,
     as_latent,
@@ -32,45 +24,3 @@ from headwise.models.specs.target_sizes import (
     split_budget,
     split_in_blocks,
 )
-
-__all__ = [
-    "GGUF_ARCHITECTURES",
-    "HOSTED_PREFIX",
-    "LARGEST_CONFIG",
-    "AttentionSpec",
-    "BodySpec",
-    "CompressedSpec",
-    "ExpertLatentSpec",
-    "FeedForwardSpec",
-    "GgufModel",
-    "GroupedSpec",
-    "IndexedLatentSpec",
-    "LatentSpaceSpec",
-    "LatentSpec",
-    "ModelSpec",
-    "RecurrentSpec",
-    "RopeSpec",
-    "Source",
-    "as_grouped",
-    "as_latent",
-    "as_normed",
-    "catalog",
-    "fetch_hub",
-    "gguf_config",
-    "gguf_model",
-    "hides_tokens",
-    "hosted_attention",
-    "layer_spec",
-    "locate",
-    "mechanism_module",
-    "read_config",
-    "read_gguf_header",
-    "read_json",
-    "read_spec",
-    "refuse_as_latent",
-    "rotary_width",
-    "rotated_dims",
-    "spec_from_dict",
-    "split_budget",
-    "split_in_blocks",
-]

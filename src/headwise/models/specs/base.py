@@ -244,6 +244,16 @@ def check_positive(name: str, value: int, most: int = MAX_SIZE) -> None:
         raise SpecError(name, value, f"must be at most {most}")
 
 
+def check_sizes(spec: object, *names: str, least: int = 1) -> None:
+    """Raise a `SpecError` unless each of these fields is a whole number of at least 1, or of at least 0."""
+    for name in names:
+        value = getattr(spec, name)
+        if least == 1:
+            check_positive(name, value)
+        elif type(value) is not int or value < 0:
+            raise SpecError(name, value, "must be a whole number of at least 0")
+
+
 def check_positive_number(name: str, value: float) -> None:
     """Raise a `SpecError` unless ``value`` is a finite number above 0."""
     if isinstance(value, bool) or not is_finite(value) or value <= 0:
@@ -256,10 +266,7 @@ def is_finite(value: object) -> bool:
 
 
 def bias_names(
-    bias: bool | str | Collection[str],
-    *,
-    projections: tuple[str, ...],
-    shorthands: dict[str, tuple[str, ...]],
+    bias: bool | str | Collection[str], *, projections: tuple[str, ...], shorthands: dict[str, tuple[str, ...]]
 ) -> tuple[str, ...]:
     """Names of the projections that have a bias, in the order of ``projections``.
 
@@ -273,13 +280,8 @@ def bias_names(
     """
     if isinstance(bias, bool):
         return projections if bias else ()
-    if isinstance(bias, str):
-        if bias not in shorthands:
-            raise SpecError("bias", bias, f"must be True, False, one of {sorted(shorthands)} or projection names")
-        names: Collection[str] = shorthands[bias]
-    elif isinstance(bias, Collection):
-        names = bias
-    else:
+    names = shorthands.get(bias) if isinstance(bias, str) else bias
+    if not isinstance(names, Collection):
         raise SpecError("bias", bias, f"must be True, False, one of {sorted(shorthands)} or projection names")
     for name in names:
         if name not in projections:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headwise.errors import SpecError
-from headwise.models.specs.base import MAX_HEADS, AttentionSpec, check_positive
+from headwise.models.specs.base import MAX_HEADS, AttentionSpec, check_positive, check_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +46,13 @@ class CompressedSpec(AttentionSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("num_heads", self.num_heads, most=MAX_HEADS)
-        for name in ("head_dim", "q_lora_rank", "output_groups", "o_lora_rank", "window"):
-            check_positive(name, getattr(self, name))
+        check_sizes(self, "head_dim", "q_lora_rank", "output_groups", "o_lora_rank", "window")
         if self.num_heads % self.output_groups:
             raise SpecError("output_groups", self.output_groups, f"must divide num_heads = {self.num_heads}")
         if self.sliding_window is not None:
             raise SpecError("sliding_window", self.sliding_window, "must be None: the field of this layer is window")
         if self.has_indexer:
-            for name in ("index_topk", "index_n_heads", "index_head_dim"):
-                check_positive(name, getattr(self, name))
+            check_sizes(self, "index_topk", "index_n_heads", "index_head_dim")
         if self.rate is None:
             if self.has_indexer:
                 raise SpecError("rate", None, "is required where an indexer chooses among entries")

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from headwise.errors import SpecError
-from headwise.models.specs.base import MAX_HEADS, AttentionSpec, bias_names, check_positive
+from headwise.models.specs.base import MAX_HEADS, AttentionSpec, bias_names, check_positive, check_sizes
 
 PROJECTIONS = ("q_proj", "kv_a_proj", "gate_proj", "o_proj")
 CONDITIONINGS = ("token", "sequence")
@@ -40,8 +40,7 @@ class ExpertLatentSpec(AttentionSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("num_heads", self.num_heads, most=MAX_HEADS)
-        for name in ("head_dim", "latent_kv_heads", "kv_dim", "num_experts", "top_k"):
-            check_positive(name, getattr(self, name))
+        check_sizes(self, "head_dim", "latent_kv_heads", "kv_dim", "num_experts", "top_k")
         if self.num_heads % self.latent_kv_heads:
             raise SpecError("latent_kv_heads", self.latent_kv_heads, f"must divide num_heads = {self.num_heads}")
         if self.top_k > self.num_experts:

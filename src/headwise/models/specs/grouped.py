@@ -6,7 +6,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from headwise.errors import SpecError
-from headwise.models.specs.base import MAX_HEADS, AttentionSpec, bias_names, check_positive, check_positive_number
+from headwise.models.specs.base import (
+    MAX_HEADS,
+    AttentionSpec,
+    bias_names,
+    check_positive,
+    check_positive_number,
+    check_sizes,
+)
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -51,8 +58,7 @@ class GroupedSpec(AttentionSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("num_heads", self.num_heads, most=MAX_HEADS)
-        for name in ("num_kv_heads", "head_dim"):
-            check_positive(name, getattr(self, name))
+        check_sizes(self, "num_kv_heads", "head_dim")
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         check_positive("v_head_dim", self.value_dim)

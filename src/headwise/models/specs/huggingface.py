@@ -10,17 +10,9 @@ from typing import Any
 from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec, hides_tokens, spec_from_dict
 from headwise.models.specs.model import BodySpec, ModelSpec, group_equal_layers
+from headwise.models.specs.quantizers import read_stored
 from headwise.models.specs.readers import READERS, deepseek
-from headwise.models.specs.readers.fields import (
-    Config,
-    MissingFieldError,
-    Reader,
-    read_flag,
-    read_num_layers,
-    read_optional_integer,
-    read_optional_number,
-)
-from headwise.models.specs.weights.quantizers import read_stored
+from headwise.models.specs.readers.fields import Config, MissingFieldError, Reader
 
 HOSTED_PREFIX = "headwise_"
 """A converted model's ``model_type`` is this prefix and its family's type: ``headwise_llama``."""
@@ -37,26 +29,21 @@ _REFUSED = {
 """Model types that are refused, by reason."""
 _OUTER = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "compression_config")
 """Fields that a multimodal model's config has outside that of its text part."""
-_UNREAD = {
-    "kv_lora_rank": "belongs to MLA (a latent), and {} is not an MLA model headwise knows",
-    "use_cla": "is not understood: layers that share keys and values are known in gemma3n_text alone",
-    "num_kv_shared_layers": "is not understood: layers that share keys and values are known in gemma3n_text alone",
-    "block_configs": "is not understood: layers that differ so are known in nemotron-nas alone",
-    "attention_chunk_size": "is not understood: attention within chunks is no window",
-    "index_topk": "is not understood: the cost of sparse attention is its indexer's",
+_SHARED = "is not understood: layers that share keys and values are known in gemma3n_text alone"
+_MLA = {*deepseek.LATENT_READERS, "kimi_linear"}
+_INDEXED = {"deepseek_v32", "deepseek_v4", "glm_moe_dsa"}
+_UNREAD: dict[str, tuple[set[str], str]] = {
+    "kv_lora_rank": (_MLA, "belongs to MLA (a latent), and {} is not an MLA model headwise knows"),
+    "use_cla": (set(), _SHARED),
+    "num_kv_shared_layers": ({"gemma3n_text"}, _SHARED),
+    "block_configs": ({"nemotron-nas"}, "is not understood: layers that differ so are known in nemotron-nas alone"),
+    "attention_chunk_size": ({"llama4_text"}, "is not understood: attention within chunks is no window"),
+    "index_topk": (_INDEXED, "is not understood: the cost of sparse attention is its indexer's"),
 }
-"""Fields that change a layer in any family, and the rule of the error where they are set; `_READ` names the families
-that read them."""
-_READ = {
-    "kv_lora_rank": {*deepseek.READERS, "kimi_linear"},
-    "num_kv_shared_layers": {"gemma3n_text"},
-    "index_topk": {"deepseek_v32", "deepseek_v4", "glm_moe_dsa"},
-    "attention_chunk_size": {"llama4_text"},
-    "block_configs": {"nemotron-nas"},
-}
+"""Fields that change a layer in any family, the families that read them, and the rule of the error in all others."""
 
 
-def read_config(config: Config) -> ModelSpec:
+def read_config(config: Mapping[str, Any]) -> ModelSpec:
     """Read the spec of the model that a ``config.json`` describes.
 
     Args:
@@ -81,13 +68,11 @@ def read_config(config: Config) -> ModelSpec:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise SpecError("model_type", model_type, "must be present: it names the architecture")
-    read_optional_number(
-        config, "rms_norm_eps"
-    )  # attention does not depend on it, but a NaN here makes every output NaN
+    config = Config(config)
+    config.optional_number("rms_norm_eps")  # attention does not depend on it, but a NaN makes every output NaN
     reader = _reader(model_type, config)
-    config = {**reader.absent, **config}
-    longest = read_optional_integer(
-        config,
+    config = Config({**reader.absent, **config})
+    longest = config.optional_integer(
         "max_position_embeddings",
         "max_position_embedding",
         "n_positions",
@@ -102,7 +87,7 @@ def read_config(config: Config) -> ModelSpec:
         model_type=model_type,
         hidden_size=layers[0].hidden_size,
         layers=layers,
-        vocab_size=read_optional_integer(config, "vocab_size"),
+        vocab_size=config.optional_integer("vocab_size"),
         max_position_embeddings=longest,
         dtype=config.get("dtype", config.get("torch_dtype")),
         body=body,
@@ -125,10 +110,10 @@ def _reader(model_type: str, config: Config) -> Reader:
         if model_type in names:
             raise SpecError("model_type", model_type, reason)
     reader = READERS.get(model_type)
-    if read_flag(config, "is_encoder_decoder", False) and not (reader and reader.cross):
+    if config.flag("is_encoder_decoder", False) and not (reader and reader.cross):
         raise SpecError("is_encoder_decoder", True, "is not understood: the cache of the source is not counted")
-    for name, rule in _UNREAD.items():
-        if config.get(name) not in (None, False, 0) and model_type not in _READ.get(name, ()):
+    for name, (families, rule) in _UNREAD.items():
+        if config.get(name) not in (None, False, 0) and model_type not in families:
             raise SpecError(name, config[name], rule.format(model_type))
     if reader is None:
         raise SpecError("model_type", model_type, f"is not understood; known: {', '.join(sorted(READERS))}")
@@ -182,6 +167,6 @@ def _read_hosted_layers(config: Config, name: str) -> tuple[AttentionSpec, ...]:
     layers.sort(key=lambda layer: layer[0])
     covered = [index for index, _ in layers]
     # In a speech model num_hidden_layers counts its encoder's layers.
-    if covered != list(range(read_num_layers(config, "decoder_layers", "num_hidden_layers", "n_layer", "n_layers"))):
+    if covered != list(range(config.num_layers("decoder_layers", "num_hidden_layers", "n_layer", "n_layers"))):
         raise SpecError(f"headwise.{name}", covered, "must cover every layer once")
     return tuple(spec for _, spec in layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headwise.errors import SpecError
-from headwise.models.specs.base import check_positive
+from headwise.models.specs.base import check_positive, check_sizes
 from headwise.models.specs.latent import LatentSpec
 
 
@@ -33,9 +33,7 @@ class IndexedLatentSpec(LatentSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("index_topk", self.index_topk)
-        for name in ("index_n_heads", "index_head_dim"):
-            if type(width := getattr(self, name)) is not int or width < 0:
-                raise SpecError(name, width, "must be a whole number of at least 0")
+        check_sizes(self, "index_n_heads", "index_head_dim", least=0)
         if bool(self.index_n_heads) != bool(self.index_head_dim):
             rule = f"must be 0 exactly where index_n_heads = {self.index_n_heads} is"
             raise SpecError("index_head_dim", self.index_head_dim, rule)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from headwise.errors import SpecError
-from headwise.models.specs.base import AttentionSpec, bias_names, check_positive
+from headwise.models.specs.base import AttentionSpec, bias_names, check_positive, check_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +46,10 @@ class LatentSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_heads", "kv_lora_rank", "v_head_dim"):
-            check_positive(name, getattr(self, name))
+        check_sizes(self, "num_heads", "kv_lora_rank", "v_head_dim")
         if self.q_lora_rank is not None:
             check_positive("q_lora_rank", self.q_lora_rank)
-        for name in ("qk_nope_head_dim", "qk_rope_head_dim"):
-            if type(width := getattr(self, name)) is not int or width < 0:
-                raise SpecError(name, width, "must be a whole number of at least 0")
+        check_sizes(self, "qk_nope_head_dim", "qk_rope_head_dim", least=0)
         if not self.qk_head_dim:
             raise SpecError("qk_nope_head_dim", 0, "must be at least 1 where qk_rope_head_dim = 0")
         if self.qk_rope_head_dim % 2:
@@ -70,8 +67,7 @@ class LatentSpec(AttentionSpec):
             return
         if self.qk_norm not in ("head", "full"):
             raise SpecError("qk_norm", self.qk_norm, 'must be None, "head" or "full"')
-        for name in ("num_kv_heads", "head_dim"):
-            check_positive(name, getattr(self, name))
+        check_sizes(self, "num_kv_heads", "head_dim")
         if self.q_lora_rank is not None or any(name != "o_proj" for name in self.bias):
             rule = "goes with no query latent, and no bias but that of the output"
             raise SpecError("qk_norm", self.qk_norm, rule)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from headwise.errors import SpecError
-from headwise.models.specs.base import MAX_HEADS, AttentionSpec, bias_names, check_positive
+from headwise.models.specs.base import MAX_HEADS, AttentionSpec, bias_names, check_positive, check_sizes
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "v_out_proj", "o_proj")
 
@@ -34,8 +34,7 @@ class LatentSpaceSpec(AttentionSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("num_heads", self.num_heads, most=MAX_HEADS)
-        for name in ("latent_dim", "head_dim"):
-            check_positive(name, getattr(self, name))
+        check_sizes(self, "latent_dim", "head_dim")
         if self.latent_dim % self.num_heads:
             raise SpecError("latent_dim", self.latent_dim, f"must be a multiple of num_heads = {self.num_heads}")
         if self.latent_head_dim > self.head_dim:

@@ -1,25 +1,31 @@
-"""Find the model that a user's string names — a folder, a file, a catalog name — and read its `ModelSpec`."""
+"""Find the model that a user's string names — a folder, a file, a catalog name — and read its `ModelSpec`.
+
+A folder may store an output head of its own, though its config ties the head to the embedding. transformers then
+computes with the stored head, and warns. The weights decide, so they are read here, without torch.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from headwise.base.disk import storage_errors
 from headwise.base.hub import fetch_hub
-from headwise.errors import ArgumentError, CheckpointError, MissingExtraError, StorageError
+from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, MissingExtraError
 from headwise.models.specs.base import AttentionSpec
-from headwise.models.specs.gguf.config import read_gguf_spec
-from headwise.models.specs.gguf.header import are_of_one_model, first_part
+from headwise.models.specs.gguf_config import read_gguf_spec
+from headwise.models.specs.gguf_header import are_of_one_model, first_part
 from headwise.models.specs.huggingface import read_config
 from headwise.models.specs.model import ModelSpec
-from headwise.models.specs.stored_head import with_stored_head
 
 LARGEST_CONFIG = 2**20
 """The most bytes that a ``config.json`` may have: transformers spends much time and memory on a long list in one."""
@@ -57,7 +63,7 @@ def locate(source: str | Path) -> Source:
     if name.startswith("hf://"):
         return Source(name, "hub")
     path = Path(source)
-    if not (name and _exists(path)):
+    if not (name and os.path.exists(path)):
         return _source_by_name(name)
     if path.is_dir():
         return Source(name, "folder", path) if (file := _single_gguf(path)) is None else Source(name, "gguf", file)
@@ -68,15 +74,6 @@ def locate(source: str | Path) -> Source:
     if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):
         raise CheckpointError("source", name, "is a pickle; headwise reads safetensors and GGUF only")
     raise ArgumentError("source", name, "must be a model folder, a .gguf file or a config.json")
-
-
-def _exists(path: Path) -> bool:
-    """Whether there is such a path; False too for names that are too long for a file system."""
-    try:
-        path.stat()
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def _single_gguf(folder: Path) -> Path | None:
@@ -129,16 +126,15 @@ def read_json(path: Path, largest: int | None = None) -> dict[str, Any]:
         StorageError: it is missing or cannot be read.
     """
     try:
-        if path.is_fifo() or path.is_char_device():  # which may never end, or never begin
-            raise CheckpointError("file", str(path), "must be a regular file")
-        with path.open("rb") as file:
-            content = file.read() if largest is None else file.read(largest + 1)
+        with storage_errors("file", path, "read"):
+            if path.is_fifo() or path.is_char_device():  # which may never end, or never begin
+                raise CheckpointError("file", str(path), "must be a regular file")
+            with path.open("rb") as file:
+                content = file.read() if largest is None else file.read(largest + 1)
         if largest is not None and len(content) > largest:
             rule = f"must have at most {largest:,} bytes: a model's config has some thousands"
             raise CheckpointError("file", str(path), rule)
         value = json.loads(content.decode("utf-8"))
-    except OSError as error:
-        raise StorageError("file", str(path), f"could not be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number or a nesting beyond reason
         raise CheckpointError("file", str(path), f"is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -163,14 +159,13 @@ def read_spec(source: str | Path) -> ModelSpec:
     located = locate(source)
     if located.kind == "catalog":
         return read_config(catalog()[located.name]["config"])
-    if located.kind == "hub":
-        return read_config(read_json(fetch_hub(located.name, config_only=True), LARGEST_CONFIG))
-    assert located.path is not None
+    path = fetch_hub(located.name, config_only=True) if located.kind == "hub" else located.path
+    assert path is not None
     if located.kind == "gguf":
-        return read_gguf_spec(located.path)
-    if located.kind == "config":
-        return read_config(read_json(located.path, LARGEST_CONFIG))
-    return read_config(with_stored_head(read_json(located.path / "config.json", LARGEST_CONFIG), located.path))
+        return read_gguf_spec(path)
+    if located.kind == "folder":
+        return read_config(with_stored_head(read_json(path / "config.json", LARGEST_CONFIG), path))
+    return read_config(read_json(path, LARGEST_CONFIG))
 
 
 def layer_spec(source: str | Path | ModelSpec | AttentionSpec, index: int = 0) -> AttentionSpec:
@@ -203,3 +198,132 @@ def catalog() -> dict[str, dict[str, Any]]:
     for entry in entries.values():
         entry["config"] = {key: None if value == "null" else value for key, value in entry["config"].items()}
     return entries
+
+
+SINGLE = "model.safetensors"
+"""The file of the weights of a folder whose weights are in one file."""
+INDEX = "model.safetensors.index.json"
+"""The file that names each tensor's file in a folder whose weights are in several."""
+
+_TIED = (
+    (
+        ("lm_head.weight", "embed_out.weight", "proj_out.weight", "cls.predictions.decoder.weight"),
+        ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight"),
+    ),
+    (("cls.predictions.decoder.bias",), ("cls.predictions.bias",)),
+)
+"""Ends of the names of tensors that ``tie_word_embeddings`` ties, and of what they are tied to."""
+
+_LARGEST_HEADER = 100_000_000
+"""The most bytes of a file's header, which are those that safetensors itself allows."""
+_PIECE = 1 << 20
+
+
+class StoredTensor(NamedTuple):
+    """The place of a tensor: its file, its dtype and shape, and the offset and the number of its bytes."""
+
+    file: Path
+    kind: tuple[str, list[int]]
+    start: int
+    nbytes: int
+
+
+def with_stored_head(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The config of a folder as its weights have it: ``tie_word_embeddings`` is false where a stored head differs.
+
+    For example ``with_stored_head(read_json(Path("./model/config.json")), Path("./model"))``.
+
+    Weights that are missing or damaged, and configs that are not understood, change nothing: they are refused where
+    they are read.
+
+    Args:
+        config: the folder's parsed ``config.json``.
+        folder: the model folder, which holds safetensors.
+
+    Returns:
+        The config itself, or a changed copy.
+    """
+    try:
+        if not _ties_head(config) or not _has_own_head(_folder_tensors(folder)):
+            return config
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, HeadwiseError):
+        return config
+    config = {**config, "tie_word_embeddings": False}
+    if isinstance(nested := config.get("text_config"), Mapping):
+        config["text_config"] = {**nested, "tie_word_embeddings": False}
+    return config
+
+
+def _ties_head(config: dict[str, Any]) -> bool:
+    """Whether a config ties the head to the embedding, by ``tie_word_embeddings`` or by its family's default."""
+    body = read_config(config).body
+    return bool(config.get("tie_word_embeddings", True)) if body is None else body.tied
+
+
+def _has_own_head(tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether a tensor is stored that differs from what it would be tied to."""
+    pairs = ((_single_tensor(tensors, tied), _single_tensor(tensors, sources)) for tied, sources in _TIED)
+    return any(one and other and not _are_equal(one, other) for one, other in pairs)
+
+
+def _single_tensor(tensors: Mapping[str, StoredTensor], ends: tuple[str, ...]) -> StoredTensor | None:
+    """The one tensor outside layers with one of these ends; None where there are several."""
+    dotted = tuple(f".{end}" for end in ends)
+    found = [name for name in tensors if f".{name}".endswith(dotted) and ".layers." not in name]
+    return tensors[found[0]] if len(found) == 1 else None
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    if (one.kind, one.nbytes) != (other.kind, other.nbytes):
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        for done in range(0, one.nbytes, _PIECE):
+            piece = first.read(min(_PIECE, one.nbytes - done))
+            if not piece or piece != second.read(len(piece)):
+                return False
+    return True
+
+
+def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a folder's weights; of one that is in two files, that in the file which the index names."""
+    named: dict[str, str] = {}
+    files = [SINGLE]
+    if not (folder / SINGLE).is_file() and (folder / INDEX).is_file():
+        named = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(named.values()))
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        if Path(file).name != file or not (folder / file).is_file():  # no file outside, and no pipe
+            raise ValueError(file)
+        for name, stored in stored_tensors(folder / file).items():
+            if name not in tensors or named.get(name) == file:
+                tensors[name] = stored
+    return tensors
+
+
+def stored_tensors(file: Path) -> dict[str, StoredTensor]:
+    """The place of each tensor of a safetensors file, by its name.
+
+    For example ``stored_tensors(Path("./model/model.safetensors"))["model.norm.weight"].nbytes``.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is damaged.
+    """
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        if size > _LARGEST_HEADER:
+            raise ValueError(size)
+        header: dict[str, dict[str, Any]] = json.loads(opened.read(size))
+    header.pop("__metadata__", None)
+    return {
+        name: StoredTensor(
+            file,
+            (entry["dtype"], entry["shape"]),
+            8 + size + entry["data_offsets"][0],
+            entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
+        for name, entry in header.items()
+    }

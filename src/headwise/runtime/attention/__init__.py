@@ -12,19 +12,3 @@ from headwise.runtime.attention.grouped import (
 from headwise.runtime.attention.latent import MultiHeadLatentAttention
 from headwise.runtime.attention.latent_space import LatentSpaceAttention
 from headwise.runtime.attention.rope import RotaryEmbedding, rotate
-
-__all__ = [
-    "AttentionCache",
-    "AttentionLayer",
-    "ExpertLatentAttention",
-    "GroupedQueryAttention",
-    "LatentSpaceAttention",
-    "MultiHeadAttention",
-    "MultiHeadLatentAttention",
-    "MultiQueryAttention",
-    "RMSNorm",
-    "RotaryEmbedding",
-    "SelfAttention",
-    "build",
-    "rotate",
-]

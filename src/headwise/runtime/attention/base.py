@@ -9,7 +9,8 @@ Shapes: B batch, S new tokens, T all tokens, H query heads, P rotated dims, E hi
 
 from __future__ import annotations
 
-from dataclasses import replace
+import inspect
+from dataclasses import fields, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
@@ -19,7 +20,7 @@ from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs import AttentionSpec, CompressedSpec, GroupedSpec, RecurrentSpec, mechanism_module
 from headwise.models.specs.base import RopeSpec, check_positive
 from headwise.runtime.attention.cache import AttentionCache
-from headwise.runtime.attention.rope import RotaryEmbedding, rotate
+from headwise.runtime.attention.rope import RotaryEmbedding, Rotation, rotate
 from headwise.runtime.kernels import (
     BACKENDS,
     WITHOUT_WEIGHTS,
@@ -58,6 +59,13 @@ class RMSNorm(nn.Module):
 Rope = RopeSpec | RotaryEmbedding
 
 
+Weighed = tuple[Tensor, Tensor | None]
+"""Mixed values ``[B, H, S, V]``, and the weights ``[B, H, S, T]`` where they are returned."""
+
+Attended = Tensor | tuple[Tensor, Tensor]
+"""The output of a layer ``[B, S, E]``; with weights ``[B, H, S, T]`` where they are asked for."""
+
+
 class CacheLike(Protocol):
     """The interface that layers use of a cache: `AttentionCache` has it, and transformers' caches are wrapped."""
 
@@ -90,7 +98,7 @@ class Call(NamedTuple):
     is_cross: bool
     return_weights: bool
     position_ids: Tensor | None
-    rotation: tuple[Tensor, Tensor] | None
+    rotation: Rotation | None
     total: int
 
 
@@ -168,10 +176,10 @@ class AttentionLayer(nn.Module):
         attention_mask: Tensor | None = None,
         is_causal: bool = False,
         position_ids: Tensor | None = None,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Rotation | None = None,
         cache: CacheLike | None = None,
         return_weights: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Attended:
         """Attend to the tokens themselves, to those in a cache, or to another sequence.
 
         Args:
@@ -224,15 +232,11 @@ class AttentionLayer(nn.Module):
         return self._attend(hidden_states, memory, call)
 
     def _refuse(  # a hook: most mechanisms refuse nothing
-        self,
-        call: Call,
-        position_ids: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        cache: CacheLike | None,
+        self, call: Call, position_ids: Tensor | None, position_embeddings: Rotation | None, cache: CacheLike | None
     ) -> None:
         """Raise an error for options that this mechanism does not support, before anything is cached."""
 
-    def _check_rotation(self, tables: tuple[Tensor, Tensor] | None, S: int) -> None:
+    def _check_rotation(self, tables: Rotation | None, S: int) -> None:
         if tables is None or self.rope is None:
             return
         expected = (S, self.rope.spec.dim // 2)
@@ -245,13 +249,11 @@ class AttentionLayer(nn.Module):
         heads: int = self.spec.num_heads  # type: ignore[attr-defined]  # of every kind that has a layer
         return as_bool_mask(mask, (states.shape[0], heads, states.shape[1], keys))
 
-    def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    def _states_to_cache(self, states: Tensor, rotation: Rotation | None) -> tuple[Tensor, ...]:
         """Compute what is cached of tokens ``[B, S, E]``: ``[B, heads, S, width]`` for each of `cache_shapes`."""
         raise NotImplementedError
 
-    def _attend(
-        self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _attend(self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call) -> Attended:
         """Compute the layer's output for new tokens.
 
         Args:
@@ -262,11 +264,7 @@ class AttentionLayer(nn.Module):
         raise NotImplementedError
 
     def _remember(
-        self,
-        states: Tensor,
-        source: Tensor | None,
-        rotation: tuple[Tensor, Tensor] | None,
-        cache: CacheLike | None,
+        self, states: Tensor, source: Tensor | None, rotation: Rotation | None, cache: CacheLike | None
     ) -> tuple[Tensor, ...]:
         """Cache the new tokens and return all that are attended to, or those of the source of cross-attention."""
         if source is not None:
@@ -289,9 +287,7 @@ class AttentionLayer(nn.Module):
         new = self._states_to_cache(states, rotation)
         return new if cache is None else cache.update(*new)
 
-    def _kernel(
-        self, query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _kernel(self, query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None) -> Weighed:
         """Mixed values ``[B, H, S, V]`` by `headwise.runtime.kernels.attend`, and the weights if the call asks for
         them."""
         options: AttendOptions = {
@@ -353,7 +349,7 @@ class AttentionLayer(nn.Module):
             raise ArgumentError(f"{name} shape", tuple(states.shape), rule)
 
 
-def rotated(x: Tensor, rotation: tuple[Tensor, Tensor] | None, rope: RotaryEmbedding | None) -> Tensor:
+def rotated(x: Tensor, rotation: Rotation | None, rope: RotaryEmbedding | None) -> Tensor:
     """Rotate heads ``[B, heads, S, D]`` as a layer's rotary embedding says; without one they stay as they are."""
     if rotation is None or rope is None:
         return x
@@ -433,6 +429,12 @@ def default_head_dim(hidden_size: int, num_heads: int) -> int:
 def _latest(attention_mask: Tensor, total: int, held: int) -> Tensor:
     """The columns of a mask that belong to the latest tokens, which a window's cache holds."""
     return attention_mask[..., -held:] if attention_mask.shape[-1] == total else attention_mask
+
+
+def constructor_arguments(spec: AttentionSpec, layer: type[AttentionLayer]) -> dict[str, Any]:
+    """The fields of a spec that are keywords of a layer's constructor, by name."""
+    taken = inspect.signature(layer.__init__).parameters
+    return {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in taken}
 
 
 def build(spec: AttentionSpec, **kwargs: Any) -> AttentionLayer:

@@ -24,19 +24,23 @@ from headwise.costs.formulas.stages import attended_pairs
 from headwise.errors import ArgumentError
 from headwise.models.specs.expert_latent import ExpertLatentSpec, expert_latent_bias
 from headwise.runtime.attention.base import (
+    Attended,
     AttentionLayer,
     CacheLike,
     Call,
     Cut,
     HeadSplit,
     Rope,
+    Weighed,
     as_rotary,
+    constructor_arguments,
     default_head_dim,
     merge_heads,
     per_head,
     rotated,
     split_heads,
 )
+from headwise.runtime.attention.rope import Rotation
 from headwise.runtime.kernels import Backend, combine_masks, masked_softmax
 
 Impl = Literal["auto", "expanded", "absorbed"]
@@ -151,11 +155,7 @@ class ExpertLatentAttention(AttentionLayer):
         return HeadSplit(cuts, shared_sums=("gate_proj",))
 
     def _refuse(
-        self,
-        call: Call,
-        position_ids: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        cache: CacheLike | None,
+        self, call: Call, position_ids: Tensor | None, position_embeddings: Rotation | None, cache: CacheLike | None
     ) -> None:
         if self.rope is not None:
             rule = "must have no gaps: keys are rotated when they are read, by positions counted back from these"
@@ -180,13 +180,11 @@ class ExpertLatentAttention(AttentionLayer):
                     "attention_mask shape", tuple(mask.shape), f"with a row for each query or head {rule}"
                 )
 
-    def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    def _states_to_cache(self, states: Tensor, rotation: Rotation | None) -> tuple[Tensor, ...]:
         latents = split_heads(self.kv_a_proj(states), 2 * self.spec.latent_kv_heads)  # [B, 2·K, S, C]
         return torch.split(latents, self.spec.latent_kv_heads, dim=1)  # [B, K, S, C] each
 
-    def _attend(
-        self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _attend(self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call) -> Attended:
         key_latent, value_latent = memory  # [B, K, T, C] each
         projected = self.q_proj(hidden_states)  # [B, S, H·D]
         gates = self._gates(projected, call)  # [B, G, X]
@@ -221,7 +219,7 @@ class ExpertLatentAttention(AttentionLayer):
 
     def _expanded(
         self, query: Tensor, gates: Tensor, key_latent: Tensor, value_latent: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Weighed:
         """Decode keys and values, then attend to them: ``[B, H, S, D]``, and the weights or None."""
         query = rotated(query, call.rotation, self.rope)
         rotation = self._key_rotation(key_latent, call)
@@ -240,7 +238,7 @@ class ExpertLatentAttention(AttentionLayer):
 
     def _absorbed(
         self, query: Tensor, gates: Tensor, key_latent: Tensor, value_latent: Tensor, call: Call
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Weighed:
         """Fold the mixed decoders into the query and the output: ``[B, H, S, D]``, and the weights or None.
 
         Latents are read as they are cached.
@@ -262,12 +260,7 @@ class ExpertLatentAttention(AttentionLayer):
         return _through_experts(latent, gates, self.v_experts), weights
 
     def _expert_scores(
-        self,
-        query: Tensor,
-        gates: Tensor,
-        experts: Tensor,
-        key_latent: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        self, query: Tensor, gates: Tensor, experts: Tensor, key_latent: Tensor, rotation: Rotation | None
     ) -> Tensor:
         """Scores ``[B, H, S, T]``, not scaled, of queries ``[B, H, S, d]`` and keys from experts ``[H, X, d, C]``."""
         if gates.shape[1] == 1:
@@ -281,7 +274,7 @@ class ExpertLatentAttention(AttentionLayer):
         assert scores is not None
         return scores
 
-    def _key_rotation(self, latent: Tensor, call: Call) -> tuple[Tensor, Tensor] | None:
+    def _key_rotation(self, latent: Tensor, call: Call) -> Rotation | None:
         """cos and sin ``[B or 1, T, P/2]`` of the tokens attended to, whose last position is the new tokens' last."""
         if self.rope is None:
             return None
@@ -292,10 +285,10 @@ class ExpertLatentAttention(AttentionLayer):
         else:
             assert call.position_ids is not None
             ids, length = call.position_ids[:, -1:] - (T - 1) + steps, call.total
-        rotation: tuple[Tensor, Tensor] = self.rope(ids, latent.dtype, length)
+        rotation: Rotation = self.rope(ids, latent.dtype, length)
         return rotation
 
-    def _weights(self, scores: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+    def _weights(self, scores: Tensor, call: Call) -> Weighed:
         """Softmax of scores ``[B, H, S, T]``: the weights that mix the values, and those to return, or None."""
         B, H, S, T = scores.shape
         window = self.spec.sliding_window
@@ -348,7 +341,5 @@ def from_spec(
     spec: ExpertLatentSpec, *, dropout: float = 0.0, impl: Impl = "auto", backend: Backend = "auto"
 ) -> ExpertLatentAttention:
     """Build the layer that a spec describes, freshly initialised."""
-    names = ("hidden_size", "num_heads", "latent_kv_heads", "kv_dim", "num_experts", "top_k", "conditioning")
-    more = ("head_dim", "bias", "rope", "softmax_scale", "sliding_window")
-    arguments = {name: getattr(spec, name) for name in (*names, *more)}
+    arguments = constructor_arguments(spec, ExpertLatentAttention)
     return ExpertLatentAttention(**arguments, dropout=dropout, impl=impl, backend=backend)

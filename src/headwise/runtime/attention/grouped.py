@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from headwise.errors import SpecError
 from headwise.models.specs.grouped import GroupedSpec, grouped_bias
 from headwise.runtime.attention.base import (
+    Attended,
     AttentionLayer,
     Call,
     Cut,
@@ -20,11 +21,13 @@ from headwise.runtime.attention.base import (
     RMSNorm,
     Rope,
     as_rotary,
+    constructor_arguments,
     default_head_dim,
     merge_heads,
     rotated,
     split_heads,
 )
+from headwise.runtime.attention.rope import Rotation
 from headwise.runtime.kernels import Backend
 
 
@@ -121,13 +124,11 @@ class GroupedQueryAttention(AttentionLayer):
             return HeadSplit(cuts)
         return HeadSplit(cuts | {"q_norm": Cut(0, H), "k_norm": Cut(0, K)}, norms=("q_norm", "k_norm"))
 
-    def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    def _states_to_cache(self, states: Tensor, rotation: Rotation | None) -> tuple[Tensor, ...]:
         key = self._heads(self.k_proj(states), self.spec.num_kv_heads, self.k_norm)
         return rotated(key, rotation, self.rope), split_heads(self.v_proj(states), self.spec.num_kv_heads)
 
-    def _attend(
-        self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _attend(self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call) -> Attended:
         query = self._heads(self.q_proj(hidden_states), self.spec.num_heads, self.q_norm)  # [B, H, S, D]
         key, value = memory  # [B, K, T, D], [B, K, T, V]
         mixed, weights = self._kernel(
@@ -171,13 +172,7 @@ class SelfAttention(GroupedQueryAttention):
         **kwargs: Any,
     ) -> None:
         super().__init__(
-            hidden_size,
-            1,
-            1,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            output_projection=output_projection,
-            **kwargs,
+            hidden_size, 1, 1, head_dim=head_dim, v_head_dim=v_head_dim, output_projection=output_projection, **kwargs
         )
 
 
@@ -216,22 +211,8 @@ def from_spec(
     for field in ("sinks", "softcap"):
         if getattr(spec, field):
             raise SpecError(field, getattr(spec, field), "is not supported by the layers yet")
-    return GroupedQueryAttention(
-        spec.hidden_size,
-        spec.num_heads,
-        spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        v_head_dim=spec.v_head_dim,
-        bias=spec.bias,
-        dropout=dropout,
-        rope=spec.rope,
-        qk_norm=spec.qk_norm,
-        norm_eps=norm_eps,
-        softmax_scale=spec.softmax_scale,
-        sliding_window=spec.sliding_window,
-        backend=backend,
-        output_projection=spec.output_projection,
-    )
+    arguments = constructor_arguments(spec, GroupedQueryAttention)
+    return GroupedQueryAttention(**arguments, dropout=dropout, norm_eps=norm_eps, backend=backend)
 
 
 def _kv_heads(num_heads: int, num_kv_heads: int | None, group_size: int | None) -> int:

@@ -7,7 +7,7 @@ V value dim, E hidden. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +18,22 @@ from headwise.errors import ArgumentError
 from headwise.models.specs.base import RopeSpec
 from headwise.models.specs.latent import LatentSpec, latent_bias
 from headwise.runtime.attention.base import (
+    Attended,
     AttentionLayer,
     Call,
     Cut,
     HeadSplit,
     RMSNorm,
     Rope,
+    Weighed,
     as_rotary,
+    constructor_arguments,
     merge_heads,
     per_head,
     rotated,
     split_heads,
 )
+from headwise.runtime.attention.rope import Rotation
 from headwise.runtime.kernels import Backend
 
 Impl = Literal["auto", "expanded", "absorbed"]
@@ -125,14 +129,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         self.impl: Impl = impl
         # Names and their order of rows are those of transformers' DeepSeek-V3, whose state dicts load as they are.
         # Modules that a layer does not have are None, so that every name can be asked for.
-        E, H, R, P, N, V = (
-            hidden_size,
-            num_heads,
-            kv_lora_rank,
-            qk_rope_head_dim,
-            qk_nope_head_dim,
-            v_head_dim,
-        )
+        E, H, R, P, N, V = (hidden_size, num_heads, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim)
         self.q_proj: nn.Linear | None = None
         self.q_a_proj: nn.Linear | None = None
         self.q_b_proj: nn.Linear | None = None
@@ -189,7 +186,7 @@ class MultiHeadLatentAttention(AttentionLayer):
             return HeadSplit(cuts)
         return HeadSplit(cuts | {"q_norm": Cut(0, H)}, norms=("q_norm",))
 
-    def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor]:
+    def _states_to_cache(self, states: Tensor, rotation: Rotation | None) -> tuple[Tensor]:
         widths = (self.spec.kv_lora_rank, self.spec.qk_rope_head_dim)
         latent, k_rope = self.kv_a_proj_with_mqa(self._keys_and_values(states)).split_with_sizes(
             widths, dim=-1
@@ -199,9 +196,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         k_rope = rotated(k_rope.unsqueeze(1), rotation, self.rope)  # [B, 1, S, P]
         return (torch.cat((latent.unsqueeze(1), k_rope), dim=-1),)  # [B, 1, S, R + P]
 
-    def _attend(
-        self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _attend(self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call) -> Attended:
         (latent,) = memory  # [B, 1, T, R + P]
         q_nope, q_rope = self._queries(hidden_states, call.rotation)
         impl: str = self.impl
@@ -213,7 +208,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         out: Tensor = self.o_proj(merge_heads(mixed))
         return out if weights is None else (out, weights)
 
-    def _queries(self, hidden_states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    def _queries(self, hidden_states: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """The content ``[B, H, S, N]`` and the rotated dims ``[B, H, S, P]`` of the queries."""
         if self.spec.qk_norm is None:
             query = split_heads(self._query(hidden_states), self.spec.num_heads)  # [B, H, S, N + P]
@@ -260,7 +255,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         out: Tensor = self.q_b_proj(compressed)
         return out
 
-    def _expanded(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+    def _expanded(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, call: Call) -> Weighed:
         """Decode every head's keys and values from the latents, then attend to them.
 
         Returns:
@@ -273,7 +268,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         key = torch.cat((k_nope, k_rope.expand(-1, spec.num_heads, -1, -1)), dim=-1)  # [B, H, T, N + P]
         return self._kernel(torch.cat((q_nope, q_rope), dim=-1), key, value, call, self._scale())
 
-    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, call: Call) -> tuple[Tensor, Tensor | None]:
+    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, call: Call) -> Weighed:
         """Attend to the latents themselves: multi-query attention with one key ``[c, k_rope]`` and value c.
 
         ``q·(U c) = (Uᵀ q)·c`` and ``Σ w (U c) = U (Σ w c)``, with U a head's rows of kv_b_proj. A key bias adds
@@ -320,26 +315,11 @@ class MultiHeadLatentAttention(AttentionLayer):
 
 
 def from_spec(
-    spec: LatentSpec,
-    *,
-    dropout: float = 0.0,
-    norm_eps: float = 1e-6,
-    impl: Impl = "auto",
-    backend: Backend = "auto",
+    spec: LatentSpec, *, dropout: float = 0.0, norm_eps: float = 1e-6, impl: Impl = "auto", backend: Backend = "auto"
 ) -> MultiHeadLatentAttention:
     """Build the layer that a spec describes, freshly initialised."""
-    arguments = constructor_arguments(spec)
-    layer = MultiHeadLatentAttention(
-        **arguments, rope=spec.rope, dropout=dropout, norm_eps=norm_eps, impl=impl, backend=backend
-    )
+    arguments = constructor_arguments(spec, MultiHeadLatentAttention)
+    layer = MultiHeadLatentAttention(**arguments, dropout=dropout, norm_eps=norm_eps, impl=impl, backend=backend)
     if spec.rope is None:  # a rotary key that is not rotated (Kimi Linear), or that the hosting model rotates
         layer.rope, layer.spec = None, spec
     return layer
-
-
-def constructor_arguments(spec: LatentSpec) -> dict[str, Any]:
-    """Keyword arguments of `MultiHeadLatentAttention` from a spec, all but ``rope``."""
-    names = ("hidden_size", "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    more = ("q_lora_rank", "latent_norm", "bias", "softmax_scale", "sliding_window")
-    norms = ("qk_norm", "num_kv_heads", "head_dim")
-    return {name: getattr(spec, name) for name in (*names, *more, *norms)}

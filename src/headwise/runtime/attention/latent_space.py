@@ -11,17 +11,20 @@ from torch import Tensor, nn
 
 from headwise.models.specs.latent_space import LatentSpaceSpec, latent_space_bias
 from headwise.runtime.attention.base import (
+    Attended,
     AttentionLayer,
     Call,
     Cut,
     HeadSplit,
     Rope,
     as_rotary,
+    constructor_arguments,
     default_head_dim,
     merge_heads,
     rotated,
     split_heads,
 )
+from headwise.runtime.attention.rope import Rotation
 from headwise.runtime.kernels import Backend
 
 
@@ -96,13 +99,11 @@ class LatentSpaceAttention(AttentionLayer):
         cuts = {"q_proj": Cut(0, H), "k_proj": Cut(0, H), "v_proj": Cut(0, H), "v_out_proj": Cut(1, H)}
         return HeadSplit(cuts, sums="v_out_proj", after=("o_proj",))
 
-    def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    def _states_to_cache(self, states: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         key, value = (split_heads(project(states), self.spec.num_heads) for project in (self.k_proj, self.v_proj))
         return rotated(key, rotation, self.rope), value
 
-    def _attend(
-        self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _attend(self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call) -> Attended:
         query = split_heads(self.q_proj(hidden_states), self.spec.num_heads)  # [B, H, S, D]
         query = query[..., : self.spec.latent_head_dim]  # [B, H, S, R/H]
         key, value = memory  # [B, H, T, R/H] each
@@ -115,15 +116,5 @@ class LatentSpaceAttention(AttentionLayer):
 
 def from_spec(spec: LatentSpaceSpec, *, dropout: float = 0.0, backend: Backend = "auto") -> LatentSpaceAttention:
     """Build the layer that a spec describes, freshly initialised."""
-    return LatentSpaceAttention(
-        spec.hidden_size,
-        spec.num_heads,
-        spec.latent_dim,
-        head_dim=spec.head_dim,
-        bias=spec.bias,
-        dropout=dropout,
-        rope=spec.rope,
-        softmax_scale=spec.softmax_scale,
-        sliding_window=spec.sliding_window,
-        backend=backend,
-    )
+    arguments = constructor_arguments(spec, LatentSpaceAttention)
+    return LatentSpaceAttention(**arguments, dropout=dropout, backend=backend)

@@ -44,10 +44,9 @@ class HeadwiseCache(DynamicCache):
         quantize: how keys and values are stored: ``int8``, ``int4``, ``int3``, ``int2`` (integers with a scale and a
             zero point for each 64 channels of a token; ``int4:32`` for 32), ``int4+hadamard`` (rotated first),
             ``fp8``, ``int8/int4`` (keys/values), ``kivi4``, ``kivi3`` or ``kivi2``
-            (`headwise.runtime.quantization.kivi.KiviCode`; ``kivi2:32:128`` for blocks of 32 and 128 recent tokens);
-            or an
-            engine's own: ``llama.cpp:q4_0``, ``mlx:4``, ``vllm:fp8``, … As they are when None. An engine's queries
-            are rounded too where the attention is ``headwise``.
+            (`headwise.runtime.quantization.groups.KiviCode`; ``kivi2:32:128`` for blocks of 32 and 128 recent
+            tokens); or an engine's own: ``llama.cpp:q4_0``, ``mlx:4``, ``vllm:fp8``, … As they are when
+            None. An engine's queries are rounded too where the attention is ``headwise``.
 
     Raises:
         ArgumentError: ``max_length`` is not a whole number of at least 1, or ``quantize`` is no such format or

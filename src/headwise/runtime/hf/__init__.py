@@ -7,8 +7,17 @@ from headwise.runtime.hf.generate import Generation, generate
 from headwise.runtime.hf.interface import attention_forward
 from headwise.runtime.hf.interface import register as register_attention
 from headwise.runtime.hf.layerwise import AttentionCall, LayerwiseModel, seen_positions
-from headwise.runtime.hf.load import as_device, as_dtype, check_logits, follow_lengths, load, open_decoder
-from headwise.runtime.hf.missing_weights import check_complete, expected_tensors, tensors_of
+from headwise.runtime.hf.load import (
+    as_device,
+    as_dtype,
+    check_complete,
+    check_logits,
+    expected_tensors,
+    follow_lengths,
+    load,
+    open_decoder,
+    tensors_of,
+)
 from headwise.runtime.hf.models import (
     auto_class,
     hosted_classes,

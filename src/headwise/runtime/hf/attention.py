@@ -19,12 +19,21 @@ from headwise.errors import ArgumentError
 from headwise.models.checkpoints import family_of
 from headwise.models.specs import AttentionSpec, GroupedSpec, LatentSpec, RopeSpec
 from headwise.runtime.attention import GroupedQueryAttention, MultiHeadLatentAttention
-from headwise.runtime.attention.base import AttentionLayer, CacheLike, Call, merge_heads, rotated, split_heads
-from headwise.runtime.attention.latent import constructor_arguments
-from headwise.runtime.caches.frequencies import follow, frequencies
+from headwise.runtime.attention.base import (
+    Attended,
+    AttentionLayer,
+    CacheLike,
+    Call,
+    Weighed,
+    constructor_arguments,
+    merge_heads,
+    rotated,
+    split_heads,
+)
+from headwise.runtime.attention.rope import Rotation, follow, frequencies
 from headwise.runtime.caches.layers import GrowingLayer
 from headwise.runtime.hf.interface import as_bool
-from headwise.runtime.kernels.mask import causal_mask
+from headwise.runtime.kernels.mask import Scoring, causal_mask
 from headwise.runtime.kernels.native.abi import TURN
 from headwise.runtime.quantization import TransformCode
 from headwise.runtime.quantization.codec import Stored
@@ -228,7 +237,7 @@ class HostedAttention(AttentionLayer):
     def forward(  # type: ignore[override]  # transformers' calling convention
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Rotation | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         *,
@@ -236,7 +245,7 @@ class HostedAttention(AttentionLayer):
         key_value_states: Tensor | None = None,
         output_attentions: bool = False,
         **_: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Weighed:
         """Compute the attention as transformers' modules do.
 
         Args:
@@ -275,9 +284,7 @@ class HostedAttention(AttentionLayer):
             return None
         return LayerCache(past, self.layer_idx, trim=mask is None, tensors=len(self.cache_shapes()))
 
-    def _rotation(
-        self, tables: tuple[Tensor, Tensor] | None, states: Tensor, past: Any
-    ) -> tuple[Tensor, Tensor] | None:
+    def _rotation(self, tables: Rotation | None, states: Tensor, past: Any) -> Rotation | None:
         """cos and sin of the new tokens at the frequencies that the layer kept, each ``[B or 1, S, P/2]``.
 
         Args:
@@ -372,9 +379,7 @@ class CodedAttention(HostedAttention):
             return super()._cache(past, mask)
         return LayerCache(past, self.layer_idx, trim=mask is None, codec=self.codec, mask=mask)
 
-    def _rotation(
-        self, tables: tuple[Tensor, Tensor] | None, states: Tensor, past: Any
-    ) -> tuple[Tensor, Tensor] | None:
+    def _rotation(self, tables: Rotation | None, states: Tensor, past: Any) -> Rotation | None:
         """See `HostedAttention._rotation`; queries are rotated by their slots where keys are coded."""
         if self.codec is None:
             return super()._rotation(tables, states, past)
@@ -399,8 +404,8 @@ class CodedAttention(HostedAttention):
         if self.slots is not None and self.channels:
             channels = self._channels(query)
             rotation = self.slots.of_keys(memory[0].shape[2], channels, tuple(self.channels))
-        mask, is_causal = call.attention_mask, call.is_causal
-        return self.codec.attend(query, stored, mask, is_causal, scale, rotation, has_sums=has_sums)
+        scoring = Scoring(call.attention_mask, call.is_causal, scale)
+        return self.codec.attend(query, stored, scoring, rotation, has_sums=has_sums)
 
     def _cached_values(self, memory: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """The values of all tokens ``[B, 1, T, W]``, before rotation, out of codes or as another cache holds them."""
@@ -409,7 +414,7 @@ class CodedAttention(HostedAttention):
             return memory[0]
         return self.codec.decode(Stored(memory, (self.codec.code.width, 0), dtype))[0]
 
-    def _slot_rotation(self, states: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor] | None:
+    def _slot_rotation(self, states: Tensor, begin: int, end: int) -> Rotation | None:
         """cos and sin ``[1, end − begin, P/2]`` of slots, of the states' dtype; None without rotary dims."""
         if self.slots is None or not self.channels:
             return None
@@ -427,15 +432,14 @@ class HostedLatentAttention(CodedAttention, MultiHeadLatentAttention):
         # cos and sin come from the model; the two dims of a rotary pair are half a head apart
         rope = RopeSpec(dim=spec.qk_rope_head_dim) if spec.qk_rope_head_dim else None
         norm_eps = {} if spec.qk_norm is None else {"norm_eps": config.rms_norm_eps}
-        super().__init__(**constructor_arguments(spec), dropout=_dropout(config), rope=rope, **norm_eps)
+        arguments = constructor_arguments(spec, MultiHeadLatentAttention) | {"rope": rope, **norm_eps}
+        super().__init__(**arguments, dropout=_dropout(config))
         self.host(spec, config, layer_idx, channels)
 
-    def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor]:
+    def _states_to_cache(self, states: Tensor, rotation: Rotation | None) -> tuple[Tensor]:
         return super()._states_to_cache(states, rotation if self.codec is None else None)
 
-    def _attend(
-        self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _attend(self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call) -> Attended:
         if self.codec is None:
             return super()._attend(hidden_states, memory, call)
         if self._can_attend_to_codes(hidden_states, memory, call):
@@ -456,28 +460,18 @@ class HostedGroupedAttention(CodedAttention, GroupedQueryAttention):
     """GQA, MQA or MHA in a model whose own class has no ``num_key_value_heads``, or with a coded cache."""
 
     def __init__(self, spec: GroupedSpec, config: Any, layer_idx: int, channels: list[int]) -> None:
-        super().__init__(
-            spec.hidden_size,
-            spec.num_heads,
-            spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            v_head_dim=spec.v_head_dim,
-            bias=spec.bias,
-            dropout=_dropout(config),
-            rope=RopeSpec(dim=spec.rope.dim) if spec.rope else None,
-            softmax_scale=spec.softmax_scale,
-        )
+        rope = RopeSpec(dim=spec.rope.dim) if spec.rope else None
+        arguments = constructor_arguments(spec, GroupedQueryAttention) | {"rope": rope, "qk_norm": None}
+        super().__init__(**arguments, dropout=_dropout(config))
         self.host(spec, config, layer_idx, channels)
 
-    def _states_to_cache(self, states: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    def _states_to_cache(self, states: Tensor, rotation: Rotation | None) -> tuple[Tensor, ...]:
         if self.codec is None:
             return super()._states_to_cache(states, rotation)
         key, value = super()._states_to_cache(states, None)
         return (torch.cat((merge_heads(key), merge_heads(value)), -1)[:, None],)  # [B, 1, S, W]
 
-    def _attend(
-        self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _attend(self, hidden_states: Tensor, memory: tuple[Tensor, ...], call: Call) -> Attended:
         if self.codec is None:
             return super()._attend(hidden_states, memory, call)
         if self._can_attend_to_codes(hidden_states, memory, call):

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StaticCache
 from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.models.checkpoints import decode, load_tokenizer, model_path, tokenize
-from headwise.runtime.caches.frequencies import rotaries_by_length
+from headwise.runtime.attention.rope import rotaries_by_length
 from headwise.runtime.hf.attention import HostedAttention
 from headwise.runtime.hf.load import check_logits, load, open_decoder
 from headwise.runtime.hf.optimize import optimize
@@ -151,12 +151,7 @@ def _optimized(model: Any) -> Any:
 @checked_types
 @torch.inference_mode()
 def generate(
-    model: str | Path,
-    prompt: str,
-    *,
-    max_new_tokens: int = 40,
-    dtype: str | None = None,
-    device: str | None = None,
+    model: str | Path, prompt: str, *, max_new_tokens: int = 40, dtype: str | None = None, device: str | None = None
 ) -> Generation:
     """Continue a prompt greedily.
 

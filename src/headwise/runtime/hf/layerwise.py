@@ -197,10 +197,8 @@ class LayerwiseModel:
         key = tuple(range(width))
         if key not in self._placed:
             view = copy.copy(self)
-            inputs = torch.zeros(
-                1, width, self.model.get_input_embeddings().embedding_dim, dtype=self.dtype, device=self.device
-            )
-            view._calls, view._window = self._trace(self.num_layers, inputs_embeds=inputs)[1], width
+            view._calls = self._trace(self.num_layers, inputs_embeds=self._zeros(width))[1]
+            view._window = width
             self._placed[key] = view
         return self._placed[key]
 
@@ -216,8 +214,7 @@ class LayerwiseModel:
             positions: the positions of the tokens, ``[S]``, rising.
             update: the function, of keys ``[B, K, S, D]`` and values ``[B, K, S, V]``.
         """
-        view, width = copy.copy(self), self.model.get_input_embeddings().embedding_dim
-        inputs = torch.zeros(1, self._window, width, dtype=self.dtype, device=self.device)
+        view, inputs = copy.copy(self), self._zeros(self._window)
         positions = positions.to(self.device)
         # All but the masks is taken from these calls: the rotary tables of S tokens, and the cache that gives keys.
         some = {"inputs_embeds": inputs[:, : len(positions)], "position_ids": positions[None]}
@@ -238,6 +235,11 @@ class LayerwiseModel:
         ]
         view._window, view._placed = len(positions), {}
         return view
+
+    def _zeros(self, tokens: int) -> Tensor:
+        """Embeddings of a window in the place of any: how layers are called does not depend on them."""
+        width = self.model.get_input_embeddings().embedding_dim
+        return torch.zeros(1, tokens, width, dtype=self.dtype, device=self.device)
 
     def _at(self, positions: Tensor) -> LayerwiseModel:
         embedding, positions = self.model.get_input_embeddings(), positions.to(self.device)

@@ -16,7 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from headwise.errors import ArgumentError, SpecError
 from headwise.models.specs import HOSTED_PREFIX, LatentSpec, RopeSpec
-from headwise.runtime.attention.rope import RotaryEmbedding
+from headwise.runtime.attention.rope import RotaryEmbedding, Rotation
 from headwise.runtime.caches.cache import NAME, HeadwiseCache
 from headwise.runtime.hf.attention import HostedLatentAttention
 from headwise.runtime.kernels.native import linear, linear_of_many
@@ -92,7 +92,7 @@ def take_over_attention(model: Any) -> None:
 class OptimizedLatentAttention(HostedLatentAttention):
     """DeepSeek's attention module after `take_over_attention`, which sets the class of existing modules."""
 
-    def _rotation(self, tables: Any, states: Tensor, past: Any) -> tuple[Tensor, Tensor]:
+    def _rotation(self, tables: Any, states: Tensor, past: Any) -> Rotation:
         if isinstance(tables, Tensor):  # V2: cos + i·sin
             return tables.real, tables.imag
         cos, sin = tables  # V3: every angle is stored twice, in the first half and in the second
@@ -122,14 +122,9 @@ def _check_deepseek(name: str, module: Any) -> None:
 def _take_over(module: Any) -> None:
     """Change a module's class, as torch's parametrizations do, so that its hooks and parameters stay."""
     config = module.config
+    sizes = ("hidden_size", "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     module.spec = LatentSpec(
-        hidden_size=module.hidden_size,
-        num_heads=module.num_heads,
-        kv_lora_rank=module.kv_lora_rank,
-        qk_nope_head_dim=module.qk_nope_head_dim,
-        qk_rope_head_dim=module.qk_rope_head_dim,
-        v_head_dim=module.v_head_dim,
-        q_lora_rank=module.q_lora_rank,
+        **{name: getattr(module, name) for name in (*sizes, "q_lora_rank")},
         bias=tuple(name for name in _PROJECTIONS if getattr(getattr(module, name), "bias", None) is not None),
         softmax_scale=module.scaling,
     )

@@ -13,23 +13,3 @@ from headwise.runtime.kernels.attend import (
 from headwise.runtime.kernels.mask import as_bool_mask, causal_mask, combine_masks
 from headwise.runtime.kernels.quantized import attend_quantized, dequantize, pack, quantize, unpack
 from headwise.runtime.kernels.reference import masked_softmax
-
-__all__ = [
-    "BACKENDS",
-    "WITHOUT_WEIGHTS",
-    "AttendOptions",
-    "Backend",
-    "Choice",
-    "as_bool_mask",
-    "attend",
-    "attend_quantized",
-    "attend_with_weights",
-    "causal_mask",
-    "choose_backend",
-    "combine_masks",
-    "dequantize",
-    "masked_softmax",
-    "pack",
-    "quantize",
-    "unpack",
-]

@@ -9,24 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
 from headwise.runtime.kernels.gpu import attend_split, why_not_split
-from headwise.runtime.kernels.libraries import (
+from headwise.runtime.kernels.mask import Scoring, as_bool_mask, combine_masks
+from headwise.runtime.kernels.native import are_plain, attend_fused, built, why_not
+from headwise.runtime.kernels.reference import attend_reference
+from headwise.runtime.kernels.sdpa import (
+    FEW_TOKENS,
     FLASH_WIDEST,
     attend_flash,
     attend_flex,
+    attend_packed,
+    attend_sdpa,
     has_flash_in_torch,
     why_not_flash,
 )
-from headwise.runtime.kernels.mask import as_bool_mask, combine_masks
-from headwise.runtime.kernels.native import are_plain, attend_fused, built, why_not
-from headwise.runtime.kernels.reference import attend_reference
-from headwise.runtime.kernels.sdpa import FEW_TOKENS, attend_packed, attend_sdpa
 
 Shape = Sequence[int]
 Backend = Literal["auto", "reference", "sdpa", "packed", "fused", "split", "flex", "flash"]
@@ -234,17 +236,14 @@ def attend(
     if scale is None:
         scale = D**-0.5
     backend = _checked_backend(backend, (query, key, value), attn_mask, dropout_p, return_weights=return_weights)
-    if backend in ("fused", "split"):
-        mask = None if attn_mask is None else as_bool_mask(attn_mask, (B, H, S, T))
-        kernel = attend_fused if backend == "fused" else attend_split
-        return kernel(query, key, value, mask, is_causal, window, scale)
-    if backend == "flex":
-        mask = None if attn_mask is None else as_bool_mask(attn_mask, (B, H, S, T))
-        return attend_flex(query, key, value, mask, is_causal, window, scale)
-    if backend == "flash":
-        return attend_flash(query, key, value, is_causal, window, scale, dropout_p)
-    if backend == "sdpa":
-        return attend_sdpa(query, key, value, attn_mask, is_causal, window, scale, dropout_p)
+    scoring = Scoring(attn_mask, is_causal, scale, window)
+    if backend in ("flash", "sdpa"):
+        return (attend_flash if backend == "flash" else attend_sdpa)(query, key, value, scoring, dropout_p)
+    if backend in PARTICULAR:
+        if attn_mask is not None:
+            scoring = scoring._replace(mask=as_bool_mask(attn_mask, (B, H, S, T)))
+        kernel = attend_fused if backend == "fused" else attend_split if backend == "split" else attend_flex
+        return kernel(query, key, value, scoring)
     mask = combine_masks(attn_mask, is_causal, (B, H, S, T), query.device, window)
     weights: Tensor | None
     if backend == "packed":
@@ -295,17 +294,14 @@ def _checked_backend(
     query, key, value = tensors
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if backend == "auto":
-        backend = choose_backend(
-            query.shape,
-            key.shape,
-            dtype=query.dtype,
-            device=query.device,
-            needs_grad=needs_grad,
-            dropout_p=dropout_p,
-            return_weights=return_weights,
-            value_dim=value.shape[3],
-            has_mask=mask is not None,
-        ).backend
+        given: dict[str, Any] = {
+            "dtype": query.dtype,
+            "device": query.device,
+            "needs_grad": needs_grad,
+            "dropout_p": dropout_p,
+        }
+        given |= {"return_weights": return_weights, "value_dim": value.shape[3], "has_mask": mask is not None}
+        backend = choose_backend(query.shape, key.shape, **given).backend
         if backend in PARTICULAR and not fits(backend, query, key, value, mask):
             backend = "packed" if query.shape[2] <= FEW_TOKENS else "sdpa"  # torch reports what is wrong with them
     elif backend not in BACKENDS:

@@ -5,10 +5,29 @@ Shapes: B batch, H query heads, S new tokens (queries), T all tokens (keys).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
+
+
+class Scoring(NamedTuple):
+    """Which tokens each query attends to, and what its scores are multiplied by.
+
+    Attributes:
+        mask: bool, broadcastable to ``[B, H, S, T]``, True where a query attends; None for everywhere. A key or value
+            that no query sees is never read by kernels.
+        is_causal: whether the bottom-right causal mask applies too.
+        scale: multiplies the scores.
+        window: the number of latest keys that a query sees; all when None.
+    """
+
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+    window: int | None = None
 
 
 def causal_mask(S: int, T: int, device: torch.device | None = None, window: int | None = None) -> Tensor:

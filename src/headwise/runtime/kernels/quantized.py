@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwise.errors import ArgumentError
 from headwise.runtime.kernels.attend import attend, check_shapes, check_window
-from headwise.runtime.kernels.mask import as_bool_mask
+from headwise.runtime.kernels.mask import Scoring, as_bool_mask
 from headwise.runtime.kernels.native import are_plain, attend_fused, why_not
 
 _LEVELS = 127
@@ -125,8 +125,5 @@ def attend_quantized(
     B, H, S, D = query.shape
     T = key[0].shape[2]
     mask = None if attn_mask is None else as_bool_mask(attn_mask, (B, H, S, T))
-    return attend_fused(
-        *(query, key[0], value[0], mask, is_causal, window, D**-0.5 if scale is None else scale),
-        key_scale=key[1],
-        value_scale=value[1],
-    )
+    scoring = Scoring(mask, is_causal, D**-0.5 if scale is None else scale, window)
+    return attend_fused(query, key[0], value[0], scoring, key_scale=key[1], value_scale=value[1])

@@ -2,12 +2,3 @@
 
 from headwise.runtime.parallel.heads import cut_tensor, rank_spec, share_heads, share_model
 from headwise.runtime.parallel.sequence import ContextShare, share_context
-
-__all__ = [
-    "ContextShare",
-    "cut_tensor",
-    "rank_spec",
-    "share_context",
-    "share_heads",
-    "share_model",
-]

@@ -18,7 +18,8 @@ from torch import Tensor
 from headwise.errors import ArgumentError
 from headwise.models.specs import ExpertLatentSpec
 from headwise.runtime.attention import AttentionCache
-from headwise.runtime.attention.base import AttentionLayer, CacheLike, Call
+from headwise.runtime.attention.base import AttentionLayer, CacheLike, Call, Weighed
+from headwise.runtime.attention.rope import Rotation
 from headwise.runtime.kernels import as_bool_mask
 from headwise.runtime.parallel.heads import Group, all_reduced
 
@@ -127,11 +128,7 @@ class _Share:
         self._mask: Tensor | None = None
 
     def refuse(
-        self,
-        call: Call,
-        position_ids: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        cache: CacheLike | None,
+        self, call: Call, position_ids: Tensor | None, position_embeddings: Rotation | None, cache: CacheLike | None
     ) -> None:
         """See `AttentionLayer._refuse`; whether the context is shared is seen here.
 
@@ -148,16 +145,14 @@ class _Share:
                 raise ArgumentError(name, given, f"must be {needed}: ranks share the context")
 
     def remember(
-        self, states: Tensor, source: Tensor | None, rotation: tuple[Tensor, Tensor] | None, cache: object
+        self, states: Tensor, source: Tensor | None, rotation: Rotation | None, cache: object
     ) -> tuple[Tensor, ...]:
         """See `AttentionLayer._remember`; a mask of another shape is refused before anything is cached."""
         if self._cache is not None and self._mask is not None:
             self._as_mask(self._mask, states, self._cache.length + states.shape[1])
         return self._remembered(states, source, rotation, cache)  # type: ignore[arg-type]
 
-    def kernel(
-        self, query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def kernel(self, query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None) -> Weighed:
         """See `AttentionLayer._kernel`."""
         cache = self._cache
         if cache is None:

@@ -2,5 +2,3 @@
 
 from headwise.runtime.kernels.native.abi import SINKS
 from headwise.runtime.quantization.transform_code import TransformCode, unquantised_bytes
-
-__all__ = ["SINKS", "TransformCode", "unquantised_bytes"]

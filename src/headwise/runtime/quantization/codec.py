@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
+from headwise.runtime.kernels.mask import Scoring
 
 
 class Stored(NamedTuple):
@@ -77,15 +78,14 @@ class Codec:
         """Whether `attend` applies, and is the fastest way, for new ``[B, K, S, D]`` and ``[B, K, S, V]``."""
         return False
 
-    def attend(self, query: Tensor, stored: Stored, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    def attend(self, query: Tensor, stored: Stored, scoring: Scoring) -> Tensor:
         """Compute `headwise.attend` from what is stored, without decoding all of it.
 
         Args:
             query: ``[B, H, S, D]``.
             stored: what the layer has stored of all tokens.
-            mask: bool or 0/1 integers, broadcastable to ``[B, H, S, T]``.
-            is_causal: apply the bottom-right causal mask.
-            scale: multiplies the scores.
+            scoring: which tokens queries attend to, and the factor of their scores; the mask may also be of 0/1
+                integers.
 
         Returns:
             ``[B, H, S, V]``.
@@ -120,7 +120,7 @@ class StoredKeys(Tensor):
     def attend(self, query: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
         """`Codec.attend`; the scale is ``1/sqrt(D)`` when None."""
         scale = query.shape[3] ** -0.5 if scale is None else scale
-        return self.codec.attend(query, self.stored, mask, is_causal, scale)
+        return self.codec.attend(query, self.stored, Scoring(mask, is_causal, scale))
 
     def decode(self) -> tuple[Tensor, Tensor]:
         """`Codec.decode`."""

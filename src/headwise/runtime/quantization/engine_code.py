@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
-from headwise.runtime.quantization.groups import TokenCode, pack_bits, packed_bytes, unpack_bits
+from headwise.runtime.quantization.groups import TokenCode, as_bytes, from_bytes, pack_bits, packed_bytes, unpack_bits
 
 GROUP = 64
 """Channels of a group of a `GroupedCode` (MLX-LM's ``--kv-group-size``, optimum-quanto's ``q_group_size``)."""
@@ -157,17 +157,6 @@ def whole_groups(code: object, width: int, group: int) -> int:
         rule = f"has groups of {group} channels, which do not divide the {width} of this model's heads"
         raise ArgumentError("quantize", str(code), rule)
     return width // group
-
-
-def as_bytes(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes of numbers in a dtype: uint8 ``[…, n · bytes]`` of ``[…, n]``."""
-    return numbers.to(dtype).contiguous().view(torch.uint8)
-
-
-def from_bytes(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers ``[…, n]`` of `as_bytes`, in their dtype."""
-    # A copy, because a view in a wider dtype would need rows that begin at multiples of its bytes.
-    return rows.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 MLX_BITS = (4, 8)

@@ -13,22 +13,24 @@ from headwise.costs.formulas.target import GROUP, GROUPS
 from headwise.costs.prediction import GGML_TYPES, SERVING_ENGINES, EngineCache
 from headwise.errors import ArgumentError
 from headwise.runtime.kernels import attend, attend_quantized, dequantize, pack, unpack
+from headwise.runtime.kernels.mask import Scoring
 from headwise.runtime.kernels.native import are_plain, why_not
-from headwise.runtime.quantization import kivi
 from headwise.runtime.quantization.codec import Codec, Stored, refuse_latents
 from headwise.runtime.quantization.engine_code import MLX_BITS, QUANTO_BITS, EngineCode, MlxCode, QuantoCode
-from headwise.runtime.quantization.ggml import GgmlCode, LlamaCppCode
+from headwise.runtime.quantization.ggml import LlamaCppCode
 from headwise.runtime.quantization.groups import (
     BITS,
     HADAMARD,
+    KIVI_BITS,
+    KIVI_BLOCK,
     Float8Code,
     GroupCode,
+    KiviCode,
     TokenCode,
     attend_to_codes,
     can_attend_to_codes,
     rotated,
 )
-from headwise.runtime.quantization.kivi import KiviCode
 from headwise.runtime.quantization.vllm import (
     EngineFloat8Code,
     Float4Code,
@@ -42,7 +44,7 @@ LLAMA_CPP = "llama.cpp"
 
 _SIZE = "|".join(map(str, GROUPS))
 _INTEGERS = re.compile(rf"int({'|'.join(map(str, BITS))})(?::({_SIZE}))?({re.escape(HADAMARD)})?")
-_KIVI = re.compile(rf"kivi({'|'.join(map(str, kivi.BITS))})(?::({_SIZE})(?::([0-9]{{1,6}}))?)?")
+_KIVI = re.compile(rf"kivi({'|'.join(map(str, KIVI_BITS))})(?::({_SIZE})(?::([0-9]{{1,6}}))?)?")
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class TokenFormat(Codec):
             keys, values
         )
 
-    def attend(self, query: Tensor, stored: Stored, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    def attend(self, query: Tensor, stored: Stored, scoring: Scoring) -> Tensor:
         """See `Codec.attend`."""
         (key_rows, value_rows), (D, V), _ = stored
         assert isinstance(self.keys, GroupCode)
@@ -84,7 +86,7 @@ class TokenFormat(Codec):
         keys, values = self.keys.as_affine(key_rows, D), self.values.as_affine(value_rows, V)
         if self.keys.hadamard:
             query = rotated(query.float()).to(query.dtype)
-        out = attend_to_codes(query, keys, values, mask, is_causal, scale)
+        out = attend_to_codes(query, keys, values, scoring)
         return rotated(out.float()).to(out.dtype) if self.values.hadamard else out
 
 
@@ -112,12 +114,12 @@ class EngineFormat(TokenFormat):
         """Always: attention then rounds queries too, as the engine does."""
         return True
 
-    def attend(self, query: Tensor, stored: Stored, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    def attend(self, query: Tensor, stored: Stored, scoring: Scoring) -> Tensor:
         """Attend with the numbers that the engine would use, queries rounded among them; see `Codec.attend`."""
         (key_rows, value_rows), (D, V), _ = stored
         keys, values = self.keys.as_read(key_rows, D), self.values.as_read(value_rows, V)
         queries = self.keys.rounded_queries(self.keys.turned(query.float()))
-        out = attend(queries, keys, values, mask, 0.0, is_causal, scale)
+        out = attend(queries, keys, values, scoring.mask, 0.0, scoring.is_causal, scoring.scale)
         return self.values.turned_back(out).to(query.dtype)
 
     def rounded(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,10 +185,10 @@ class Int8Format(Codec):
         """Whether the compiled kernel reads them; attention to decoded ones is the same."""
         return are_plain(keys, values) and why_not(keys.dtype, keys.device) is None
 
-    def attend(self, query: Tensor, stored: Stored, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    def attend(self, query: Tensor, stored: Stored, scoring: Scoring) -> Tensor:
         """See `Codec.attend`."""
         keys, values = map(unpack, stored.tensors)
-        return attend_quantized(query, keys, values, mask, is_causal, scale)
+        return attend_quantized(query, keys, values, scoring.mask, scoring.is_causal, scoring.scale)
 
 
 def _same(engine: str, *codes: EngineCode) -> dict[str, EngineFormat]:
@@ -202,11 +204,9 @@ def _turboquant(cache: EngineCache) -> EngineFormat:
     return EngineFormat(keys, values, "vllm", unquantised_ends=cache.unquantised_ends)
 
 
-ENGINES: dict[str, dict[str, EngineFormat]] = {
+ENGINE_FORMATS: dict[str, dict[str, EngineFormat]] = {
     LLAMA_CPP: {
-        kind: EngineFormat(
-            LlamaCppCode(GgmlCode(kind), is_keys=True), LlamaCppCode(GgmlCode(kind), is_keys=False), LLAMA_CPP
-        )
+        kind: EngineFormat(LlamaCppCode(kind, is_keys=True), LlamaCppCode(kind, is_keys=False), LLAMA_CPP)
         for kind in GGML_TYPES
     },
     "mlx": _same("mlx", *map(MlxCode, MLX_BITS)),
@@ -228,7 +228,7 @@ def _any_of(names: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}"
 
 
-INTEGERS, KIVI = [f"int{bits}" for bits in BITS], [f"kivi{bits}" for bits in kivi.BITS]
+INTEGERS, KIVI = [f"int{bits}" for bits in BITS], [f"kivi{bits}" for bits in KIVI_BITS]
 SPELLINGS = (
     f"{_any_of(INTEGERS)}, {Float8Code()}, int8/int4 (keys/values), {_any_of(KIVI)}, or an engine's own, such as"
     " llama.cpp:q4_0; docs/speed.md has all"
@@ -251,9 +251,9 @@ def parse_format(spelling: object, *, name: str = "quantize") -> CacheFormat:
     if isinstance(spelling, str):
         if (parts := _KIVI.fullmatch(spelling)) is not None:
             bits, block, recent = parts.groups()
-            return KiviCode(int(bits), int(block or kivi.BLOCK), int(recent or 0))
+            return KiviCode(int(bits), int(block or KIVI_BLOCK), int(recent or 0))
         engine, _, names = spelling.partition(":")
-        caches, sides = ENGINES.get(engine, {}), names.split("/")
+        caches, sides = ENGINE_FORMATS.get(engine, {}), names.split("/")
         if len(sides) <= (2 if engine == LLAMA_CPP else 1) and all(side in caches for side in sides):
             return replace(caches[sides[0]], values=caches[sides[-1]].values)
         if caches:
@@ -274,14 +274,14 @@ def parse_engine_format(spelling: object, *, name: str) -> EngineFormat:
     For example ``parse_engine_format("llama.cpp:q4_0", name="for").engine`` is ``"llama.cpp"``.
 
     Args:
-        spelling: an engine, a colon and a name of `ENGINES`.
+        spelling: an engine, a colon and a name of `ENGINE_FORMATS`.
         name: what an error calls the argument.
 
     Raises:
         ArgumentError: the spelling names no engine or none of its formats.
     """
-    if str(spelling).partition(":")[0] not in ENGINES:
-        examples = _any_of(f"{engine}:{list(caches)[-1]}" for engine, caches in ENGINES.items())
+    if str(spelling).partition(":")[0] not in ENGINE_FORMATS:
+        examples = _any_of(f"{engine}:{list(caches)[-1]}" for engine, caches in ENGINE_FORMATS.items())
         raise ArgumentError(
             name, spelling, f"must be an engine's own cache, such as {examples}; docs/prepare.md has all"
         )

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
-from headwise.models.specs.gguf.types import TYPES
+from headwise.models.specs.gguf_header import TYPES
 from headwise.runtime.quantization.engine_code import EngineCode
-from headwise.runtime.quantization.groups import rotated
+from headwise.runtime.quantization.groups import as_bytes, from_bytes, rotated
 
 BLOCK = 32
 """The number of channels of a block."""
@@ -32,12 +33,10 @@ _SYMMETRIC = {"q4_0": 4, "q5_0": 5}
 _AFFINE = {"q4_1": 4, "q5_1": 5}
 _WIDE = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 _BYTES = {name.lower(): size for name, values, size in TYPES.values() if values == BLOCK}
-_OPERANDS = {"f32": "f32", "f16": "f16", "bf16": "bf16"}
-"""What queries are rounded to before they are multiplied with keys of a type; eight bits for all others."""
 
 
 @dataclass(frozen=True)
-class GgmlCode:
+class GgmlCode(EngineCode):
     """Rows of keys or values as ggml stores them: blocks of 32 channels with a float16 scale each.
 
     For example ``GgmlCode("q4_0").token_bytes(64)`` is 36.
@@ -67,74 +66,10 @@ class GgmlCode:
             raise ArgumentError("quantize", self.kind, rule)
         return width // BLOCK * _BYTES[self.kind]
 
-    def encode(self, states: Tensor) -> Tensor:
-        """Rows of bytes, uint8 ``[B, K, T, token_bytes(D)]``, of keys or values ``[B, K, T, D]``."""
-        self.token_bytes(states.shape[-1])
-        if self.kind in _WIDE:
-            return states.to(_WIDE[self.kind]).contiguous().view(torch.uint8)
-        parts = _ENCODERS[self.kind](torch.unflatten(states.float(), -1, (-1, BLOCK)))
-        return torch.cat(parts, -1).flatten(-2)
-
-    def decode(self, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """The keys or values ``[B, K, T, width]`` that rows stand for."""
-        if self.kind in _WIDE:
-            return rows.contiguous().view(_WIDE[self.kind])[..., :width].to(dtype)
-        blocks = torch.unflatten(rows, -1, (-1, _BYTES[self.kind]))
-        return _DECODERS[self.kind](blocks).flatten(-2).to(dtype)
-
-    def steps(self, states: Tensor) -> Tensor:
-        """How far apart the codes of each block lie, ``[…, blocks]``, but for a factor that all blocks share.
-
-        For example ``GgmlCode("q4_0").steps(torch.tensor([[3.0, -1.0] * 16]))`` is ``[[3.0]]``.
-
-        Args:
-            states: ``[…, D]`` of a type with blocks.
-        """
-        blocks = torch.unflatten(states, -1, (-1, BLOCK))
-        return (blocks.amax(-1) - blocks.amin(-1)) / 2 if self.kind in _AFFINE else blocks.abs().amax(-1)
-
-    @property
-    def has_blocks(self) -> bool:
-        """Whether it stores codes in blocks, and not numbers."""
-        return self.kind not in _WIDE
-
-    def rounded_queries(self, queries: Tensor) -> Tensor:
-        """Queries ``[…, D]`` as ggml's CPU backend multiplies them with keys of this type, in float32."""
-        kind = _OPERANDS.get(self.kind, "q8_0")
-        width = queries.shape[-1]
-        code = GgmlCode(kind)
-        return code.decode(code.encode(queries), width, torch.float32)
-
-
-@dataclass(frozen=True)
-class LlamaCppCode(EngineCode):
-    """One side of llama.cpp's cache: a ggml type, behind llama.cpp's order and rotation of a head's channels.
-
-    Where the type has blocks and D is a multiple of 64, llama.cpp multiplies what it stores by a Hadamard matrix
-    first: keys, and queries with them, by the largest one that divides D, values by one of 64.
-
-    Attributes:
-        type: how rows are stored.
-        is_keys: whether it is the side of the keys.
-        is_interleaved: whether a GGUF file keeps the two channels of a rotary pair side by side, where transformers
-            has them half a head apart; of keys alone.
-    """
-
-    type: GgmlCode
-    is_keys: bool
-    is_interleaved: bool = False
-
-    def __str__(self) -> str:
-        return str(self.type)
-
-    def token_bytes(self, width: int) -> int:
-        """Bytes of a token's row; see `GgmlCode.token_bytes`."""
-        return self.type.token_bytes(width)
-
     @property
     def rounds(self) -> bool:
-        """Whether it stores codes, and not numbers."""
-        return self.type.has_blocks
+        """Whether it stores codes in blocks, and not numbers."""
+        return self.kind not in _WIDE
 
     def block(self, width: int) -> int:
         """How many channels share a scale: 32.
@@ -144,6 +79,57 @@ class LlamaCppCode(EngineCode):
         """
         self.token_bytes(width)
         return BLOCK
+
+    def stored(self, turned: Tensor) -> Tensor:
+        """Rows of bytes, uint8 ``[…, token_bytes(D)]``, of states ``[…, D]``."""
+        self.token_bytes(turned.shape[-1])
+        if self.kind in _WIDE:
+            return turned.to(_WIDE[self.kind]).contiguous().view(torch.uint8)
+        encode, _ = _CODES[self.kind]
+        return torch.cat(encode(torch.unflatten(turned.float(), -1, (-1, BLOCK))), -1).flatten(-2)
+
+    def as_read(self, rows: Tensor, width: int) -> Tensor:
+        """The states ``[…, width]`` that rows stand for, in float32."""
+        if self.kind in _WIDE:
+            return rows.contiguous().view(_WIDE[self.kind])[..., :width].float()
+        _, decode = _CODES[self.kind]
+        return decode(torch.unflatten(rows, -1, (-1, _BYTES[self.kind]))).flatten(-2)
+
+    def steps(self, turned: Tensor) -> Tensor:
+        """How far apart the codes of each block lie, ``[…, blocks]``, but for a factor that all blocks share.
+
+        For example ``GgmlCode("q4_0").steps(torch.tensor([[3.0, -1.0] * 16]))`` is ``[[3.0]]``.
+
+        Args:
+            turned: ``[…, D]`` of a type with blocks.
+        """
+        blocks = torch.unflatten(turned, -1, (-1, BLOCK))
+        return (blocks.amax(-1) - blocks.amin(-1)) / 2 if self.kind in _AFFINE else blocks.abs().amax(-1)
+
+    def rounded_queries(self, turned: Tensor) -> Tensor:
+        """Queries ``[…, D]`` as ggml's CPU backend multiplies them with keys of this type, in float32."""
+        operand = GgmlCode(self.kind if self.kind in _WIDE else "q8_0")
+        return operand.as_read(operand.stored(turned), turned.shape[-1])
+
+
+@dataclass(frozen=True)
+class LlamaCppCode(GgmlCode):
+    """One side of llama.cpp's cache: a ggml type, behind llama.cpp's order and rotation of a head's channels.
+
+    Where the type has blocks and D is a multiple of 64, llama.cpp multiplies what it stores by a Hadamard matrix
+    first: keys, and queries with them, by the largest one that divides D, values by one of 64.
+
+    Attributes:
+        is_keys: whether it is the side of the keys.
+        is_interleaved: whether a GGUF file keeps the two channels of a rotary pair side by side, where transformers
+            has them half a head apart; of keys alone.
+    """
+
+    is_keys: bool
+    is_interleaved: bool = False
+
+    def __str__(self) -> str:
+        return self.kind
 
     def interleaved(self) -> LlamaCppCode:
         """The code for a model whose file keeps the two channels of a rotary pair side by side."""
@@ -162,26 +148,10 @@ class LlamaCppCode(EngineCode):
             states = torch.unflatten(states, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return states
 
-    def stored(self, turned: Tensor) -> Tensor:
-        """Rows of bytes of turned states ``[…, D]``."""
-        return self.type.encode(turned)
-
-    def as_read(self, rows: Tensor, width: int) -> Tensor:
-        """The turned states ``[…, width]`` that rows stand for, in float32."""
-        return self.type.decode(rows, width, torch.float32)
-
-    def rounded_queries(self, turned: Tensor) -> Tensor:
-        """Turned queries ``[…, D]`` as ggml's CPU backend multiplies them with keys of this type, in float32."""
-        return self.type.rounded_queries(turned)
-
-    def steps(self, turned: Tensor) -> Tensor:
-        """How far apart the codes of each block of turned states lie; see `GgmlCode.steps`."""
-        return self.type.steps(turned)
-
     def _rotated(self, states: Tensor) -> Tensor:
         """Times the symmetric Hadamard matrix, which is its own inverse."""
         width = states.shape[-1]
-        if self.type.kind in _WIDE or width % _ROTATED:
+        if self.kind in _WIDE or width % _ROTATED:
             return states
         size = width & -width if self.is_keys else _ROTATED
         return rotated(torch.unflatten(states, -1, (-1, size))).flatten(-2)
@@ -192,13 +162,13 @@ def _reciprocal(scale: Tensor) -> Tensor:
 
 
 def _half(values: Tensor) -> Tensor:
-    """Bytes of numbers as float16, ``[…]`` → ``[…, 2]``."""
-    return values.half()[..., None].contiguous().view(torch.uint8)
+    """Bytes of numbers ``[…, 1]`` as float16, ``[…, 2]``."""
+    return as_bytes(values, torch.float16)
 
 
 def _from_half(parts: Tensor) -> Tensor:
     """Numbers ``[…, 1]`` of their bytes as float16, ``[…, 2]``."""
-    return parts.clone(memory_format=torch.contiguous_format).view(torch.float16).float()
+    return from_bytes(parts, torch.float16).float()
 
 
 def _largest(blocks: Tensor) -> Tensor:
@@ -231,57 +201,44 @@ def _encode_eight(blocks: Tensor) -> tuple[Tensor, ...]:
     scale = largest / 127
     # As ggml does on x86: rounded to even, by 127 over the largest; elsewhere half a code is rounded away from zero.
     codes = (blocks * torch.where(largest != 0, 127 / largest, 0.0)).round().to(torch.int8)
-    return _half(scale[..., 0]), codes.view(torch.uint8)
+    return _half(scale), codes.view(torch.uint8)
 
 
 def _decode_eight(blocks: Tensor) -> Tensor:
     return blocks[..., 2:].contiguous().view(torch.int8).float() * _from_half(blocks[..., :2])
 
 
-def _encode_symmetric(bits: int) -> Callable[[Tensor], tuple[Tensor, ...]]:
+def _packed(codes: Tensor, bits: int) -> tuple[Tensor, ...]:
+    """Codes of four or five bits: the fifth bits, where there are some, and the nibbles."""
+    return (_fifth_bits(codes), _nibbles(codes)) if bits > 4 else (_nibbles(codes),)
+
+
+def _unpacked(blocks: Tensor, bits: int, at: int) -> Tensor:
+    """Codes of four or five bits; a block ends with the nibbles, and its fifth bits begin with byte ``at``."""
+    codes = _from_nibbles(blocks[..., -16:])
+    return codes | _from_fifth_bits(blocks[..., at : at + 4]) if bits > 4 else codes
+
+
+def _encode_symmetric(blocks: Tensor, *, bits: int) -> tuple[Tensor, ...]:
     middle = 2 ** (bits - 1)
-
-    def encode(blocks: Tensor) -> tuple[Tensor, ...]:
-        scale = _largest(blocks) / -middle
-        codes = (blocks * _reciprocal(scale) + (middle + 0.5)).clamp(0, 2 * middle - 1).to(torch.uint8)
-        high = (_fifth_bits(codes),) if bits > 4 else ()
-        return (_half(scale[..., 0]), *high, _nibbles(codes))
-
-    return encode
+    scale = _largest(blocks) / -middle
+    codes = (blocks * _reciprocal(scale) + (middle + 0.5)).clamp(0, 2 * middle - 1).to(torch.uint8)
+    return _half(scale), *_packed(codes, bits)
 
 
-def _decode_symmetric(bits: int) -> Callable[[Tensor], Tensor]:
-    def decode(blocks: Tensor) -> Tensor:
-        codes = _from_nibbles(blocks[..., -16:])
-        if bits > 4:
-            codes = codes | _from_fifth_bits(blocks[..., 2:6])
-        middle: int = 2 ** (bits - 1)
-        return (codes.float() - middle) * _from_half(blocks[..., :2])
-
-    return decode
+def _decode_symmetric(blocks: Tensor, *, bits: int) -> Tensor:
+    return (_unpacked(blocks, bits, 2).float() - 2.0 ** (bits - 1)) * _from_half(blocks[..., :2])
 
 
-def _encode_affine(bits: int) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    most = 2**bits - 1
-
-    def encode(blocks: Tensor) -> tuple[Tensor, ...]:
-        least = blocks.amin(-1, keepdim=True)
-        scale = (blocks.amax(-1, keepdim=True) - least) / most
-        codes = ((blocks - least) * _reciprocal(scale) + 0.5).clamp(0, most).to(torch.uint8)
-        high = (_fifth_bits(codes),) if bits > 4 else ()
-        return (_half(scale[..., 0]), _half(least[..., 0]), *high, _nibbles(codes))
-
-    return encode
+def _encode_affine(blocks: Tensor, *, bits: int) -> tuple[Tensor, ...]:
+    most, least = 2**bits - 1, blocks.amin(-1, keepdim=True)
+    scale = (blocks.amax(-1, keepdim=True) - least) / most
+    codes = ((blocks - least) * _reciprocal(scale) + 0.5).clamp(0, most).to(torch.uint8)
+    return _half(scale), _half(least), *_packed(codes, bits)
 
 
-def _decode_affine(bits: int) -> Callable[[Tensor], Tensor]:
-    def decode(blocks: Tensor) -> Tensor:
-        codes = _from_nibbles(blocks[..., -16:])
-        if bits > 4:
-            codes = codes | _from_fifth_bits(blocks[..., 4:8])
-        return codes.float() * _from_half(blocks[..., :2]) + _from_half(blocks[..., 2:4])
-
-    return decode
+def _decode_affine(blocks: Tensor, *, bits: int) -> Tensor:
+    return _unpacked(blocks, bits, 4).float() * _from_half(blocks[..., :2]) + _from_half(blocks[..., 2:4])
 
 
 def _encode_levels(blocks: Tensor) -> tuple[Tensor, ...]:
@@ -292,7 +249,7 @@ def _encode_levels(blocks: Tensor) -> tuple[Tensor, ...]:
     guess, weight = levels[codes.long()], blocks * blocks
     below = (weight * guess * guess).sum(-1, keepdim=True)
     scale = torch.where(below > 0, (weight * guess * blocks).sum(-1, keepdim=True) / below, 0.0)
-    return _half(scale[..., 0]), _nibbles(codes)
+    return _half(scale), _nibbles(codes)
 
 
 def _nearest_level(values: Tensor, levels: Tensor) -> Tensor:
@@ -305,15 +262,10 @@ def _decode_levels(blocks: Tensor) -> Tensor:
     return levels[_from_nibbles(blocks[..., 2:]).long()] * _from_half(blocks[..., :2])
 
 
-_ENCODERS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
-    "q8_0": _encode_eight,
-    **{kind: _encode_symmetric(bits) for kind, bits in _SYMMETRIC.items()},
-    **{kind: _encode_affine(bits) for kind, bits in _AFFINE.items()},
-    "iq4_nl": _encode_levels,
+_CODES: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], Callable[[Tensor], Tensor]]] = {
+    "q8_0": (_encode_eight, _decode_eight),
+    **{k: (partial(_encode_symmetric, bits=n), partial(_decode_symmetric, bits=n)) for k, n in _SYMMETRIC.items()},
+    **{k: (partial(_encode_affine, bits=n), partial(_decode_affine, bits=n)) for k, n in _AFFINE.items()},
+    "iq4_nl": (_encode_levels, _decode_levels),
 }
-_DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "q8_0": _decode_eight,
-    **{kind: _decode_symmetric(bits) for kind, bits in _SYMMETRIC.items()},
-    **{kind: _decode_affine(bits) for kind, bits in _AFFINE.items()},
-    "iq4_nl": _decode_levels,
-}
+"""How blocks ``[…, 32]`` of each type become bytes, in parts, and how bytes ``[…, bytes]`` become blocks."""

@@ -1,16 +1,19 @@
-"""Codes of single tokens: integers with a scale and a zero point for each group of channels, or 8-bit floats.
+"""Codes of tokens: integers with a scale and a zero point for each group of channels, 8-bit floats, and KIVI.
 
 Codes of fewer than eight bits lie in bytes: code i of a row takes the bits from ``b·i`` on, the lowest bit first.
 Kernels attend to integers as they are stored; results differ from those of decoded ones by rounding alone.
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T tokens, D channels of a head, G groups of channels.
+
+KIVI codes keys per channel over blocks of tokens, and values per token: Z. Liu et al., "KIVI: A Tuning-Free
+Asymmetric 2bit Quantization for KV Cache", ICML 2024, arXiv:2402.02750.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +21,11 @@ from torch import Tensor
 from headwise.costs.formulas.target import GROUP, GROUPS
 from headwise.errors import ArgumentError
 from headwise.runtime.kernels.gpu import attend_codes, why_not_codes
-from headwise.runtime.kernels.mask import as_bool_mask
+from headwise.runtime.kernels.mask import Scoring, as_bool_mask
 from headwise.runtime.kernels.native import are_plain, why_not
 from headwise.runtime.kernels.native.calls import AffineRows, KeyBlocks, attend_affine
 from headwise.runtime.kernels.sdpa import FEW_TOKENS
+from headwise.runtime.quantization.codec import Codec, Stored, refuse_latents
 
 
 def packed_bytes(count: int, bits: int) -> int:
@@ -165,13 +169,16 @@ class GroupCode:
         groups = self.groups(states.shape[-1])
         turned = rotated(states.float()) if self.hadamard else states.float()
         codes, scale, zero = affine_codes(torch.unflatten(turned, -1, (groups, -1)), self.bits)
-        return torch.cat((pack_bits(codes.flatten(-2), self.bits), _as_bytes(scale), _as_bytes(zero)), -1)
+        return torch.cat(
+            (pack_bits(codes.flatten(-2), self.bits), as_bytes(scale, torch.float16), as_bytes(zero, torch.float16)),
+            -1,
+        )
 
     def decode(self, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """The keys or values ``[B, K, T, width]`` that rows stand for."""
         groups, end = self.groups(width), packed_bytes(width, self.bits)
         codes = torch.unflatten(unpack_bits(rows[..., :end], self.bits, width), -1, (groups, -1))
-        scale, zero = _as_halves(rows[..., end:]).float().chunk(2, -1)
+        scale, zero = from_bytes(rows[..., end:], torch.float16).float().chunk(2, -1)
         states = (codes.float() * scale[..., None] + zero[..., None]).flatten(-2)
         return (rotated(states) if self.hadamard else states).to(dtype)
 
@@ -245,9 +252,7 @@ def attend_to_codes(
     query: Tensor,
     keys: AffineRows,
     values: AffineRows,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
+    scoring: Scoring,
     *,
     blocks: KeyBlocks | None = None,
     recent: tuple[Tensor, Tensor] | None = None,
@@ -258,9 +263,7 @@ def attend_to_codes(
         query: ``[B, H, S, D]``.
         keys: the codes of the older tokens' keys.
         values: the codes of the older tokens' values.
-        mask: bool or 0/1 integers, broadcastable to ``[B, H, S, T]``.
-        is_causal: apply the bottom-right causal mask.
-        scale: multiplies the scores.
+        scoring: that of `headwise.runtime.quantization.codec.Codec.attend`.
         blocks: scales of the keys; None where they are in their rows.
         recent: keys and values of the tokens behind those in codes.
 
@@ -268,11 +271,11 @@ def attend_to_codes(
         ``[B, H, S, V]``.
     """
     B, H, S, _ = query.shape
-    if mask is not None:
+    if scoring.mask is not None:
         total = keys.rows.shape[2] + (0 if recent is None else recent[0].shape[2])
-        mask = as_bool_mask(mask, (B, H, S, total))
+        scoring = scoring._replace(mask=as_bool_mask(scoring.mask, (B, H, S, total)))
     attend = attend_codes if is_on_gpu(query) else attend_affine
-    return attend(query, keys, values, mask, is_causal, scale, blocks=blocks, late=recent)
+    return attend(query, keys, values, scoring, blocks=blocks, late=recent)
 
 
 def is_on_gpu(states: Tensor) -> bool:
@@ -326,10 +329,113 @@ def _float16_below(values: Tensor) -> Tensor:
     return torch.where(nearest.float() > values, below, bits).view(torch.float16)
 
 
-def _as_bytes(halves: Tensor) -> Tensor:
-    return halves.contiguous().view(torch.uint8)
+def as_bytes(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes of numbers in a dtype: uint8 ``[…, n · bytes]`` of ``[…, n]``."""
+    return numbers.to(dtype).contiguous().view(torch.uint8)
 
 
-def _as_halves(rows: Tensor) -> Tensor:
-    # A copy, because a view as float16 would need rows that begin at even bytes.
-    return rows.clone(memory_format=torch.contiguous_format).view(torch.float16)
+def from_bytes(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers ``[…, n]`` of `as_bytes`, in their dtype."""
+    # A copy, because a view in a wider dtype would need rows that begin at multiples of its bytes.
+    return rows.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+KIVI_BITS = (4, 3, 2)
+"""The numbers of bits that a code may have."""
+
+KIVI_BLOCK = GROUP
+"""The tokens of a block where the user names no other number."""
+
+
+@dataclass(frozen=True)
+class KiviCode(Codec):
+    """Integers for keys and values; each channel of the keys has a scale and a zero point for each block of tokens.
+
+    Keys have a few channels that are large in every token, so that a channel's numbers are alike and a token's are
+    not. Only whole blocks are coded. The latest tokens are kept as they are: those that fill no block yet, and
+    ``recent`` more.
+
+    What is stored are rows of codes of the keys; rows of the values; for each block the scales and then the zero
+    points of the keys' channels, float16 ``[B, K, N, 2 · D]``; and keys and values of the latest tokens.
+
+    Attributes:
+        bits: one of `KIVI_BITS`.
+        block: the tokens of a block of keys; also the channels of a value's group (`GroupCode`).
+        recent: the number of latest tokens that are never coded.
+    """
+
+    tensors: ClassVar[tuple[str, ...]] = ("keys", "values", "key_scales", "recent_keys", "recent_values")
+
+    bits: int
+    block: int = KIVI_BLOCK
+    recent: int = 0
+
+    def __str__(self) -> str:
+        block = "" if (self.block, self.recent) == (KIVI_BLOCK, 0) else f":{self.block}"
+        return f"kivi{self.bits}{block}{f':{self.recent}' if self.recent else ''}"
+
+    @property
+    def values(self) -> GroupCode:
+        """The code of the values."""
+        return GroupCode(self.bits, self.block)
+
+    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """Rows of whole blocks' keys and values, and scales of the keys; see `Codec.encode`."""
+        refuse_latents(values, self)
+        group_count(values.shape[3], self.block, str(self))
+        rows, scales = self.encode_keys(keys)
+        return rows, self.values.encode(values), scales
+
+    def decode(self, stored: Stored) -> tuple[Tensor, Tensor]:
+        """All keys and values, in the dtype of the latest ones, which are kept as they are; see `Codec.decode`."""
+        key_rows, value_rows, scales, keys, values = stored.tensors
+        first = self.decode_keys(key_rows, scales, keys.dtype)
+        return (
+            torch.cat((first, keys), 2),
+            torch.cat((self.values.decode(value_rows, values.shape[3], values.dtype), values), 2),
+        )
+
+    def can_attend(self, keys: Tensor, values: Tensor) -> bool:
+        """See `Codec.can_attend`."""
+        return can_attend_to_codes(keys, values)
+
+    def attend(self, query: Tensor, stored: Stored, scoring: Scoring) -> Tensor:
+        """See `Codec.attend`."""
+        (key_rows, value_rows, scales, *recent), (D, V), _ = stored
+        keys, values = AffineRows(key_rows, D, self.bits, 0), self.values.as_affine(value_rows, V)
+        latest, blocks = (recent[0], recent[1]), KeyBlocks(scales, self.block)
+        return attend_to_codes(query, keys, values, scoring, blocks=blocks, recent=latest)
+
+    def encode_keys(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes of blocks of keys.
+
+        Args:
+            keys: ``[B, K, N · block, D]``.
+
+        Returns:
+            Packed codes, a row for each token, uint8 ``[B, K, N · block, packed_bytes(D, bits)]``; and for each block
+            the channels' scales and then their zero points, float16 ``[B, K, N, 2 · D]``.
+        """
+        channels = torch.unflatten(keys.float(), -2, (-1, self.block)).transpose(-1, -2)  # [B, K, N, D, block]
+        codes, scale, zero = affine_codes(channels, self.bits)
+        tokens = codes.transpose(-1, -2).flatten(-3, -2)
+        return pack_bits(tokens.contiguous(), self.bits), torch.cat((scale, zero), -1)
+
+    def decode_keys(self, rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """The keys ``[B, K, N · block, D]`` that the codes and scales of `encode_keys` stand for."""
+        scale, zero = scales.float().chunk(2, -1)
+        codes = torch.unflatten(unpack_bits(rows, self.bits, scale.shape[-1]), -2, (-1, self.block))
+        keys = codes.float() * scale[..., None, :] + zero[..., None, :]
+        return keys.flatten(-3, -2).to(dtype)
+
+    def block_bytes(self, key_width: int, value_width: int) -> int:
+        """Bytes of a block of tokens in one head: keys and values, with all scales and zero points.
+
+        For example ``KiviCode(4).block_bytes(64, 64)`` is 4608.
+
+        Args:
+            key_width: D of the keys.
+            value_width: D of the values.
+        """
+        keys = self.block * packed_bytes(key_width, self.bits) + 2 * 2 * key_width
+        return keys + self.block * self.values.token_bytes(value_width)

@@ -32,19 +32,13 @@ from torch import Tensor
 from headwise.errors import CheckpointError
 from headwise.models.specs import GroupedSpec, LatentSpec
 from headwise.runtime.kernels.gpu import LatentLayout, attend_latents, why_not_latents
-from headwise.runtime.kernels.mask import as_bool_mask
+from headwise.runtime.kernels.mask import Scoring, as_bool_mask
 from headwise.runtime.kernels.native.abi import CHANNELS, SINKS, TURN
 from headwise.runtime.kernels.native.build import are_plain, why_not
-from headwise.runtime.kernels.native.calls import (
-    CodedLayout,
-    HeadsLayout,
-    attend_coded,
-    attend_heads,
-    can_encode,
-    choose_gains,
-)
+from headwise.runtime.kernels.native.calls import TrellisLayout, attend_trellis, can_encode, choose_gains
 from headwise.runtime.kernels.sdpa import FEW_TOKENS
 from headwise.runtime.quantization.codec import Codec, Stored
+from headwise.runtime.quantization.groups import is_on_gpu
 from headwise.runtime.quantization.trellis import NOISE, REACH, UNIT, decode, encode, tables
 
 CONTEXT = 2048
@@ -281,7 +275,7 @@ class TrellisFormat(Codec):
         # MLA has a section for the latent, and two for the halves of a rotary key; heads have one each for keys and
         # for values.
         self.is_latent = len(code.sections) % 2 == 1
-        self._layout: LatentLayout | CodedLayout | HeadsLayout | None = None
+        self._layout: LatentLayout | TrellisLayout | None = None
         self._turn: tuple[Tensor, Tensor] | None = None
 
     def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
@@ -334,22 +328,18 @@ class TrellisFormat(Codec):
         self,
         query: Tensor,
         stored: Stored,
-        mask: Tensor | None,
-        is_causal: bool,
-        scale: float,
+        scoring: Scoring,
         rotation: KeyRotation | None = None,
         *,
         has_sums: bool = False,
     ) -> Tensor:
-        """Attend to codes that `can_attend_to` said yes to; see `attend_coded`, `attend_latents` and `attend_heads`.
+        """Attend to codes that `can_attend_to` said yes to; see `attend_trellis` and `attend_latents`.
 
         Args:
             query: rotated by slots: of latents, absorbed, ``[B, H, S, R + P]`` or ``[B, H, S, P]``; of heads ``[B, H,
                 S, D]``.
             stored: see `TrellisFormat`.
-            mask: ``[B, T]`` or broadcastable to ``[B, H, S, T]``.
-            is_causal: apply the bottom-right causal mask.
-            scale: multiplies the scores.
+            scoring: that of `headwise.runtime.quantization.codec.Codec.attend`; the mask may be ``[B, T]``.
             rotation: how keys are rotated as they are read; None where P is 0.
             has_sums: add the sum of each row's weights as a last column, of latents.
 
@@ -358,8 +348,8 @@ class TrellisFormat(Codec):
         """
         codes, _, unquantised, first = stored.tensors
         B, H, S, _ = query.shape
-        if mask is not None:
-            mask = as_bool_mask(mask, (B, H, S, codes.shape[2]))
+        if scoring.mask is not None:
+            scoring = scoring._replace(mask=as_bool_mask(scoring.mask, (B, H, S, codes.shape[2])))
         layout = self._layout_for(rotation, of_gpu=is_on_gpu(query))
         tokens = query, codes, unquantised, first
         if rotation is None:
@@ -368,30 +358,21 @@ class TrellisFormat(Codec):
         else:
             tables, frequency = (rotation.cos, rotation.sin), rotation.frequency
         if isinstance(layout, LatentLayout):
-            return attend_latents(*tokens, layout, tables, mask, is_causal, scale, has_sums=has_sums)
-        if isinstance(layout, CodedLayout):
-            return attend_coded(*tokens, layout, tables, frequency, mask, is_causal, scale, has_sums=has_sums)
-        return attend_heads(*tokens, layout, tables, frequency, mask, is_causal, scale)
+            return attend_latents(*tokens, layout, tables, scoring, has_sums=has_sums)
+        return attend_trellis(*tokens, layout, tables, frequency, scoring, has_sums=has_sums)
 
-    def _layout_for(self, rotation: KeyRotation | None, *, of_gpu: bool) -> LatentLayout | CodedLayout | HeadsLayout:
+    def _layout_for(self, rotation: KeyRotation | None, *, of_gpu: bool) -> LatentLayout | TrellisLayout:
         """How a kernel reads the code; it is kept until frequencies change."""
         turn = None if rotation is None else rotation.turn
         if self._layout is None or self._turn is not turn:
             with torch.inference_mode(False), torch.no_grad():
-                if not self.is_latent:
-                    self._layout = heads_layout(self.code, turn)
-                elif of_gpu:
+                if of_gpu and self.is_latent:
                     frequency = None if rotation is None else rotation.frequency
                     self._layout = latent_layout(self.code, turn, frequency)
                 else:
-                    self._layout = coded_layout(self.code, turn)
+                    self._layout = trellis_layout(self.code, turn)
                 self._turn = turn
         return self._layout
-
-
-def is_on_gpu(states: Tensor) -> bool:
-    """Whether Triton's kernels attend to states of any shape, and not the compiled ones."""
-    return states.is_cuda
 
 
 def keep_first_tokens(kept: Tensor, states: Tensor, first: Tensor, begin: int) -> Tensor:
@@ -420,35 +401,12 @@ def replace_first_tokens(values: Tensor, unquantised: Tensor, first: Tensor, beg
     return values
 
 
-def coded_layout(code: TransformCode, turn: tuple[Tensor, Tensor] | None) -> CodedLayout:
-    """How the kernel reads a code of a latent and, behind it, a rotary key whose halves are sections.
-
-    Args:
-        code: the code.
-        turn: cos and sin of the first `TURN` slots, each ``[TURN, P/2]``; None where P is 0.
-    """
-    rank = code.sections[0]
-    return CodedLayout(code.width - rank, code.token_bytes, *_layout_tensors(code, turn), rank)
-
-
-def heads_layout(code: TransformCode, turn: tuple[Tensor, Tensor] | None) -> HeadsLayout:
-    """How the kernel reads a code of all heads' keys and, behind them, all values; each head's are a section.
-
-    Args:
-        code: the code.
-        turn: cos and sin of the first `TURN` slots, as in `coded_layout`.
-    """
-    rotary = 0 if turn is None else 2 * turn[0].shape[-1]
-    K, D, V = len(code.sections) // 2, code.sections[0], code.sections[-1]
-    return HeadsLayout(rotary, code.token_bytes, *_layout_tensors(code, turn), K, D, V)
-
-
 def latent_layout(code: TransformCode, turn: tuple[Tensor, Tensor] | None, frequency: Tensor | None) -> LatentLayout:
     """How the GPU's kernel reads a code of a latent and, behind it, a rotary key, on the device of the code.
 
     Args:
         code: the code.
-        turn: cos and sin of the first `TURN` slots, as in `coded_layout`.
+        turn: cos and sin of the first `TURN` slots, each ``[TURN, P/2]``; None where P is 0.
         frequency: ``[P/2]``, each rotary pair's index among the model's frequencies; None where P is 0.
     """
     bits, rank, device = code.channel_bits.int(), code.sections[0], code.offset.device
@@ -469,10 +427,15 @@ def _whole_levels() -> tuple[Tensor, Tensor]:
     return (tables() / UNIT).round().to(torch.int8), GAIN_STEP ** (torch.arange(16, dtype=torch.float32) - GAIN_ZERO)
 
 
-def _layout_tensors(
-    code: TransformCode, turn: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The tensors of a layout of the compiled kernels, from ``blocks`` to ``turn``."""
+def trellis_layout(code: TransformCode, turn: tuple[Tensor, Tensor] | None) -> TrellisLayout:
+    """How the compiled kernels read a code.
+
+    Args:
+        code: of a latent and, behind it, a rotary key whose halves are sections; or of all heads' keys and, behind
+            them, all values, each head's a section.
+        turn: cos and sin of the first `TURN` slots, each ``[TURN, P/2]``; None where P is 0.
+    """
+    is_latent = len(code.sections) % 2 == 1
     rows: list[tuple[int, int, int, int]] = []
     column = first = 0
     for bits, (begin, end) in zip(code.bits, blocks(code.sections), strict=True):
@@ -485,7 +448,11 @@ def _layout_tensors(
         """Numbers of channels at the columns of their levels."""
         return torch.cat([_padded(section) for section in channels.float().split_with_sizes(code.sections)])
 
-    return (
+    return TrellisLayout(
+        code.sections[0 if is_latent else -1],
+        0 if is_latent else len(code.sections) // 2,
+        0 if turn is None else 2 * turn[0].shape[-1],
+        code.token_bytes,
         torch.tensor(rows, dtype=torch.int32),
         *_whole_levels(),
         columns(code.scale * UNIT),

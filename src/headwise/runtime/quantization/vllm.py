@@ -22,8 +22,16 @@ import torch
 from torch import Tensor
 
 from headwise.errors import ArgumentError
-from headwise.runtime.quantization.engine_code import EngineCode, as_bytes, from_bytes, whole_groups
-from headwise.runtime.quantization.groups import Float8Code, pack_bits, packed_bytes, rotated, unpack_bits
+from headwise.runtime.quantization.engine_code import EngineCode, whole_groups
+from headwise.runtime.quantization.groups import (
+    Float8Code,
+    as_bytes,
+    from_bytes,
+    pack_bits,
+    packed_bytes,
+    rotated,
+    unpack_bits,
+)
 
 _LEAST_SCALE = 1e-6
 _SIGNS = 0x9E3779B9

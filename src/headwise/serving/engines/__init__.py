@@ -2,16 +2,4 @@
 
 from headwise.costs.prediction import RUNNABLE
 from headwise.serving.engines.in_engine import evaluate_in_engine, evaluate_windows_in_engine
-from headwise.serving.engines.rules import ENGINES, Engine, EngineReport, ModelFacts, Verdict, engines
-
-__all__ = [
-    "ENGINES",
-    "RUNNABLE",
-    "Engine",
-    "EngineReport",
-    "ModelFacts",
-    "Verdict",
-    "engines",
-    "evaluate_in_engine",
-    "evaluate_windows_in_engine",
-]
+from headwise.serving.engines.rules import ENGINE_RULES, Engine, EngineReport, ModelFacts, Verdict, engines

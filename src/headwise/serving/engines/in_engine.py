@@ -30,13 +30,14 @@ from headwise.measure.evaluation.evaluate import (
     default_context,
     leading_tokens,
     read_texts,
+    summarised,
     timing_prompt,
 )
 from headwise.measure.evaluation.model_pair import Pair, open_pair
-from headwise.measure.evaluation.results import Evaluation, Scores, evaluation_of
-from headwise.measure.evaluation.speed import Speed
+from headwise.measure.evaluation.results import Evaluation, Scores
+from headwise.measure.evaluation.scoring import Speed
 from headwise.models.checkpoints import Checkpoint, GgufCheckpoint
-from headwise.serving.engines.rules import ENGINES, ModelFacts
+from headwise.serving.engines.rules import ENGINE_RULES, ModelFacts
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -270,7 +271,7 @@ def _file(engine: ServingEngine, pair: Pair, name: str) -> Path:
         ArgumentError: the engine does not serve such a model.
     """
     checkpoint: Checkpoint = pair.checkpoints[name]
-    rules = next(one for one in ENGINES if one.served is engine)
+    rules = next(one for one in ENGINE_RULES if one.served is engine)
     if (refusal := rules.refusal(ModelFacts(checkpoint, pair.sources[name]))) is not None:
         why, instead = refusal
         raise ArgumentError(name, pair.sources[name], f"{engine.title} {why}; instead: {instead}")
@@ -296,10 +297,6 @@ def _evaluation(pair: Pair, texts: Windows, answer: dict[str, Any], context: int
         for name, one in answer["speed"].items()
     }
     about = {"window": texts[0][1].shape[1], "begin": leading_tokens(pair, texts), "context": context}
-    about |= {"engine": answer["version"]}
-    device = {"device": answer["device"]}
-    reference = None
-    if "against" in speed:
-        alone: Scores = [(name, {"nll": score["reference_nll"]}) for name, score in own]
-        reference = evaluation_of(alone, speed["against"], about | pair.describe("against") | device)
-    return evaluation_of(own, speed["model"], about | pair.describe() | device | {"cache": cache}, reference)
+    return summarised(
+        pair, own, speed, about | {"engine": answer["version"], "device": answer["device"], "cache": cache}
+    )

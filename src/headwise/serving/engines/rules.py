@@ -149,15 +149,21 @@ class Engine:
 
     Attributes:
         served: the engine.
-        refusal: the reason for which it does not serve a model.
+        rule: the reason for which it does not serve a model, beside what the table of engines says.
         caution: what must be known of a model that it serves; None where nothing is.
         command: what starts it with a model, where that is more than the engine's own command line.
     """
 
     served: ServingEngine
-    refusal: Callable[[ModelFacts], Refusal | None]
+    rule: Callable[[ModelFacts], Refusal | None]
     caution: Callable[[ModelFacts], str | None] = lambda facts: None
     command: Callable[[ModelFacts], str] | None = None
+
+    def refusal(self, facts: ModelFacts) -> Refusal | None:
+        """The reason for which it does not serve a model, and what to do instead; None where it serves it."""
+        if facts.is_gguf and not self.served.reads_gguf:
+            return "reads folders of safetensors", FOLDER
+        return self.rule(facts)
 
     def typed(self, facts: ModelFacts) -> str:
         """The command line, or the Python expression, that starts it with a model."""
@@ -219,8 +225,6 @@ def _llama_cpp(facts: ModelFacts) -> Refusal | None:
 
 
 def _mlx(facts: ModelFacts) -> Refusal | None:
-    if facts.is_gguf:
-        return "reads folders of safetensors", FOLDER
     if facts.is_own:  # utils.py, _get_classes
         return f"has no model of type {facts.model_type}", _convert(facts, DEEPSEEK)
     if facts.is_deepseek:  # models/deepseek_v3.py, ModelArgs
@@ -289,7 +293,7 @@ def _plugin(facts: ModelFacts) -> Refusal | None:
 
 
 def _vllm(facts: ModelFacts) -> Refusal | None:
-    if facts.is_own and not facts.is_gguf:
+    if facts.is_own:
         return _plugin(facts) or _shares(facts)
     return _stock_vllm(facts)
 
@@ -298,8 +302,6 @@ def _no_stock_folder(facts: ModelFacts) -> Refusal | None:
     """Why a model is no folder of a stock decoder, which alone vLLM without plugins and TensorRT-LLM load."""
     if not facts.spec.is_causal or facts.spec.cross_layers:
         return "headwise knows its conditions of decoders alone", "nothing yet"
-    if facts.is_gguf:
-        return "reads folders of safetensors", FOLDER
     if facts.is_own:  # vLLM's model_executor/models/registry.py
         return f"has no model of type {facts.model_type}", _instead_of_own(facts)
     return None
@@ -336,6 +338,12 @@ def _vllm_caution(facts: ModelFacts) -> str | None:
     return "on a CPU it decodes MLA of 512 + 64 alone (v1/attention/backends/mla/cpu_mla.py)"
 
 
+def _sglang(facts: ModelFacts) -> Refusal | None:
+    if facts.is_gguf:  # srt/utils/hf_transformers_utils.py, get_config: transformers reads what the model is
+        return _transformers(facts) or _shares(facts)
+    return _stock_vllm(facts)  # its deepseek_v2.py has the same conditions
+
+
 def _ollama(facts: ModelFacts) -> Refusal | None:
     if facts.is_split:  # server/create.go
         return "imports one file, and this model is split over several", MERGE
@@ -356,12 +364,12 @@ def _tensorrt(facts: ModelFacts) -> Refusal | None:
     return _shares(facts)
 
 
-ENGINES = (
+ENGINE_RULES = (
     Engine(SERVING_ENGINES["transformers"], _transformers, _transformers_caution, _transformers_command),
     Engine(SERVING_ENGINES["llama.cpp"], _llama_cpp),
     Engine(SERVING_ENGINES["mlx"], _mlx),
     Engine(SERVING_ENGINES["vllm"], _vllm, _vllm_caution, _vllm_command),
-    Engine(SERVING_ENGINES["sglang"], _stock_vllm),  # its deepseek_v2.py has the same conditions
+    Engine(SERVING_ENGINES["sglang"], _sglang),
     Engine(OLLAMA, _ollama, _ollama_caution),
     Engine(SERVING_ENGINES["tensorrt-llm"], _tensorrt),
 )
@@ -443,7 +451,7 @@ def engines(source: str | Path, *, tensor_parallel: int = 1) -> EngineReport:
         source=str(source),
         model_type=facts.model_type,
         label=facts.spec.label,
-        verdicts=tuple(_verdict(engine, facts) for engine in ENGINES),
+        verdicts=tuple(_verdict(engine, facts) for engine in ENGINE_RULES),
     )
 
 

@@ -305,7 +305,7 @@ class Vllm:
         self._engine.add_request(str(self._requests), {"prompt_token_ids": ids}, sampling)
 
 
-ENGINES: dict[str, type[Model]] = {"llama.cpp": LlamaCpp, "MLX-LM": MlxLm, "vLLM": Vllm}
+RUNNERS: dict[str, type[Model]] = {"llama.cpp": LlamaCpp, "MLX-LM": MlxLm, "vLLM": Vllm}
 
 
 def measure(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
@@ -316,7 +316,7 @@ def measure(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     Raises:
         RefusedError: the engine refuses a model.
     """
-    kind = ENGINES[request["engine"]]
+    kind = RUNNERS[request["engine"]]
     windows, prompt = request["windows"], request["prompt"]
     room = max(len(windows[0]), len(prompt) + WARMUP + REPEATS)
     models: dict[str, Model] = {}

@@ -388,10 +388,7 @@ def export_deepseek(
 
 
 def add_deepseek(
-    writer: FolderWriter,
-    checkpoint: Checkpoint,
-    config: Mapping[str, Any],
-    progress: Progress = silent,
+    writer: FolderWriter, checkpoint: Checkpoint, config: Mapping[str, Any], progress: Progress = silent
 ) -> None:
     """Add everything that a stock folder lacks, from a folder in headwise's own format.
 

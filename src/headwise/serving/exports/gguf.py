@@ -1,7 +1,7 @@
 """Write a model folder as one GGUF file, the format of llama.cpp.
 
 A file is written from the config and the tensors of a stock model: MLA becomes deepseek_v3 first. So llama.cpp's
-names and forms are one table (`headwise.models.checkpoints.gguf.layout`), for every source, which the reader uses the
+names and forms are one table (`headwise.models.checkpoints.gguf_reader`), for every source, which the reader uses the
 other way round.
 """
 
@@ -21,13 +21,7 @@ from headwise.base.disk import refuse_no_file, replace, storage_errors
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError, StorageError
-from headwise.models.checkpoints import (
-    Checkpoint,
-    GgufFile,
-    dtype_name,
-    open_checkpoint,
-    tokenizer_fields,
-)
+from headwise.models.checkpoints import Checkpoint, GgufFile, dtype_name, open_checkpoint, tokenizer_fields
 from headwise.models.specs import GGUF_ARCHITECTURES, HOSTED_PREFIX, gguf_model
 from headwise.runtime.hf import check_complete, expected_tensors, stock_config, tensors_of
 from headwise.serving.exports.deepseek import deepseek_config, deepseek_tensors

@@ -4,18 +4,3 @@ from headwise.study.audit.audit import Audit, audit
 from headwise.study.audit.claim import Check, Claim, Judged, Result, Verdict
 from headwise.study.audit.claims import all_claims
 from headwise.study.audit.mechanisms import MechanismBench, MechanismRow, Similarity, bench_mechanisms
-
-__all__ = [
-    "Audit",
-    "Check",
-    "Claim",
-    "Judged",
-    "MechanismBench",
-    "MechanismRow",
-    "Result",
-    "Similarity",
-    "Verdict",
-    "all_claims",
-    "audit",
-    "bench_mechanisms",
-]

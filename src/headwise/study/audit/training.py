@@ -23,8 +23,7 @@ from headwise.base.options.heal import HealOptions
 from headwise.base.progress import Progress, silent
 from headwise.conversion.calibration.windows import plain_windows
 from headwise.conversion.healing.loop import Loop
-from headwise.conversion.healing.optimizer import optimizer_of
-from headwise.conversion.healing.state import TrainingState
+from headwise.conversion.healing.optimizer import TrainingState, optimizer_of
 from headwise.conversion.healing.windows import HELD, HealingWindows
 from headwise.errors import ArgumentError
 from headwise.measure.texts import language_reference, read_text

@@ -5,15 +5,3 @@ from headwise.study.bench.generate import bench_generate
 from headwise.study.bench.module import bench_module
 from headwise.study.bench.prefill import bench_prefill
 from headwise.study.bench.report import Bench, Case, Timing, page
-
-__all__ = [
-    "Bench",
-    "Case",
-    "Shape",
-    "Timing",
-    "bench_decode",
-    "bench_generate",
-    "bench_module",
-    "bench_prefill",
-    "page",
-]

@@ -21,7 +21,7 @@ from headwise.measure.timing.machine import Probes, available_bytes
 from headwise.models.checkpoints import dtype_name
 from headwise.runtime.hf import as_device, as_dtype
 from headwise.runtime.kernels import attend, causal_mask, choose_backend
-from headwise.runtime.kernels.libraries import causal_block_mask
+from headwise.runtime.kernels.sdpa import causal_block_mask
 from headwise.study.bench.report import BETWEEN, OURS, Bench, Case, UnableError, Way, run_case
 
 _Any = TypeVar("_Any")

@@ -36,14 +36,14 @@ def ctranslate2(source: str, max_tokens: int) -> Engine:
     return _CTranslate2(source, max_tokens)
 
 
-ENGINES: dict[str, Callable[[str, int], Engine]] = {"llama.cpp": llama_cpp, "CTranslate2": ctranslate2}
+TIMED_ENGINES: dict[str, Callable[[str, int], Engine]] = {"llama.cpp": llama_cpp, "CTranslate2": ctranslate2}
 
 
 def start_engine(name: str, source: str | Path, dtype: str, max_tokens: int) -> EngineProcess:
-    """Start an engine of `ENGINES` in a separate process.
+    """Start an engine of `TIMED_ENGINES` in a separate process.
 
     Args:
-        name: a key of `ENGINES`.
+        name: a key of `TIMED_ENGINES`.
         source: a model folder, ``.gguf`` or other source with weights.
         dtype: the dtype of the benchmark; engines run in float32 and refuse any other.
         max_tokens: the number of tokens that the cache has to hold.
@@ -51,11 +51,11 @@ def start_engine(name: str, source: str | Path, dtype: str, max_tokens: int) -> 
     Raises:
         UnableError: the engine is not installed, or cannot run the model.
     """
-    if importlib.util.find_spec(ENGINES[name].__name__) is None:
+    if importlib.util.find_spec(TIMED_ENGINES[name].__name__) is None:
         raise UnableError(f"is not installed: {PEERS_PIP}")
     if dtype != "float32":
         raise UnableError("is timed in float32 only")
-    return EngineProcess(ENGINES[name], source, max_tokens)
+    return EngineProcess(TIMED_ENGINES[name], source, max_tokens)
 
 
 class _LlamaCpp:

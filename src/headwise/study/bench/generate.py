@@ -27,7 +27,7 @@ from headwise.measure.timing.timing import time_call
 from headwise.models.specs import ModelSpec, read_spec
 from headwise.runtime.hf import HeadwiseCache, load, optimize
 from headwise.study.bench.engine_process import EngineProcess
-from headwise.study.bench.engines import ENGINES, start_engine
+from headwise.study.bench.engines import TIMED_ENGINES, start_engine
 from headwise.study.bench.report import MEMORY_ERRORS, OURS, Bench, Case, Timing, UnableError, case_of
 
 CONTEXTS = (64, 2048, 8000)
@@ -109,7 +109,7 @@ def bench_generate(
                 "transformers, eager": _Model(eager, DynamicCache(config=eager.config)),
                 **{name: _Model(optimize(other), HeadwiseCache(other)) for name, other in others.items()},
             }
-            for name in ENGINES if engines and not quick else ():
+            for name in TIMED_ENGINES if engines and not quick else ():
                 try:
                     case.ways[name] = stack.enter_context(start_engine(name, source, dtype, max_tokens))
                 except UnableError as error:

@@ -4,5 +4,3 @@ beside its closed forms and the counts of other packages.
 
 from headwise.study.counting.layer_comparison import LayerCounts, PeerCount, count_layer, peer_counts
 from headwise.study.counting.module import Count, count
-
-__all__ = ["Count", "LayerCounts", "PeerCount", "count", "count_layer", "peer_counts"]

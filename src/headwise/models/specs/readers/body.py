@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from headwise.errors import SpecError
 from headwise.models.specs.model import BodySpec, FeedForwardSpec
-from headwise.models.specs.readers.fields import (
-    Config,
-    MissingFieldError,
-    read_count,
-    read_flag,
-    read_integer,
-    read_layer_types,
-    read_optional_integer,
-)
+from headwise.models.specs.readers.fields import Config, MissingFieldError
 
 FeedForward = tuple[FeedForwardSpec | None, ...]
 """The feed-forward network of each layer."""
@@ -23,8 +16,9 @@ Rule = Callable[[Config, int], FeedForward]
 
 
 def read_body(
+    feed_forward: Rule,
     config: Config,
-    feed_forward: FeedForward,
+    layers: int,
     *,
     tied: bool = False,
     norms: int = 2,
@@ -32,11 +26,12 @@ def read_body(
     positions: int = 0,
     head_bias: bool = False,
 ) -> BodySpec:
-    """The body of a model with these feed-forward networks.
+    """The body of a model whose feed-forward networks follow a rule.
 
     Args:
+        feed_forward: the rule.
         config: the config.
-        feed_forward: the network of each layer; None where a layer has none.
+        layers: the number of layers.
         tied: the family's default of ``tie_word_embeddings``.
         norms: the number of norms over E in each layer.
         norm_vectors: the number of learned vectors of E in a norm.
@@ -44,9 +39,9 @@ def read_body(
         head_bias: whether the head has a bias.
     """
     return BodySpec(
-        vocab_size=read_integer(config, "vocab_size"),
-        feed_forward=feed_forward,
-        tied=read_flag(config, "tie_word_embeddings", tied),
+        feed_forward=feed_forward(config, layers),
+        vocab_size=config.integer("vocab_size"),
+        tied=config.flag("tie_word_embeddings", tied),
         norms=norms,
         norm_vectors=norm_vectors,
         positions=positions,
@@ -54,31 +49,63 @@ def read_body(
     )
 
 
+def read_experts(
+    config: Config,
+    *,
+    width: str = "moe_intermediate_size",
+    count: tuple[str, ...] = ("num_experts",),
+    used: tuple[str, ...] = ("num_experts_per_tok",),
+    shared: int | None = None,
+    gated: bool = True,
+    score_correction: bool = False,
+) -> FeedForwardSpec:
+    """Read one layer's experts.
+
+    Args:
+        config: the config.
+        width: the name of the field that has the width of an expert.
+        count: the names that the number of experts may have.
+        used: the names that the number of experts that a token uses may have.
+        shared: the total width of shared experts; None without them.
+        gated: whether an expert has three matrices rather than two.
+        score_correction: whether each expert has a balancing number, see `FeedForwardSpec`.
+    """
+    return FeedForwardSpec(
+        hidden_size=config.integer("hidden_size"),
+        intermediate_size=config.integer(width),
+        gated=gated,
+        num_experts=config.integer(*count),
+        experts_per_token=config.integer(*used),
+        shared_intermediate_size=shared,
+        score_correction=score_correction,
+    )
+
+
 def dense_rule(
-    width: str = "intermediate_size", *, gated: bool = True, bias: str | None = None, bias_absent: bool = False
+    width: str = "intermediate_size", *, gated: bool = True, bias: str | bool = False, bias_absent: bool = False
 ) -> Rule:
     """A rule for one dense network in every layer.
 
     Args:
         width: the name of the field that has the network's width.
         gated: whether the network has three matrices (gate, up, down) rather than two.
-        bias: the name of the field that says whether the network has biases; None for a family without biases.
+        bias: whether the network has biases, or the name of the field that says so.
         bias_absent: the default of the field ``bias``.
     """
 
     def rule(config: Config, num_layers: int) -> FeedForward:
         network = FeedForwardSpec(
-            hidden_size=read_integer(config, "hidden_size"),
-            intermediate_size=read_integer(config, width),
+            hidden_size=config.integer("hidden_size"),
+            intermediate_size=config.integer(width),
             gated=gated,
-            bias=bias is not None and read_flag(config, bias, bias_absent),
+            bias=bias if isinstance(bias, bool) else config.flag(bias, bias_absent),
         )
         return (network,) * num_layers
 
     return rule
 
 
-def experts_rule(*, count: str = "num_local_experts", bias: bool = False, score_correction: bool = False) -> Rule:
+def experts_rule(count: str = "num_local_experts", *, bias: bool = False, score_correction: bool = False) -> Rule:
     """A rule for experts in every layer, each ``intermediate_size`` wide.
 
     Args:
@@ -88,16 +115,8 @@ def experts_rule(*, count: str = "num_local_experts", bias: bool = False, score_
     """
 
     def rule(config: Config, num_layers: int) -> FeedForward:
-        network = FeedForwardSpec(
-            hidden_size=read_integer(config, "hidden_size"),
-            intermediate_size=read_integer(config, "intermediate_size"),
-            bias=bias,
-            num_experts=read_integer(config, count),
-            experts_per_token=read_integer(config, "num_experts_per_tok"),
-            router_bias=bias,
-            score_correction=score_correction,
-        )
-        return (network,) * num_layers
+        experts = read_experts(config, width="intermediate_size", count=(count,), score_correction=score_correction)
+        return (replace(experts, bias=bias, router_bias=bias),) * num_layers
 
     return rule
 
@@ -111,17 +130,12 @@ def qwen_experts_rule(*, shared: bool, dense_layers: bool = True) -> Rule:
     """
 
     def rule(config: Config, num_layers: int) -> FeedForward:
-        sparse = FeedForwardSpec(
-            hidden_size=read_integer(config, "hidden_size"),
-            intermediate_size=read_integer(config, "moe_intermediate_size"),
-            num_experts=read_integer(config, "num_experts", "num_local_experts"),
-            experts_per_token=read_integer(config, "num_experts_per_tok"),
-            shared_intermediate_size=read_integer(config, "shared_expert_intermediate_size") if shared else None,
-            shared_gate=shared,
-        )
+        width = config.integer("shared_expert_intermediate_size") if shared else None
+        experts = read_experts(config, count=("num_experts", "num_local_experts"), shared=width)
+        sparse = replace(experts, shared_gate=shared)
         if not dense_layers:
             return (sparse,) * num_layers
-        step = read_optional_integer(config, "decoder_sparse_step") or 1
+        step = config.optional_integer("decoder_sparse_step") or 1
         without = config.get("mlp_only_layers") or []
         if not isinstance(without, list) or any(type(index) is not int for index in without):
             raise SpecError("mlp_only_layers", without, "must list layer numbers")
@@ -143,24 +157,22 @@ def deepseek_experts_rule(
     """
 
     def rule(config: Config, num_layers: int) -> FeedForward:
-        width = read_integer(config, "moe_intermediate_size")
-        shared = read_count(config, "n_shared_experts", read_count(config, "num_shared_experts", 0))
-        sparse = FeedForwardSpec(
-            hidden_size=read_integer(config, "hidden_size"),
-            intermediate_size=width,
-            num_experts=read_integer(config, "n_routed_experts", "num_experts", "num_local_experts"),
-            experts_per_token=read_integer(config, "num_experts_per_tok", "num_experts_per_token"),
-            shared_intermediate_size=shared * width or None,
+        shared = config.count("n_shared_experts", config.count("num_shared_experts", 0))
+        sparse = read_experts(
+            config,
+            count=("n_routed_experts", "num_experts", "num_local_experts"),
+            used=("num_experts_per_tok", "num_experts_per_token"),
+            shared=shared * config.integer("moe_intermediate_size") or None,
             score_correction=score_correction,
         )
-        types = read_layer_types(config, "mlp_layer_types", num_layers, {"dense": "dense", "sparse": "sparse"})
+        types = config.layer_types("mlp_layer_types", num_layers, {"dense": "dense", "sparse": "sparse"})
         if by_type and types is not None:
             return experts_or_dense(config, sparse, [name == "sparse" for name in types])
         if config.get("moe_layer_freq", 1) != 1:
             raise MissingFieldError("moe_layer_freq", config["moe_layer_freq"], "is understood only as 1")
         if first_dense is None and config.get("first_k_dense_replace") is None:
             raise MissingFieldError("first_k_dense_replace", None, "is required in config.json")
-        first = read_count(config, "first_k_dense_replace", first_dense or 0)
+        first = config.count("first_k_dense_replace", first_dense or 0)
         return experts_or_dense(config, sparse, [i >= first for i in range(num_layers)])
 
     return rule
@@ -168,17 +180,11 @@ def deepseek_experts_rule(
 
 def llama4_experts(config: Config, num_layers: int) -> FeedForward:
     """Llama 4's rule: experts in ``moe_layers``, or every ``interleave_moe_layer_step``-th layer."""
-    width = read_integer(config, "intermediate_size")
-    sparse = FeedForwardSpec(
-        hidden_size=read_integer(config, "hidden_size"),
-        intermediate_size=width,
-        num_experts=read_integer(config, "num_local_experts"),
-        experts_per_token=read_integer(config, "num_experts_per_tok"),
-        shared_intermediate_size=width,
-    )
+    width = config.integer("intermediate_size")
+    sparse = read_experts(config, width="intermediate_size", count=("num_local_experts",), shared=width)
     listed_layers = config.get("moe_layers")
     if listed_layers is None:
-        step = read_optional_integer(config, "interleave_moe_layer_step") or 1
+        step = config.optional_integer("interleave_moe_layer_step") or 1
         listed_layers = [*range(step - 1, num_layers, step)]
     is_sparse = are_in_list("moe_layers", listed_layers, num_layers)
     return experts_or_dense(config, sparse, is_sparse, width="intermediate_size_mlp")
@@ -198,6 +204,6 @@ def experts_or_dense(
     if all(is_sparse):
         return (sparse,) * len(is_sparse)
     plain = FeedForwardSpec(
-        hidden_size=sparse.hidden_size, intermediate_size=read_integer(config, width), gated=sparse.gated
+        hidden_size=sparse.hidden_size, intermediate_size=config.integer(width), gated=sparse.gated
     )
     return tuple(sparse if layer else plain for layer in is_sparse)

@@ -14,13 +14,88 @@ from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec, check_positive, check_positive_number, is_finite
 from headwise.models.specs.model import BodySpec
 
-Config = Mapping[str, Any]
 _MAX_LAYERS = 10_000
 """The most layers that a config may have, because a spec is made for each."""
 
 
 class MissingFieldError(SpecError):
     """A config leaves out a field, without which its attention cannot be read or its body stays unknown."""
+
+
+class Config(dict[str, Any]):
+    """The fields of a ``config.json``, which are checked as they are read.
+
+    For example ``Config({"hidden_size": 64}).integer("hidden_size")`` is 64.
+    """
+
+    def integer(self, *names: str) -> int:
+        """Read a positive whole number, from the first of several names that is present."""
+        value = self.optional_integer(*names)
+        if value is None:
+            raise MissingFieldError(names[0], None, "is required in config.json")
+        return value
+
+    def optional_integer(self, *names: str, absent: int | None = None) -> int | None:
+        """Read as `integer`; ``absent``, a family's default, where no name is there, and None where one is null."""
+        for name in names:
+            value = self.get(name)
+            if value is not None:
+                check_positive(name, value)
+                return int(value)
+        return None if any(name in self for name in names) else absent
+
+    def head_dim(self, absent: int | None = None) -> int:
+        """Read ``head_dim``; where it is absent it is the family's default, or without one E/H."""
+        head_dim = self.optional_integer("head_dim", absent=absent)
+        return head_dim or divided_head_dim(self.integer("hidden_size"), self.integer("num_attention_heads"))
+
+    def count(self, name: str, absent: int) -> int:
+        """Read a whole number that may be 0; ``absent`` where it is not there or null."""
+        value = self.get(name)
+        if value is None:
+            return absent
+        if type(value) is not int or value < 0:
+            raise SpecError(name, value, "must be a whole number of at least 0")
+        return value
+
+    def optional_number(self, name: str, absent: float | None = None) -> float | None:
+        """Read a number above 0; ``absent`` where it is not there, None where it is null."""
+        value = self.get(name, absent)
+        if value is not None:
+            check_positive_number(name, value)
+        return None if value is None else float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Read true or false; ``default`` where it is not there or null."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise SpecError(name, value, "must be true or false")
+        return value
+
+    def layer_types(self, name: str, num_layers: int, meanings: Mapping[str, str]) -> list[str] | None:
+        """Read a list with a word for each layer, and return what ``meanings`` maps them to; None if it is absent."""
+        words = self.get(name)
+        if words is None:
+            return None
+        if not isinstance(words, list) or len(words) != num_layers:
+            raise SpecError(name, words, f"must list one type for each of {num_layers} layers")
+        for word in words:
+            if not isinstance(word, str) or word not in meanings:
+                raise SpecError(name, word, f"is not understood; known: {', '.join(meanings)}")
+        return [meanings[word] for word in words]
+
+    def num_layers(self, *names: str) -> int:
+        """Read the number of layers; as a spec is made for each, an absurd number is an error."""
+        value = self.integer(*(names or ("num_hidden_layers", "n_layer", "n_layers")))
+        check_positive("num_hidden_layers", value, most=_MAX_LAYERS)
+        return value
+
+    def refuse(self, name: str, *, unless: tuple[Any, ...], rule: str) -> None:
+        """Raise a `SpecError` where a field holds a value that is not null and not among ``unless``."""
+        if (value := self.get(name)) is not None and value not in unless:
+            raise SpecError(name, value, rule)
 
 
 class Reader(NamedTuple):
@@ -35,52 +110,8 @@ class Reader(NamedTuple):
 
     layers: Callable[[Config], tuple[AttentionSpec, ...]]
     body: Callable[[Config, int], BodySpec] | None = None
-    absent: Config = MappingProxyType({})
+    absent: Mapping[str, Any] = MappingProxyType({})
     cross: Callable[[Config], tuple[AttentionSpec, ...]] | None = None
-
-
-def read_integer(config: Config, *names: str) -> int:
-    """Read a positive whole number, from the first of several names that is present."""
-    value = read_optional_integer(config, *names)
-    if value is None:
-        raise MissingFieldError(names[0], None, "is required in config.json")
-    return value
-
-
-def read_optional_integer(config: Config, *names: str, absent: int | None = None) -> int | None:
-    """Read as `read_integer`; ``absent``, a family's default, where no name is there, and None where one is null."""
-    for name in names:
-        value = config.get(name)
-        if value is not None:
-            check_positive(name, value)
-            return int(value)
-    return None if any(name in config for name in names) else absent
-
-
-def read_head_dim(config: Config, absent: int | None = None) -> int:
-    """Read ``head_dim``; where it is absent it is the family's default, or without one E/H."""
-    head_dim = read_optional_integer(config, "head_dim", absent=absent)
-    return head_dim or divided_head_dim(
-        read_integer(config, "hidden_size"), read_integer(config, "num_attention_heads")
-    )
-
-
-def read_count(config: Config, name: str, absent: int) -> int:
-    """Read a whole number that may be 0; ``absent`` where it is not there or null."""
-    value = config.get(name)
-    if value is None:
-        return absent
-    if type(value) is not int or value < 0:
-        raise SpecError(name, value, "must be a whole number of at least 0")
-    return value
-
-
-def read_optional_number(config: Config, name: str, absent: float | None = None) -> float | None:
-    """Read a number above 0; ``absent`` where it is not there, None where it is null."""
-    value = config.get(name, absent)
-    if value is not None:
-        check_positive_number(name, value)
-    return None if value is None else float(value)
 
 
 def check_number(name: str, value: Any) -> float:
@@ -90,44 +121,8 @@ def check_number(name: str, value: Any) -> float:
     return float(value)
 
 
-def read_flag(config: Config, name: str, default: bool) -> bool:
-    """Read true or false; ``default`` where it is not there or null."""
-    value = config.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise SpecError(name, value, "must be true or false")
-    return value
-
-
-def read_layer_types(config: Config, name: str, num_layers: int, meanings: Mapping[str, str]) -> list[str] | None:
-    """Read a list with a word for each layer, and return what ``meanings`` maps them to; None where it is absent."""
-    words = config.get(name)
-    if words is None:
-        return None
-    if not isinstance(words, list) or len(words) != num_layers:
-        raise SpecError(name, words, f"must list one type for each of {num_layers} layers")
-    for word in words:
-        if not isinstance(word, str) or word not in meanings:
-            raise SpecError(name, word, f"is not understood; known: {', '.join(meanings)}")
-    return [meanings[word] for word in words]
-
-
-def read_num_layers(config: Config, *names: str) -> int:
-    """Read the number of layers; as a spec is made for each, an absurd number is an error."""
-    value = read_integer(config, *(names or ("num_hidden_layers", "n_layer", "n_layers")))
-    check_positive("num_hidden_layers", value, most=_MAX_LAYERS)
-    return value
-
-
 def divided_head_dim(hidden_size: int, num_heads: int) -> int:
     """The head dim of a family whose heads divide the hidden size among them."""
     if hidden_size % num_heads:
         raise SpecError("num_attention_heads", num_heads, f"must divide hidden_size = {hidden_size}")
     return hidden_size // num_heads
-
-
-def refuse_value(config: Config, name: str, *, unless: tuple[Any, ...], rule: str) -> None:
-    """Raise a `SpecError` where a field holds a value that is not null and not among ``unless``."""
-    if (value := config.get(name)) is not None and value not in unless:
-        raise SpecError(name, value, rule)

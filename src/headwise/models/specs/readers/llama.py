@@ -8,46 +8,16 @@ from functools import partial
 from typing import Any
 
 from headwise.errors import SpecError
-from headwise.models.specs.base import AttentionSpec
+from headwise.models.specs.base import AttentionSpec, RopeSpec
 from headwise.models.specs.grouped import GroupedSpec, grouped_bias
 from headwise.models.specs.model import BodySpec
-from headwise.models.specs.readers.body import Rule as FeedForwardRule
-from headwise.models.specs.readers.body import (
-    deepseek_experts_rule,
-    dense_rule,
-    experts_rule,
-    llama4_experts,
-    qwen_experts_rule,
-)
-from headwise.models.specs.readers.body import read_body as read_around
-from headwise.models.specs.readers.fields import (
-    Config,
-    Reader,
-    divided_head_dim,
-    read_flag,
-    read_integer,
-    read_num_layers,
-    read_optional_integer,
-    read_optional_number,
-)
-from headwise.models.specs.readers.positions import (
-    CHUNKED,
-    FULL,
-    SLIDING,
-    Windows,
-    above_max_window_layers,
-    all_layers,
-    must_be_listed,
-    no_window,
-    read_rope,
-    upper_layers,
-    window_but_every_nth,
-    window_in_every_layer,
-    windows_of_chunks,
-    windows_with_switch,
-)
-from headwise.models.specs.readers.positions import Rule as WindowsRule
+from headwise.models.specs.readers import body, positions
+from headwise.models.specs.readers.body import deepseek_experts_rule, dense_rule, experts_rule, read_body
+from headwise.models.specs.readers.fields import Config, Reader
+from headwise.models.specs.readers.positions import CHUNKED, FULL, SLIDING, Rule, Windows, read_rope
 
+Bias = bool | str | tuple[str, ...]
+"""The projections that have a bias, as `grouped_bias` takes them."""
 _GATED = dense_rule()
 
 
@@ -60,7 +30,7 @@ class Family:
     Attributes:
         kv_heads: the default of ``num_key_value_heads``; None for as many as query heads.
         head_dim: the default of ``head_dim``; None for E/H.
-        bias: reads the projections that have a bias.
+        bias: the projections that have a bias, or a function that reads them.
         qk_norm: the kind of norm of queries and keys, see `GroupedSpec`.
         qk_norm_switch: the name of the field that turns that norm on; None where there is no such field.
         rope_required: whether the file must describe RoPE, because the class defaults to one model's scaling.
@@ -79,7 +49,7 @@ class Family:
 
     kv_heads: int | None = None
     head_dim: int | None = None
-    bias: Callable[[Config], bool | str | tuple[str, ...]] = lambda config: read_flag(config, "attention_bias", False)
+    bias: Bias | Callable[[Config], Bias] = lambda config: config.flag("attention_bias", False)
     qk_norm: str | None = None
     qk_norm_switch: str | None = None
     rope_required: bool = False
@@ -87,34 +57,30 @@ class Family:
     refused: tuple[str, ...] = ()
     scale: Callable[[Config], float | None] = lambda config: None
     softcap: float | None = None
-    windows: WindowsRule = no_window
+    windows: Rule = positions.no_window
     chunked: bool = False
     rope: dict[str, Any] = field(default_factory=dict)
     unrotated: Callable[[Config, Windows], list[bool]] = lambda config, windows: [False] * len(windows)
-    feed_forward: FeedForwardRule = _GATED
+    feed_forward: body.Rule = _GATED
     around: dict[str, Any] = field(default_factory=dict)
 
 
 def read_layers(family: Family, config: Config) -> tuple[AttentionSpec, ...]:
     """Read the attention of each layer."""
     for name in family.refused:
-        if read_flag(config, name, False):
+        if config.flag(name, False):
             raise SpecError(name, True, f"is not understood in a {config['model_type']} model")
     if family.rope_required and not (config.get("rope_parameters") or config.get("rope_scaling")):
         raise SpecError("rope_parameters", None, f"is required in a {config['model_type']} config.json")
-    num_heads = read_integer(config, "num_attention_heads")
-    hidden_size = read_integer(config, "hidden_size")
-    head_dim = read_optional_integer(config, "head_dim", absent=family.head_dim)
-    if head_dim is None:
-        head_dim = divided_head_dim(hidden_size, num_heads)
-    num_kv_heads = read_optional_integer(config, "num_key_value_heads", absent=family.kv_heads)
-    layer_windows = family.windows(config, read_num_layers(config))
-    has_norm = family.qk_norm_switch is None or read_flag(config, family.qk_norm_switch, False)
+    num_heads, hidden_size = config.integer("num_attention_heads"), config.integer("hidden_size")
+    head_dim = config.head_dim(absent=family.head_dim)
+    num_kv_heads = config.optional_integer("num_key_value_heads", absent=family.kv_heads)
+    layer_windows = family.windows(config, config.num_layers())
+    has_norm = family.qk_norm_switch is None or config.flag(family.qk_norm_switch, False)
     qk_norm = family.qk_norm if has_norm else None
     # The field is read only in families that have a softcap.
-    softcap = None
-    if family.softcap is not None:
-        softcap = read_optional_number(config, "attn_logit_softcapping", absent=family.softcap)
+    has_cap = family.softcap is not None
+    softcap = config.optional_number("attn_logit_softcapping", absent=family.softcap) if has_cap else None
 
     def layer(window: int | None, unrotated: bool) -> GroupedSpec:
         layer_type = FULL if window is None else SLIDING
@@ -123,7 +89,7 @@ def read_layers(family: Family, config: Config) -> tuple[AttentionSpec, ...]:
             num_heads=num_heads,
             num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
             head_dim=head_dim,
-            bias=grouped_bias(family.bias(config)),
+            bias=grouped_bias(family.bias(config) if callable(family.bias) else family.bias),
             qk_norm=qk_norm,
             sinks=family.sinks,
             softcap=softcap,
@@ -138,43 +104,52 @@ def read_layers(family: Family, config: Config) -> tuple[AttentionSpec, ...]:
     return tuple(specs[kind] for kind in kinds)
 
 
-def read_body(family: Family, config: Config, layers: int) -> BodySpec:
-    """Read the body around the attention."""
-    return read_around(config, family.feed_forward(config, layers), **family.around)
+def attention_layer(
+    config: Config,
+    rope: RopeSpec | None = None,
+    *,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    bias: tuple[str, ...] | None = None,
+) -> GroupedSpec:
+    """Read a layer of softmax attention from Llama's field names, apart from the fields that are given."""
+    hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    if num_kv_heads is None:
+        num_kv_heads = config.optional_integer("num_key_value_heads") or num_heads
+    return GroupedSpec(
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=config.head_dim() if head_dim is None else head_dim,
+        bias=grouped_bias(config.flag("attention_bias", False)) if bias is None else bias,
+        rope=rope,
+    )
 
 
 def _bias(name: str, default: bool, covers: bool | str = True) -> Callable[[Config], bool | str]:
     """A reader of a switch that gives ``covers`` a bias."""
-    return lambda config: covers if read_flag(config, name, default) else False
-
-
-def _no_bias(config: Config) -> bool:
-    return False
-
-
-def _qkv(config: Config) -> str:
-    return "qkv"
+    return lambda config: covers if config.flag(name, default) else False
 
 
 def _seed_bias(config: Config) -> tuple[str, ...]:
-    qkv = ("q_proj", "k_proj", "v_proj") if read_flag(config, "attention_bias", True) else ()
-    return (*qkv, "o_proj") if read_flag(config, "attention_out_bias", False) else qkv
+    qkv = ("q_proj", "k_proj", "v_proj") if config.flag("attention_bias", True) else ()
+    return (*qkv, "o_proj") if config.flag("attention_out_bias", False) else qkv
 
 
 def _scalar(config: Config) -> float | None:
-    scalar = read_optional_number(config, "query_pre_attn_scalar", absent=256.0)
+    scalar = config.optional_number("query_pre_attn_scalar", absent=256.0)
     return None if scalar is None else float(scalar**-0.5)
 
 
 def _multiplier(config: Config) -> float | None:
-    return read_optional_number(config, "attention_multiplier", absent=1.0)
+    return config.optional_number("attention_multiplier", absent=1.0)
 
 
 def _unrotated_layers(config: Config, windows: Windows) -> list[bool]:
     """SmolLM3, Llama 4: a 0 in ``no_rope_layers`` marks a layer without positions."""
     flags, layers = config.get("no_rope_layers"), len(windows)
     if flags is None or (flags == [] and config["model_type"] == "llama4_text"):
-        interval = read_optional_integer(config, "no_rope_layer_interval") or 4
+        interval = config.optional_integer("no_rope_layer_interval") or 4
         return [(i + 1) % interval == 0 for i in range(layers)]
     if not isinstance(flags, list) or len(flags) != layers or any(flag not in (0, 1) for flag in flags):
         raise SpecError("no_rope_layers", flags, f"must list 0 or 1 for each of {layers} layers")
@@ -195,95 +170,96 @@ def _full_unrotated_among_sliding(config: Config, windows: Windows) -> list[bool
     return [window is None and config.get("sliding_window") is not None for window in windows]
 
 
-def _smollm3_windows(config: Config, layers: int) -> Windows:
-    def unrotated(config: Config, layers: int) -> list[str]:
-        is_unrotated = _unrotated_layers(config, [None] * layers)
-        return [SLIDING if unrotated else FULL for unrotated in is_unrotated]
-
-    return windows_with_switch(unrotated)(config, layers)
+def _smollm3_types(config: Config, layers: int) -> list[str]:
+    return [SLIDING if unrotated else FULL for unrotated in _unrotated_layers(config, [None] * layers)]
 
 
-_QWEN_WINDOWS = windows_with_switch(partial(upper_layers, absent=28), absent=4096)
+_QWEN_WINDOWS = positions.windows_with_switch(partial(positions.upper_layers, absent=28), absent=4096)
 _GEMMA: dict[str, Any] = {"head_dim": 256, "refused": ("use_bidirectional_attention",)}
 _FOUR_NORMS = {"norms": 4, "tied": True}
 _PHI3_KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
-_GLM_ROPE = {"fraction": 0.5, "interleaved": True}
-_GLM: dict[str, Any] = {
-    "kv_heads": 2,
-    "head_dim": 128,
-    "bias": _bias("attention_bias", True, "qkv"),
-    "rope": _GLM_ROPE,
-}
+_PHI3_ROPE = {"fraction": 1.0, "kinds": _PHI3_KINDS}
+_GLM: dict[str, Any] = {"kv_heads": 2, "head_dim": 128, "bias": _bias("attention_bias", True, "qkv")}
+_GLM |= {"rope": {"fraction": 0.5, "interleaved": True}}
 
 FAMILIES = {
     "llama": Family(feed_forward=dense_rule(bias="mlp_bias")),
     "llama4_text": Family(
         kv_heads=8,
         head_dim=128,
-        windows=windows_of_chunks(_llama4_types, absent=8192),
+        windows=positions.windows_of_chunks(_llama4_types, absent=8192),
         chunked=True,
         rope={"theta": 5e5, "interleaved": True},
         unrotated=_unrotated_layers,
-        feed_forward=llama4_experts,
+        feed_forward=body.llama4_experts,
     ),
-    "mistral": Family(kv_heads=8, bias=_no_bias, windows=window_in_every_layer(absent=4096)),
-    "ministral": Family(kv_heads=8, bias=_no_bias, windows=window_in_every_layer(absent=4096)),
+    "mistral": Family(kv_heads=8, bias=False, windows=positions.window_in_every_layer(absent=4096)),
+    "ministral": Family(kv_heads=8, bias=False, windows=positions.window_in_every_layer(absent=4096)),
     "ministral3": Family(
-        kv_heads=8,
-        head_dim=128,
-        bias=_no_bias,
-        rope_required=True,
-        windows=window_in_every_layer(),
+        kv_heads=8, head_dim=128, bias=False, rope_required=True, windows=positions.window_in_every_layer()
     ),
     "mixtral": Family(
-        kv_heads=8, windows=window_in_every_layer(), rope={"theta": 1e6}, feed_forward=experts_rule(), bias=_no_bias
+        kv_heads=8,
+        windows=positions.window_in_every_layer(),
+        rope={"theta": 1e6},
+        feed_forward=experts_rule(),
+        bias=False,
     ),
-    "qwen2": Family(bias=_qkv, windows=_QWEN_WINDOWS),
+    "qwen2": Family(bias="qkv", windows=_QWEN_WINDOWS),
     "qwen2_moe": Family(
         bias=_bias("qkv_bias", True, "qkv"),
-        windows=windows_with_switch(must_be_listed, absent=4096),
-        feed_forward=qwen_experts_rule(shared=True),
+        windows=positions.windows_with_switch(positions.must_be_listed, absent=4096),
+        feed_forward=body.qwen_experts_rule(shared=True),
     ),
     "qwen3": Family(head_dim=128, qk_norm="head", windows=_QWEN_WINDOWS),
     "qwen3_moe": Family(
         kv_heads=4,
         qk_norm="head",
-        windows=windows_with_switch(all_layers, absent=4096),
-        feed_forward=qwen_experts_rule(shared=False),
+        windows=positions.windows_with_switch(positions.all_layers, absent=4096),
+        feed_forward=body.qwen_experts_rule(shared=False),
     ),
     "gemma": Family(**_GEMMA, around={"tied": True}),
     "gemma2": Family(
-        **_GEMMA, kv_heads=4, scale=_scalar, softcap=50.0, windows=window_but_every_nth(2), around=_FOUR_NORMS
+        **_GEMMA,
+        kv_heads=4,
+        scale=_scalar,
+        softcap=50.0,
+        windows=positions.window_but_every_nth(2),
+        around=_FOUR_NORMS,
     ),
     "gemma3_text": Family(
         **_GEMMA,
         kv_heads=4,
         qk_norm="head",
         scale=_scalar,
-        windows=window_but_every_nth(6, field="sliding_window_pattern"),
+        windows=positions.window_but_every_nth(6, field="sliding_window_pattern"),
         rope={"theta": 1e6, "local": ("rope_local_base_freq", 1e4)},
         around=_FOUR_NORMS,
     ),
-    "phi3": Family(bias=_no_bias, windows=window_in_every_layer(), rope={"fraction": 1.0, "kinds": _PHI3_KINDS}),
+    "phi3": Family(
+        bias=False, windows=positions.window_in_every_layer(), rope={"fraction": 1.0, "kinds": _PHI3_KINDS}
+    ),
     "gpt_oss": Family(
         kv_heads=8,
         head_dim=64,
         bias=_bias("attention_bias", True),
         sinks=True,
-        windows=window_but_every_nth(2),
+        windows=positions.window_but_every_nth(2),
         rope={"theta": 150000.0},
         rope_required=True,
         feed_forward=experts_rule(bias=True),
     ),
     "olmo": Family(around={"norm_vectors": 0}),
     "olmo2": Family(qk_norm="full"),
-    "olmo3": Family(qk_norm="full", windows=window_but_every_nth(4), rope={"theta": 5e5, "local": ("", 5e5)}),
-    "olmoe": Family(qk_norm="full", feed_forward=experts_rule(count="num_experts")),
+    "olmo3": Family(
+        qk_norm="full", windows=positions.window_but_every_nth(4), rope={"theta": 5e5, "local": ("", 5e5)}
+    ),
+    "olmoe": Family(qk_norm="full", feed_forward=experts_rule("num_experts")),
     "granite": Family(scale=_multiplier, feed_forward=dense_rule(bias="mlp_bias")),
     "granitemoe": Family(scale=_multiplier, feed_forward=experts_rule()),
     "smollm3": Family(
         kv_heads=4,
-        windows=_smollm3_windows,
+        windows=positions.windows_with_switch(_smollm3_types),
         rope={"theta": 2e6},
         unrotated=_unrotated_layers,
         feed_forward=dense_rule(bias="mlp_bias"),
@@ -292,20 +268,16 @@ FAMILIES = {
     "starcoder2": Family(
         kv_heads=2,
         bias=_bias("use_bias", True),
-        windows=window_in_every_layer(),
+        windows=positions.window_in_every_layer(),
         feed_forward=dense_rule(gated=False, bias="use_bias", bias_absent=True),
         around={"norm_vectors": 2, "tied": True},
     ),
-    "stablelm": Family(
-        bias=_bias("use_qkv_bias", False, "qkv"),
-        refused=("qk_layernorm",),
-        rope={"fraction": 0.25},
-    ),
+    "stablelm": Family(bias=_bias("use_qkv_bias", False, "qkv"), refused=("qk_layernorm",), rope={"fraction": 0.25}),
     "cohere": Family(
         refused=("use_qk_norm",), rope={"theta": 5e5, "interleaved": True}, around={"norms": 1, "tied": True}
     ),
     "cohere2": Family(
-        windows=window_but_every_nth(4, field="sliding_window_pattern"),
+        windows=positions.window_but_every_nth(4, field="sliding_window_pattern"),
         rope={"interleaved": True},
         unrotated=_full_unrotated,
         around={"norms": 1, "tied": True},
@@ -320,27 +292,25 @@ FAMILIES = {
         feed_forward=deepseek_experts_rule(first_dense=1),
     ),
     "exaone4": Family(
-        bias=_no_bias,
+        bias=False,
         qk_norm="head",
-        windows=window_but_every_nth(4, field="sliding_window_pattern", may_be_null=True),
+        windows=positions.window_but_every_nth(4, field="sliding_window_pattern", may_be_null=True),
         unrotated=_full_unrotated_among_sliding,
     ),
     "seed_oss": Family(kv_heads=8, head_dim=128, bias=_seed_bias, feed_forward=dense_rule(bias="mlp_bias")),
     "dots1": Family(
-        qk_norm="head", windows=above_max_window_layers, feed_forward=deepseek_experts_rule(first_dense=0)
+        qk_norm="head", windows=positions.above_max_window_layers, feed_forward=deepseek_experts_rule(first_dense=0)
     ),
     "minimax_m2": Family(
         kv_heads=8,
         head_dim=128,
-        bias=_no_bias,
+        bias=False,
         qk_norm="full",
         rope={"theta": 5e6, "fraction": 1.0},
         feed_forward=experts_rule(score_correction=True),
     ),
     "nemotron": Family(
-        rope={"fraction": 0.5},
-        feed_forward=dense_rule(gated=False, bias="mlp_bias"),
-        around={"norm_vectors": 2},
+        rope={"fraction": 0.5}, feed_forward=dense_rule(gated=False, bias="mlp_bias"), around={"norm_vectors": 2}
     ),
     "hunyuan_v1_dense": Family(qk_norm="head"),
     "ernie4_5": Family(
@@ -354,14 +324,15 @@ FAMILIES = {
     "arcee": Family(feed_forward=dense_rule(gated=False, bias="mlp_bias")),
 }
 READERS = {
-    name: Reader(partial(read_layers, family), partial(read_body, family)) for name, family in FAMILIES.items()
+    name: Reader(partial(read_layers, family), partial(read_body, family.feed_forward, **family.around))
+    for name, family in FAMILIES.items()
 }
 
 
 def _stablelm_body(config: Config, layers: int) -> BodySpec:
     """StableLM: attention and network side by side share one norm."""
-    norms = 1 if read_flag(config, "use_parallel_residual", False) else 2
-    return read_around(config, dense_rule()(config, layers), norms=norms, norm_vectors=2)
+    norms = 1 if config.flag("use_parallel_residual", False) else 2
+    return read_body(_GATED, config, layers, norms=norms, norm_vectors=2)
 
 
 READERS["stablelm"] = READERS["stablelm"]._replace(body=_stablelm_body)
@@ -375,9 +346,9 @@ READERS["phi3"] = READERS["phi3"]._replace(absent={"original_max_position_embedd
 def _minimax_layers(config: Config) -> tuple[AttentionSpec, ...]:
     """MiniMax-M2: ``rotary_dim`` says how many dims of a head are rotated, where nothing else does."""
     family = FAMILIES["minimax_m2"]
-    if (rotated := read_optional_integer(config, "rotary_dim")) is not None:
-        head_dim = read_optional_integer(config, "head_dim", absent=family.head_dim)
-        config = {"partial_rotary_factor": rotated / (head_dim or rotated), **config}
+    if (rotated := config.optional_integer("rotary_dim")) is not None:
+        head_dim = config.optional_integer("head_dim", absent=family.head_dim)
+        config = Config({"partial_rotary_factor": rotated / (head_dim or rotated), **config})
     return read_layers(family, config)
 
 

@@ -18,16 +18,7 @@ from typing import Any
 
 from headwise.errors import SpecError
 from headwise.models.specs.base import RopeSpec
-from headwise.models.specs.readers.fields import (
-    Config,
-    MissingFieldError,
-    check_number,
-    read_count,
-    read_flag,
-    read_integer,
-    read_layer_types,
-    read_optional_integer,
-)
+from headwise.models.specs.readers.fields import Config, MissingFieldError, check_number
 
 Windows = list[int | None]
 Rule = Callable[[Config, int], Windows]
@@ -40,7 +31,7 @@ def no_window(config: Config, num_layers: int) -> Windows:
 
     Its attention would see every token, while a cache made from the config kept only some.
     """
-    window = read_optional_integer(config, "sliding_window")
+    window = config.optional_integer("sliding_window")
     if window is not None:
         raise SpecError("sliding_window", window, f"must be null: a {config['model_type']} model has none")
     return _by_type(config, num_layers, window, [FULL] * num_layers)
@@ -50,7 +41,7 @@ def window_in_every_layer(absent: int | None = None) -> Rule:
     """A rule for one window in all layers; ``absent`` is its default, and null means no window."""
 
     def rule(config: Config, num_layers: int) -> Windows:
-        window = read_optional_integer(config, "sliding_window", absent=absent)
+        window = config.optional_integer("sliding_window", absent=absent)
         return _by_type(config, num_layers, window, [FULL if window is None else SLIDING] * num_layers)
 
     return rule
@@ -66,11 +57,11 @@ def window_but_every_nth(period: int, *, field: str | None = None, may_be_null: 
     """
 
     def rule(config: Config, num_layers: int) -> Windows:
-        window = read_optional_integer(config, "sliding_window")
+        window = config.optional_integer("sliding_window")
         if window is None and may_be_null and "sliding_window" in config:
             return [None] * num_layers
         is_listed = config.get("layer_types") is not None  # the field then says nothing, whatever it holds
-        nth = period if field is None or is_listed else read_optional_integer(config, field) or period
+        nth = period if field is None or is_listed else config.optional_integer(field) or period
         types = [FULL if (i + 1) % nth == 0 else SLIDING for i in range(num_layers)]
         return _by_type(config, num_layers, window, types)
 
@@ -86,14 +77,9 @@ def windows_with_switch(default: Callable[[Config, int], list[str]], *, absent: 
     """
 
     def rule(config: Config, num_layers: int) -> Windows:
-        is_on = read_flag(config, "use_sliding_window", False)
-        window = read_optional_integer(config, "sliding_window", absent=absent) if is_on else None
-        types = (
-            [FULL] * num_layers
-            if window is None or config.get("layer_types") is not None
-            else default(config, num_layers)
-        )
-        return _by_type(config, num_layers, window, types, off=not is_on)
+        is_on = config.flag("use_sliding_window", False)
+        window = config.optional_integer("sliding_window", absent=absent) if is_on else None
+        return _by_type(config, num_layers, window, _usual(config, num_layers, window, default), off=not is_on)
 
     return rule
 
@@ -102,7 +88,7 @@ def upper_layers(config: Config, num_layers: int, absent: int | None = None) -> 
     """Layer types with windows from layer ``max_window_layers`` on, which is ``absent`` where the file has none."""
     if config.get("max_window_layers", absent) is None:
         raise MissingFieldError("max_window_layers", None, "must be a whole number of at least 0")
-    first = read_count({"max_window_layers": absent, **config}, "max_window_layers", 0)
+    first = Config({"max_window_layers": absent, **config}).count("max_window_layers", 0)
     return [SLIDING if i >= first else FULL for i in range(num_layers)]
 
 
@@ -118,13 +104,8 @@ def must_be_listed(config: Config, num_layers: int) -> list[str]:
 
 def above_max_window_layers(config: Config, num_layers: int) -> Windows:
     """The rule of dots.llm1, which has no switch: a file without ``sliding_window`` has no windows."""
-    window = read_optional_integer(config, "sliding_window")
-    types = (
-        [FULL] * num_layers
-        if window is None or config.get("layer_types") is not None
-        else upper_layers(config, num_layers)
-    )
-    return _by_type(config, num_layers, window, types)
+    window = config.optional_integer("sliding_window")
+    return _by_type(config, num_layers, window, _usual(config, num_layers, window, upper_layers))
 
 
 def windows_of_chunks(default: Callable[[Config, int], list[str]], *, absent: int) -> Rule:
@@ -136,15 +117,23 @@ def windows_of_chunks(default: Callable[[Config, int], list[str]], *, absent: in
     """
 
     def rule(config: Config, num_layers: int) -> Windows:
-        chunk = read_optional_integer(config, "attention_chunk_size", absent=absent)
-        types = read_layer_types(config, "layer_types", num_layers, {FULL: FULL, CHUNKED: CHUNKED})
+        chunk = config.optional_integer("attention_chunk_size", absent=absent)
+        types = config.layer_types("layer_types", num_layers, {FULL: FULL, CHUNKED: CHUNKED})
         return [chunk if name == CHUNKED else None for name in types or default(config, num_layers)]
 
     return rule
 
 
+def _usual(
+    config: Config, num_layers: int, window: int | None, default: Callable[[Config, int], list[str]]
+) -> list[str]:
+    """The type of each layer by a family's default, which is asked for only where it decides."""
+    decides = window is not None and config.get("layer_types") is None
+    return default(config, num_layers) if decides else [FULL] * num_layers
+
+
 def _by_type(config: Config, num_layers: int, window: int | None, types: list[str], *, off: bool = False) -> Windows:
-    types = read_layer_types(config, "layer_types", num_layers, _TYPES) or types
+    types = config.layer_types("layer_types", num_layers, _TYPES) or types
     if SLIDING in types and window is None and not off:
         raise SpecError("sliding_window", None, "is required where layer_types has sliding_attention")
     return [window if name == SLIDING else None for name in types]
@@ -202,7 +191,7 @@ def read_rope(
         if local is None and _LENGTH in config:
             values[_LENGTH] = config[_LENGTH]
         elif _LENGTH not in values:
-            values[_LENGTH] = read_integer(config, "max_position_embeddings")
+            values[_LENGTH] = config.integer("max_position_embeddings")
     return RopeSpec(
         dim=dim,
         theta=check_number("rope_theta", base),
@@ -213,7 +202,7 @@ def read_rope(
             if value is not None
         ),
         interleaved=interleaved,
-        max_position_embeddings=read_optional_integer(config, "max_position_embeddings"),
+        max_position_embeddings=config.optional_integer("max_position_embeddings"),
     )
 
 

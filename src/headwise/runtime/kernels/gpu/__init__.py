@@ -8,13 +8,3 @@ from headwise.runtime.kernels.gpu.codes import (
     why_not_latents,
 )
 from headwise.runtime.kernels.gpu.split import attend_split, why_not_split
-
-__all__ = [
-    "LatentLayout",
-    "attend_codes",
-    "attend_latents",
-    "attend_split",
-    "why_not_codes",
-    "why_not_latents",
-    "why_not_split",
-]

@@ -18,14 +18,15 @@ from headwise.runtime.kernels.gpu.split import (
     LOG2_E,
     ROWS,
     fill_parts,
-    is_interpreted,
     join,
+    must_widen,
+    new_parts,
     on_device_of,
     part_count,
     part_strides,
     why_not_split,
 )
-from headwise.runtime.kernels.mask import mask_strides
+from headwise.runtime.kernels.mask import Scoring, mask_strides
 from headwise.runtime.kernels.native.build import is_watched
 from headwise.runtime.kernels.native.calls import AffineRows, KeyBlocks
 
@@ -71,9 +72,7 @@ def attend_codes(
     query: Tensor,
     key: AffineRows,
     value: AffineRows,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
+    scoring: Scoring,
     *,
     blocks: KeyBlocks | None = None,
     late: tuple[Tensor, Tensor] | None = None,
@@ -82,19 +81,6 @@ def attend_codes(
 
     Arguments and result are those of `headwise.runtime.kernels.native.calls.attend_affine`; several
     groups have a power of two of channels each. The tensors must be supported: `why_not_codes` returns None.
-
-    Args:
-        query: ``[B, H, S, D]``.
-        key: the keys of the first N tokens.
-        value: the values of the same tokens.
-        mask: bool, broadcastable to ``[B, H, S, T]``; a key or value that no query sees is never read.
-        is_causal: apply the bottom-right causal mask.
-        scale: multiplies the scores.
-        blocks: scales of the keys; None where they are in their rows.
-        late: keys ``[B, K, T - N, D]`` and values ``[B, K, T - N, V]`` of the other tokens, of the query's dtype.
-
-    Returns:
-        ``[B, H, S, V]``, in memory ``[B, S, H, V]``; zeros where a query sees nothing.
     """
     query = query if query.stride(3) == 1 else query.contiguous()
     B, H, S, _ = query.shape
@@ -105,17 +91,18 @@ def attend_codes(
     units = B * K * -(-(H // K * S) // ROWS)
     last = 0 if late is None else late[0].shape[2]
     of_codes, of_late = (part_count(units, tokens, query.device) if tokens else 0 for tokens in (N, last))
-    mixtures = torch.empty(of_codes + of_late, B, H * S, V, dtype=torch.float32, device=query.device)
-    weights = torch.empty(2, of_codes + of_late, B, H * S, dtype=torch.float32, device=query.device)
+    mixtures, weights = new_parts(of_codes + of_late, B, H * S, V, query.device)
     with on_device_of(query):
         if of_codes:
             parts = mixtures[:of_codes], weights[:, :of_codes]
-            _fill_parts(query, (key, value, blocks), mask, *parts, last=last, is_causal=is_causal, scale=scale)
+            _fill_parts(query, (key, value, blocks), scoring, *parts, last=last)
         if late is not None and of_late:
             keys, values = (x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous() for x in late)
-            mask = mask if mask is None or mask.shape[3] == 1 else mask[..., N:]
+            mask = scoring.mask
+            if mask is not None and mask.shape[3] > 1:
+                scoring = scoring._replace(mask=mask[..., N:])
             parts = mixtures[of_codes:], weights[:, of_codes:]
-            fill_parts((query, keys, values, mask), *parts, is_causal=is_causal, window=None, scale=scale)
+            fill_parts((query, keys, values), scoring, *parts)
         join(mixtures, weights, out)
     return out
 
@@ -123,13 +110,11 @@ def attend_codes(
 def _fill_parts(
     query: Tensor,
     coded: tuple[AffineRows, AffineRows, KeyBlocks | None],
-    mask: Tensor | None,
+    scoring: Scoring,
     mixtures: Tensor,
     weights: Tensor,
     *,
     last: int,
-    is_causal: bool,
-    scale: float,
 ) -> None:
     """Fill ``mixtures`` and ``weights`` from the tokens in codes; see
     `headwise.runtime.kernels.gpu.split.fill_parts`.
@@ -137,18 +122,16 @@ def _fill_parts(
     Args:
         query: ``[B, H, S, D]``.
         coded: keys and values of the first N tokens, and scales of the keys' blocks.
-        mask: the mask of `attend_codes`.
+        scoring: that of `attend_codes`.
         mixtures: ``[parts, B, H·S, V]``.
         weights: ``[2, parts, B, H·S]``.
         last: the number of tokens behind those in codes.
-        is_causal: whether to apply the bottom-right causal mask, as in `attend_codes`.
-        scale: the number that multiplies the scores, as in `attend_codes`.
     """
     import triton
 
-    from headwise.runtime.kernels.gpu.code_kernels import attend_part_of_codes
+    from headwise.runtime.kernels.gpu.kernels import attend_part_of_codes
 
-    key, value, blocks = coded
+    (key, value, blocks), (mask, is_causal, scale, _) = coded, scoring
     keys, values = (rows if rows.stride(3) == 1 else rows.contiguous() for rows in (key.rows, value.rows))
     scales = None if blocks is None else blocks.scales
     if scales is not None and scales.stride(3) != 1:
@@ -162,6 +145,8 @@ def _fill_parts(
     tokens = min(block or tokens, tokens)
     # Parts are whole tiles, so that a tile lies in one block.
     each = triton.cdiv(triton.cdiv(N, parts), tokens) * tokens
+    sizes = {"D": D, "V": V, "BLOCK": block, "ROWS": ROWS, "TOKENS": tokens, "MAIN": main, "WIDTH": width}
+    flags = {"HAS_MASK": mask is not None, "CAUSAL": is_causal, "WIDEN": must_widen(query)}
     attend_part_of_codes[(B * K * tiles, parts)](
         *(query, keys, values, query if scales is None else scales, query if mask is None else mask),
         *(mixtures, weights, scale * LOG2_E),
@@ -172,20 +157,10 @@ def _fill_parts(
         *((0, 0, 0) if scales is None else scales.stride()[:3]),
         *mask_strides(mask),
         *part_strides(mixtures, weights),
-        D=D,
-        V=V,
-        KEY_ROW=keys.stride(2),
-        VALUE_ROW=values.stride(2),
         **_about("KEY", key, keys),
         **_about("VALUE", value, values),
-        BLOCK=block,
-        ROWS=ROWS,
-        TOKENS=tokens,
-        MAIN=main,
-        WIDTH=width,
-        HAS_MASK=mask is not None,
-        CAUSAL=is_causal,
-        WIDEN=is_interpreted() and query.dtype == torch.bfloat16,
+        **sizes,
+        **flags,
         num_warps=warps,
     )
 
@@ -210,6 +185,7 @@ def _about(name: str, coded: AffineRows, rows: Tensor) -> dict[str, int]:
     size = coded.width // max(coded.groups, 1)
     assert coded.groups <= 1 or (size >= 16 and size & (size - 1) == 0)
     return {
+        f"{name}_ROW": rows.stride(2),
         f"{name}_BITS": coded.bits,
         f"{name}_BYTES": coded.code_bytes,
         f"{name}_COUNT": coded.groups,
@@ -270,29 +246,14 @@ def attend_latents(
     first: Tensor,
     layout: LatentLayout,
     rotation: tuple[Tensor, Tensor],
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
+    scoring: Scoring,
     *,
     has_sums: bool = False,
 ) -> Tensor:
     """Attend to latents that are stored as codes; `why_not_latents` returns None for them.
 
-    Args:
-        query: absorbed and rotated, ``[B, H, S, R + P]``, or ``[B, H, S, P]`` where it has no content.
-        codes: uint8 ``[B, 1, T, bytes]``.
-        wide: bfloat16 ``[B, sinks, R + P]``, unquantised values of each sequence's first tokens, which replace their
-            codes.
-        first: int64 ``[B]``, the slot of each sequence's first token.
-        layout: the layout of the codes.
-        rotation: cos and sin of at least T slots, float32 ``[slots, F]``.
-        mask: bool, broadcastable to ``[B, H, S, T]``, True where a query attends.
-        is_causal: apply the bottom-right causal mask.
-        scale: multiplies the scores.
-        has_sums: add the sum of each row's weights, 1 or 0, as a last column.
-
-    Returns:
-        The mixed latents ``[B, H, S, R]``, or ``R + 1``; zeros where a query sees nothing.
+    Arguments and result are those of `headwise.runtime.kernels.native.calls.attend_trellis`, of latents; the layout
+    has the frequency of each rotary pair.
     """
     query, codes, wide = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, codes, wide))
     B, H, S, _ = query.shape
@@ -302,12 +263,10 @@ def attend_latents(
         return out
     tiles = -(-H * S // ROWS)
     parts = part_count(B * tiles, T, query.device) if T else 0
-    mixtures = torch.empty(parts, B, H * S, R, dtype=torch.float32, device=query.device)
-    weights = torch.empty(2, parts, B, H * S, dtype=torch.float32, device=query.device)
+    mixtures, weights = new_parts(parts, B, H * S, R, query.device)
     with on_device_of(query):
         if parts:
-            tensors = query, codes, wide, first, mask
-            _fill_latent_parts(tensors, layout, rotation, mixtures, weights, is_causal=is_causal, scale=scale)
+            _fill_latent_parts((query, codes, wide, first), layout, rotation, scoring, mixtures, weights)
         join(mixtures, weights, out[..., :R])
     if has_sums:
         # Weights of a row are divided by their sum: it is 1, or 0 where the row sees nothing.
@@ -316,37 +275,38 @@ def attend_latents(
 
 
 def _fill_latent_parts(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     layout: LatentLayout,
     rotation: tuple[Tensor, Tensor],
+    scoring: Scoring,
     mixtures: Tensor,
     weights: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
 ) -> None:
     """Fill ``mixtures`` and ``weights``; see `headwise.runtime.kernels.gpu.split.fill_parts`.
 
     Args:
-        tensors: query, codes, unquantised values, first slots and mask, as for `attend_latents`.
+        tensors: query, codes, unquantised values and first slots, as for `attend_latents`.
         layout: the layout of the codes.
         rotation: the tables of cos and sin of `attend_latents`.
+        scoring: that of `attend_latents`.
         mixtures: ``[parts, B, H·S, R]``.
         weights: ``[2, parts, B, H·S]``.
-        is_causal: whether to apply the bottom-right causal mask, as in `attend_latents`.
-        scale: the number that multiplies the scores, as in `attend_latents`.
     """
     import triton
 
-    from headwise.runtime.kernels.gpu.code_kernels import attend_part_of_latents
+    from headwise.runtime.kernels.gpu.kernels import attend_part_of_latents
 
-    query, codes, wide, first, mask = tensors
+    (query, codes, wide, first), (mask, is_causal, scale, _) = tensors, scoring
     B, H, S, D = query.shape
     T, R, half, parts = codes.shape[2], layout.rank, layout.rotary // 2, len(mixtures)
     width = max(16, triton.next_power_of_2(R))
     tokens = 16  # the compiled kernel keeps a tile of more in registers for narrow latents only
     cos, sin = (table.contiguous() for table in rotation)
     tiles = triton.cdiv(H * S, ROWS)
+    sizes = {"R": R, "HALF": half, "TURN": layout.turn.shape[1], "SINKS": wide.shape[1], "ROW": codes.stride(2)}
+    sizes |= {"ROWS": ROWS, "TOKENS": tokens, "WIDTH": width, "PAIRS": max(16, triton.next_power_of_2(half))}
+    flags = {"HAS_CONTENT": layout.rotary < D, "HAS_MASK": mask is not None, "CAUSAL": is_causal}
+    flags |= {"WIDEN": must_widen(query)}
     attend_part_of_latents[(B * tiles, parts)](
         *(query, codes, wide, first.contiguous(), query if mask is None else mask),
         *(layout.ends, layout.bits, layout.tables, layout.gains, layout.scale, layout.offset, layout.turn),
@@ -356,18 +316,7 @@ def _fill_latent_parts(
         *(codes.stride(0), wide.stride(0), wide.stride(1)),
         *mask_strides(mask),
         *part_strides(mixtures, weights),
-        ROWS=ROWS,
-        CAUSAL=is_causal,
-        R=R,
-        HALF=half,
-        TURN=layout.turn.shape[1],
-        SINKS=wide.shape[1],
-        ROW=codes.stride(2),
-        TOKENS=tokens,
-        WIDTH=width,
-        PAIRS=max(16, triton.next_power_of_2(half)),
-        HAS_CONTENT=layout.rotary < D,
-        HAS_MASK=mask is not None,
-        WIDEN=is_interpreted() and query.dtype == torch.bfloat16,
+        **sizes,
+        **flags,
         num_warps=4 if width <= 64 else 8,
     )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.runtime.kernels.mask import mask_strides
+from headwise.runtime.kernels.mask import Scoring, mask_strides
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDEST = 576
@@ -70,17 +70,7 @@ def on_device_of(query: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(query.device) if query.is_cuda else nullcontext()
 
 
-def attend_split(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    *,
-    parts: int | None = None,
-) -> Tensor:
+def attend_split(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, parts: int | None = None) -> Tensor:
     """Compute `headwise.attend` by the Triton kernels.
 
     The tensors must be supported: `why_not_split` returns None for them.
@@ -90,10 +80,7 @@ def attend_split(
         key: ``[B, K, T, D]``; copied if the last dim is not contiguous.
         value: ``[B, K, T, V]``; copied if the last dim is not contiguous. Where it is a view of the key's first
             columns it is not read again.
-        mask: bool, broadcastable to ``[B, H, S, T]``; a key or value that no query sees is never read.
-        is_causal: apply the bottom-right causal mask.
-        window: the number of latest keys that a query sees.
-        scale: multiplies the scores.
+        scoring: which tokens queries attend to, and the factor of their scores.
         parts: the number of parts that the sequence is split into; by the GPU's size when None.
 
     Returns:
@@ -110,38 +97,27 @@ def attend_split(
         # Tiles of wide heads fill the memory of a processor.
         programs = _PROGRAMS_A_PROCESSOR if query.shape[3] + V <= _NARROW else 1
         parts = part_count(B * K * tiles, T, query.device, programs=programs)
-    mixtures = torch.empty(parts, B, H * S, V, dtype=torch.float32, device=query.device)
-    weights = torch.empty(2, parts, B, H * S, dtype=torch.float32, device=query.device)  # highest scores, then sums
+    mixtures, weights = new_parts(parts, B, H * S, V, query.device)
     with on_device_of(query):
-        fill_parts((query, key, value, mask), mixtures, weights, is_causal=is_causal, window=window, scale=scale)
+        fill_parts((query, key, value), scoring, mixtures, weights)
         join(mixtures, weights, out)
     return out
 
 
-def fill_parts(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    mixtures: Tensor,
-    weights: Tensor,
-    *,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-) -> None:
+def fill_parts(tensors: tuple[Tensor, Tensor, Tensor], scoring: Scoring, mixtures: Tensor, weights: Tensor) -> None:
     """Fill ``mixtures`` and ``weights`` by the kernel `headwise.runtime.kernels.gpu.kernels.attend_part`.
 
     Args:
-        tensors: query, key, value and mask.
+        tensors: query, key and value.
+        scoring: that of `attend_split`.
         mixtures: ``[parts, B, H·S, V]``, each part's values summed with weights 2^(score − highest score).
         weights: ``[2, parts, B, H·S]``, each part's highest score, and the sum of its weights.
-        is_causal: whether to apply the bottom-right causal mask, as in `attend_split`.
-        window: the number of latest keys that a query sees, as in `attend_split`.
-        scale: the number that multiplies the scores, as in `attend_split`.
     """
     import triton
 
     from headwise.runtime.kernels.gpu.kernels import attend_part
 
-    query, key, value, mask = tensors
+    (query, key, value), (mask, is_causal, scale, window) = tensors, scoring
     B, H, S, D = query.shape
     K, T, V = key.shape[1], key.shape[2], value.shape[3]
     parts, group = len(mixtures), H // K
@@ -151,6 +127,9 @@ def fill_parts(
     is_shared = value.data_ptr() == key.data_ptr() and value.stride() == key.stride() and main == V
     width = max(16, triton.next_power_of_2(V))
     tile = tile_of(main + rest + (0 if is_shared else width), query.element_size(), shared_bytes(query.device))
+    sizes = {"ROWS": ROWS, "TOKENS": tile.tokens, "MAIN": main, "REST": rest, "WIDTH": width}
+    flags = {"HAS_MASK": mask is not None, "CAUSAL": is_causal, "SHARED": is_shared, "NARROW": main > D}
+    flags |= {"WIDEN": must_widen(query)}
     attend_part[(B * K * tiles, parts)](
         *(query, key, value, query if mask is None else mask, mixtures, weights),
         scale * LOG2_E,
@@ -161,20 +140,23 @@ def fill_parts(
         *mask_strides(mask),
         *part_strides(mixtures, weights),
         0 if window is None else window,
-        ROWS=ROWS,
-        TOKENS=tile.tokens,
-        MAIN=main,
-        REST=rest,
-        WIDTH=width,
-        HAS_MASK=mask is not None,
-        CAUSAL=is_causal,
-        SHARED=is_shared,
-        NARROW=main > D,
+        **sizes,
+        **flags,
         PRECISION=precision(query.dtype),
-        WIDEN=is_interpreted() and query.dtype == torch.bfloat16,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+
+
+def new_parts(parts: int, batch: int, rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for parts: mixtures ``[parts, B, H·S, V]``, and ``[2, parts, B, H·S]`` for highest scores and sums."""
+    mixtures = torch.empty(parts, batch, rows, width, dtype=torch.float32, device=device)
+    return mixtures, torch.empty(2, parts, batch, rows, dtype=torch.float32, device=device)
+
+
+def must_widen(query: Tensor) -> bool:
+    """Whether a kernel has to widen what it loads: Triton's interpreter would multiply the bits of bfloat16."""
+    return is_interpreted() and query.dtype == torch.bfloat16
 
 
 def precision(dtype: torch.dtype) -> str:

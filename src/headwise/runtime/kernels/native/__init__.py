@@ -3,14 +3,3 @@
 from headwise.runtime.kernels.native.build import Build, are_plain, built, why_not
 from headwise.runtime.kernels.native.calls import attend_fused
 from headwise.runtime.kernels.native.linear import linear, linear_of_many, multiplies_bfloat16
-
-__all__ = [
-    "Build",
-    "are_plain",
-    "attend_fused",
-    "built",
-    "linear",
-    "linear_of_many",
-    "multiplies_bfloat16",
-    "why_not",
-]

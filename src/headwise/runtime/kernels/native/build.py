@@ -20,12 +20,13 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -108,12 +109,15 @@ def _built() -> Build:
     return Build(library, path, f"compiled by {compiler[0]}{note}", has_pairs, has_half)
 
 
-def call(kernel: str, arguments: ctypes.Structure, dtype: torch.dtype = torch.float32) -> None:
+def call(
+    kernel: str, tensors: Mapping[str, Tensor | None], numbers: Mapping[str, Any], dtype: torch.dtype = torch.float32
+) -> None:
     """Call a kernel.
 
     Args:
         kernel: one of `headwise.runtime.kernels.native.abi.KERNELS`.
-        arguments: the kernel's arguments; the tensors whose addresses they hold have to live until it returns.
+        tensors: the arguments that are addresses, by name; None for a null pointer.
+        numbers: the other arguments, by name, apart from the number of threads.
         dtype: the dtype of the result.
 
     Raises:
@@ -121,6 +125,8 @@ def call(kernel: str, arguments: ctypes.Structure, dtype: torch.dtype = torch.fl
     """
     library = built().library
     assert library is not None
+    addresses = {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
+    arguments = KERNELS[kernel](**addresses, **numbers, threads=torch.get_num_threads())
     status = getattr(library, kernel)(ctypes.byref(arguments), TYPES[dtype])
     if status == NO_MEMORY:
         raise MemoryError("no memory to compute in")

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.runtime.kernels.mask import mask_strides
-from headwise.runtime.kernels.native.abi import KERNELS, SINKS, TURN, EncoderArguments, GainsArguments, RowFormat
+from headwise.runtime.kernels.mask import Scoring, mask_strides
+from headwise.runtime.kernels.native.abi import SINKS, TURN, RowFormat
 from headwise.runtime.kernels.native.build import built, call
 
 
@@ -26,10 +26,7 @@ def attend_fused(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
+    scoring: Scoring,
     *,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
@@ -42,10 +39,7 @@ def attend_fused(
         query: ``[B, H, S, D]``, with any strides.
         key: ``[B, K, T, D]``; copied if the last dim is not contiguous.
         value: ``[B, K, T, V]``; copied if the last dim is not contiguous.
-        mask: bool, broadcastable to ``[B, H, S, T]``; a key or value that no query sees is never read.
-        is_causal: apply the bottom-right causal mask.
-        window: the number of latest keys that a query sees.
-        scale: multiplies the scores.
+        scoring: which tokens queries attend to, and the factor of their scores.
         key_scale: float32 ``[B, K, T]``, factors of int8 keys; None where keys are not int8.
         value_scale: float32 ``[B, K, T]``, factors of int8 values; required with ``key_scale``.
 
@@ -55,34 +49,26 @@ def attend_fused(
     Raises:
         MemoryError: the kernel could not allocate its working memory.
     """
-    own: dict[str, Any] = {"window": window or 0}
+    tensors, own = {"query": query, "key": key, "value": value}, dict[str, Any](window=scoring.window or 0)
     if key_scale is not None and value_scale is not None:
-        own |= {"key_scale": key_scale.data_ptr(), "key_scale_stride": key_scale.stride()}
-        own |= {"value_scale": value_scale.data_ptr(), "value_scale_stride": value_scale.stride()}
+        tensors |= {"key_scale": key_scale, "value_scale": value_scale}
+        own |= {"key_scale_stride": key_scale.stride(), "value_scale_stride": value_scale.stride()}
     K, T, V = key.shape[1], key.shape[2], value.shape[3]
-    return attend_stored("headwise_attention", (query, key, value), (K, T, V, V), mask, is_causal, scale, own)
+    return attend_stored("headwise_attention", tensors, own, (K, T, V, V), scoring)
 
 
 def attend_stored(
-    kernel: str,
-    states: tuple[Tensor, Tensor, Tensor],
-    sizes: tuple[int, int, int, int],
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    own: dict[str, Any],
+    kernel: str, tensors: dict[str, Tensor], own: dict[str, Any], sizes: tuple[int, int, int, int], scoring: Scoring
 ) -> Tensor:
     """Call a kernel of attention.
 
     Args:
         kernel: one of `headwise.runtime.kernels.native.abi.KERNELS`.
-        states: queries ``[B, H, S, D]``, and what the kernel takes as keys and values.
+        tensors: queries ``[B, H, S, D]``, what the kernel takes as keys and values, and tensors that not every kernel
+            of attention has, by the names of its arguments.
+        own: the numbers that not every kernel of attention has, by name.
         sizes: K, T, V, and how many numbers a row of the result has.
-        mask: bool, broadcastable to ``[B, H, S, T]``.
-        is_causal: apply the bottom-right causal mask.
-        scale: multiplies the scores.
-        own: the arguments that not every kernel of attention has. The tensors whose addresses they hold have to keep
-            a name until this returns.
+        scoring: which tokens queries attend to, and the factor of their scores.
 
     Returns:
         ``[B, H, S, …]``, in memory ``[B, S, H, …]``.
@@ -90,34 +76,19 @@ def attend_stored(
     Raises:
         MemoryError: the kernel could not allocate its working memory.
     """
-    query, key, value = map(dense, states)
+    states = {name: dense(tensors[name]) for name in ("query", "key", "value")}
+    query = states["query"]
     B, H, S, D = query.shape
     K, T, V, columns = sizes
     out = query.new_empty(B, S, H, columns).transpose(1, 2)
     if out.numel() == 0:
         return out
-    arguments = KERNELS[kernel](
-        query=query.data_ptr(),
-        key=key.data_ptr(),
-        value=value.data_ptr(),
-        out=out.data_ptr(),
-        mask=None if mask is None else mask.data_ptr(),
-        causal=is_causal,
-        scale=scale,
-        B=B,
-        K=K,
-        G=H // K,
-        S=S,
-        T=T,
-        D=D,
-        V=V,
-        threads=torch.get_num_threads(),
-        **own,
-    )
-    arguments.query_stride[:], arguments.out_stride[:] = query.stride()[:3], out.stride()[:3]
-    arguments.key_stride[:], arguments.value_stride[:] = key.stride()[:3], value.stride()[:3]
-    arguments.mask_stride[:] = mask_strides(mask)
-    call(kernel, arguments, query.dtype)
+    states |= {"out": out}
+    strides = {f"{name}_stride": tensor.stride()[:3] for name, tensor in states.items()}
+    letters = dict(zip("BKGSTDV", (B, K, H // K, S, T, D, V), strict=True))
+    numbers = own | letters | strides | {"mask_stride": mask_strides(scoring.mask)}
+    numbers |= {"causal": scoring.is_causal, "scale": scoring.scale}
+    call(kernel, tensors | states | {"mask": scoring.mask}, numbers, query.dtype)
     return out
 
 
@@ -161,21 +132,9 @@ def trellis_encode(
     values, weights, tables = values.contiguous(), weights.contiguous(), tables.contiguous()
     gains = None if gains is None else gains.contiguous()
     levels = torch.empty_like(values)
-    arguments = EncoderArguments(
-        values=values.data_ptr(),
-        gains=None if gains is None else gains.data_ptr(),
-        weights=weights.data_ptr(),
-        bits=bits.data_ptr(),
-        tables=tables.data_ptr(),
-        starts=starts.data_ptr(),
-        codes=None if codes is None else codes.data_ptr(),
-        levels=levels.data_ptr(),
-        rows=values.shape[0],
-        width=values.shape[1],
-        stride=0 if codes is None else codes.stride(0),
-        threads=torch.get_num_threads(),
-    )
-    call("headwise_trellis", arguments)
+    tensors = {"values": values, "weights": weights, "bits": bits, "tables": tables, "starts": starts}
+    sizes = {"rows": len(values), "width": values.shape[1], "stride": 0 if codes is None else codes.stride(0)}
+    call("headwise_trellis", tensors | {"gains": gains, "codes": codes, "levels": levels}, sizes)
     return levels
 
 
@@ -203,30 +162,14 @@ def choose_gains(
     Returns:
         Values over scales and gains, and the gains, each ``[n, W]``; a byte a token: the numbers of its gains.
     """
-    values, offset, scale, noise, reach, gains = (x.contiguous() for x in (values, *channels, gains))
-    assert all(x.dtype == torch.float32 for x in (values, offset, scale, noise, reach, gains))
-    normal, of_channel = torch.empty_like(values), torch.empty_like(values)
+    names = ("values", "offset", "scale", "noise", "reach", "gains")
+    tensors = {name: x.contiguous() for name, x in zip(names, (values, *channels, gains), strict=True)}
+    assert all(x.dtype == torch.float32 for x in tensors.values())
+    normal, of_channel = torch.empty_like(tensors["values"]), torch.empty_like(tensors["values"])
     starts = values.new_empty(len(values), dtype=torch.uint8)
-    arguments = GainsArguments(
-        values=values.data_ptr(),
-        offset=offset.data_ptr(),
-        scale=scale.data_ptr(),
-        noise=noise.data_ptr(),
-        reach=reach.data_ptr(),
-        gains=gains.data_ptr(),
-        parts=_widths(parts).data_ptr(),
-        starts=starts.data_ptr(),
-        normal=normal.data_ptr(),
-        of_channel=of_channel.data_ptr(),
-        rows=values.shape[0],
-        width=values.shape[1],
-        count=len(parts),
-        tried=tried,
-        zero=zero,
-        threads=torch.get_num_threads(),
-        step=step,
-    )
-    call("headwise_gains", arguments)
+    tensors |= {"parts": _widths(parts), "starts": starts, "normal": normal, "of_channel": of_channel}
+    sizes = {"rows": len(values), "width": values.shape[1], "count": len(parts), "tried": tried, "zero": zero}
+    call("headwise_gains", tensors, sizes | {"step": step})
     return normal, of_channel, starts
 
 
@@ -237,9 +180,15 @@ def _widths(parts: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TrellisLayout:
-    """How a kernel reads a layer's trellis codes.
+    """How a kernel reads a layer's trellis codes: of latents, or of the keys and values of heads.
+
+    Levels lie in rows of columns: the latent's channels, then the two halves of the rotary key; or all heads' keys,
+    then all values. Each section is padded to a multiple of `headwise.runtime.kernels.native.abi.CHANNELS`. The two
+    dims of a rotary pair are P/2 apart.
 
     Attributes:
+        value_dim: R of latents, V of heads.
+        heads: K; 0 of latents.
         rotary: P.
         token_bytes: the bytes of a token's codes.
         blocks: int32 ``[blocks, 4]``, of each its first column, its channels, their bits, and the bit of the
@@ -251,6 +200,8 @@ class TrellisLayout:
         turn: float32 ``[2, TURN, P/2]``, padded, cos and sin of the first slots.
     """
 
+    value_dim: int
+    heads: int
     rotary: int
     token_bytes: int
     blocks: Tensor
@@ -261,178 +212,65 @@ class TrellisLayout:
     turn: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class CodedLayout(TrellisLayout):
-    """How the kernel reads latents.
-
-    Levels lie in rows of columns: the latent's channels, then the two halves of the rotary key, each padded to a
-    multiple of `headwise.runtime.kernels.native.abi.CHANNELS`.
-
-    Attributes:
-        rank: R.
-    """
-
-    rank: int
-
-
-def attend_coded(
+def attend_trellis(
     query: Tensor,
     codes: Tensor,
     wide: Tensor,
     first: Tensor,
-    layout: CodedLayout,
+    layout: TrellisLayout,
     rotation: tuple[Tensor, Tensor],
     frequency: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
+    scoring: Scoring,
     *,
     has_sums: bool = False,
 ) -> Tensor:
-    """Attend to latents that are stored as codes.
+    """Attend to latents, or to keys and values of heads, that are stored as trellis codes.
 
     Args:
-        query: absorbed and rotated, ``[B, H, S, R + P]``, or ``[B, H, S, P]`` where it has no content.
+        query: rotated. Of latents absorbed, ``[B, H, S, R + P]``, or ``[B, H, S, P]`` where it has no content; of
+            heads ``[B, H, S, D]``.
         codes: uint8 ``[B, 1, T, bytes]``.
-        wide: bfloat16 ``[B, SINKS, R + P]``, unquantised values of each sequence's first tokens, which replace their
-            codes.
+        wide: bfloat16 ``[B, SINKS, W]``, unquantised values of each sequence's first tokens, which replace their
+            codes; W is R + P of latents, and K · (D + V) of heads.
         first: int64 ``[B]``, the slot of each sequence's first token.
         layout: the layout of the codes.
         rotation: cos and sin of at least T slots, float32 ``[slots, F]``.
         frequency: int64 ``[P/2]``, each rotary pair's index among the model's frequencies.
-        mask: bool, broadcastable to ``[B, H, S, T]``, True where a query attends.
-        is_causal: apply the bottom-right causal mask.
-        scale: multiplies the scores.
-        has_sums: add the sum of each row's weights, 1 or 0, as a last column.
+        scoring: which tokens queries attend to, and the factor of their scores.
+        has_sums: add the sum of each row's weights, 1 or 0, as a last column; of latents.
 
     Returns:
-        The mixed latents ``[B, H, S, R]``, or ``R + 1``; zeros where a query sees nothing.
+        The mixed latents ``[B, H, S, R]``, or ``R + 1``; of heads the mixed values ``[B, H, S, V]``. Zeros where a
+        query sees nothing.
 
     Raises:
         MemoryError: the kernel could not allocate its working memory.
     """
-    given = query, (codes, wide, first), layout, rotation, frequency, mask, is_causal, scale
-    return _attend_trellis("headwise_coded", layout.rank, layout.rank + has_sums, *given, own={"has_sums": has_sums})
-
-
-def _attend_trellis(
-    kernel: str,
-    value_dim: int,
-    columns: int,
-    query: Tensor,
-    stored: tuple[Tensor, Tensor, Tensor],
-    layout: TrellisLayout,
-    rotation: tuple[Tensor, Tensor],
-    frequency: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    *,
-    own: dict[str, int],
-) -> Tensor:
-    """Call a kernel of trellis codes; see `attend_coded` and `attend_heads`.
-
-    Args:
-        kernel: the name of the kernel.
-        value_dim: V.
-        columns: how many numbers a row of the result has.
-        query: ``[B, H, S, D]``.
-        stored: codes ``[B, 1, T, bytes]``, unquantised values and first slots.
-        layout: the layout of the codes.
-        rotation: cos and sin ``[slots, F]``.
-        frequency: int64 ``[P/2]``, of each rotary pair.
-        mask: bool ``[B, H, S, T]``, or None.
-        is_causal: apply the bottom-right causal mask.
-        scale: multiplies the scores.
-        own: arguments that this kernel alone has.
-
-    Returns:
-        ``[B, H, S, columns]``.
-    """
-    codes, wide, first = stored
-    wide, first = wide.contiguous(), first.contiguous()
     assert wide.shape[1] == SINKS
     assert layout.turn.shape[1] == TURN
+    kernel, own = (
+        ("headwise_heads", {"heads": layout.heads}) if layout.heads else ("headwise_coded", {"has_sums": has_sums})
+    )
     cos, sin = (table.contiguous() for table in rotation)
-    turn_cos, turn_sin = layout.turn
-    tensors = {
-        "first": first,
-        "blocks": layout.blocks,
-        "tables": layout.tables,
-        "gains": layout.gains,
-        "level_scale": layout.scale,
-        "level_offset": layout.offset,
-        "turn_cos": turn_cos,
-        "turn_sin": turn_sin,
-        "cos": cos,
-        "sin": sin,
-        "frequency": frequency,
-    }
-    counts = {
+    own |= {
         "count": len(layout.blocks),
         "P": layout.rotary,
         "bytes": layout.token_bytes,
         "frequencies": cos.shape[-1],
     }
-    own |= counts | {name: tensor.data_ptr() for name, tensor in tensors.items()}
     # To the kernel, the codes are the keys of one head, and the unquantised values its values.
-    sizes = 1, codes.shape[2], value_dim, columns
-    return attend_stored(kernel, (query, codes, wide[:, None]), sizes, mask, is_causal, scale, own)
-
-
-@dataclass(frozen=True, eq=False)
-class HeadsLayout(TrellisLayout):
-    """How the kernel reads the codes of a layer's keys and values.
-
-    Levels lie in rows of columns: all heads' keys, then all values, each padded to a multiple of
-    `headwise.runtime.kernels.native.abi.CHANNELS`. The two dims of a rotary pair are P/2 apart.
-
-    Attributes:
-        heads: K.
-        head_dim: D.
-        value_dim: V.
-    """
-
-    heads: int
-    head_dim: int
-    value_dim: int
-
-
-def attend_heads(
-    query: Tensor,
-    codes: Tensor,
-    wide: Tensor,
-    first: Tensor,
-    layout: HeadsLayout,
-    rotation: tuple[Tensor, Tensor],
-    frequency: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> Tensor:
-    """Attend to keys and values of heads that are stored as codes.
-
-    Args:
-        query: rotated, ``[B, H, S, D]``.
-        codes: uint8 ``[B, 1, T, bytes]``.
-        wide: bfloat16 ``[B, SINKS, K · (D + V)]``, keys and values of each sequence's first tokens, which replace
-            their codes.
-        first: int64 ``[B]``, the slot of each sequence's first token.
-        layout: the layout of the codes.
-        rotation: cos and sin of at least T slots, float32 ``[slots, F]``.
-        frequency: int64 ``[P/2]``, each rotary pair's index among the model's frequencies.
-        mask: bool, broadcastable to ``[B, H, S, T]``, True where a query attends.
-        is_causal: apply the bottom-right causal mask.
-        scale: multiplies the scores.
-
-    Returns:
-        The mixed values ``[B, H, S, V]``; zeros where a query sees nothing.
-
-    Raises:
-        MemoryError: the kernel could not allocate its working memory.
-    """
-    given = query, (codes, wide, first), layout, rotation, frequency, mask, is_causal, scale
-    return _attend_trellis("headwise_heads", layout.value_dim, layout.value_dim, *given, own={"heads": layout.heads})
+    tensors = {"query": query, "key": codes, "value": wide.contiguous()[:, None], "first": first.contiguous()}
+    tensors |= {"blocks": layout.blocks, "tables": layout.tables, "gains": layout.gains}
+    tensors |= {"level_scale": layout.scale, "level_offset": layout.offset}
+    tensors |= {
+        "turn_cos": layout.turn[0],
+        "turn_sin": layout.turn[1],
+        "cos": cos,
+        "sin": sin,
+        "frequency": frequency,
+    }
+    sizes = 1, codes.shape[2], layout.value_dim, layout.value_dim + has_sums
+    return attend_stored(kernel, tensors, own, sizes, scoring)
 
 
 @dataclass(frozen=True, eq=False)
@@ -481,9 +319,7 @@ def attend_affine(
     query: Tensor,
     key: AffineRows,
     value: AffineRows,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
+    scoring: Scoring,
     *,
     blocks: KeyBlocks | None = None,
     late: tuple[Tensor, Tensor] | None = None,
@@ -494,9 +330,7 @@ def attend_affine(
         query: ``[B, H, S, D]``.
         key: the keys of the first N tokens.
         value: their values.
-        mask: bool, broadcastable to ``[B, H, S, T]``, True where a query attends.
-        is_causal: apply the bottom-right causal mask.
-        scale: multiplies the scores.
+        scoring: which tokens queries attend to, and the factor of their scores.
         blocks: scales of the keys; None where they are in their rows.
         late: keys ``[B, K, T - N, D]`` and values ``[B, K, T - N, V]`` of the other tokens, of the query's dtype.
 
@@ -508,15 +342,14 @@ def attend_affine(
     """
     K, N = key.rows.shape[1:3]
     T = N
+    tensors = {"query": query, "key": key.rows, "value": value.rows}
     own: dict[str, Any] = {"key_rows": key.format, "value_rows": value.format, "coded": N}
     # Blocks of KIVI have scales of their own, and behind them come tokens that wait for a block to fill.
     if blocks is not None:
-        scales = blocks.scales.contiguous()
-        own |= {"block": blocks.tokens, "block_scale": scales.data_ptr(), "block_scale_stride": scales.stride()[:3]}
+        tensors["block_scale"] = scales = blocks.scales.contiguous()
+        own |= {"block": blocks.tokens, "block_scale_stride": scales.stride()[:3]}
     if late is not None:
-        keys, values = map(dense, late)
+        tensors["late_key"], tensors["late_value"] = keys, values = tuple(map(dense, late))
         T += keys.shape[2]
-        own |= {"late_key": keys.data_ptr(), "late_key_stride": keys.stride()[:3]}
-        own |= {"late_value": values.data_ptr(), "late_value_stride": values.stride()[:3]}
-    states = query, key.rows, value.rows
-    return attend_stored("headwise_affine", states, (K, T, value.width, value.width), mask, is_causal, scale, own)
+        own |= {"late_key_stride": keys.stride()[:3], "late_value_stride": values.stride()[:3]}
+    return attend_stored("headwise_affine", tensors, own, (K, T, value.width, value.width), scoring)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwise.runtime.kernels.native.abi import MOST_ROWS, LinearArguments
+from headwise.runtime.kernels.native.abi import MOST_ROWS
 from headwise.runtime.kernels.native.build import are_plain, call, is_watched, why_not
 
 _WIDE_ROWS = 1024
@@ -35,19 +35,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear_of_many(x, weight, bias)
     x = x if x.is_contiguous() else x.contiguous()
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    arguments = LinearArguments(
-        x=x.data_ptr(),
-        weight=weight.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        y=out.data_ptr(),
-        rows=rows,
-        inputs=inputs,
-        outputs=weight.shape[0],
-        x_stride=inputs,
-        weight_stride=weight.stride(0),
-        threads=torch.get_num_threads(),
-    )
-    call("headwise_linear", arguments, x.dtype)
+    sizes = {"rows": rows, "inputs": inputs, "outputs": weight.shape[0], "x_stride": inputs}
+    tensors = {"x": x, "weight": weight, "bias": bias, "y": out}
+    call("headwise_linear", tensors, sizes | {"weight_stride": weight.stride(0)}, x.dtype)
     return out
 
 

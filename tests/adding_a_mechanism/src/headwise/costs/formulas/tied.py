@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from headwise.models.specs.tied import TiedSpec
 
-from headwise.costs.formulas.size import Size
-from headwise.costs.formulas.stages import Core, Linear, Stage
+from headwise.costs.formulas.stages import Core, Linear, Size, Stage
 
 IMPLS = ("direct",)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints.checkpoint import Checkpoint
-from headwise.models.checkpoints.gguf.reader import GgufCheckpoint
+from headwise.models.checkpoints.gguf_reader import GgufCheckpoint
 from headwise.models.checkpoints.tokenizer import load_tokenizer, refused_tokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -187,16 +187,13 @@ def _split(tokenizer: Mapping[str, Any]) -> str:
             name = _GPT2_SPLIT
         elif kinds == ["Digits", "ByteLevel"] and uses_regex and steps[0].get("individual_digits"):
             name = "smollm"
-        elif kinds == ["Split", "ByteLevel"] and not uses_regex and _is_isolated(steps[0]):
-            name = _SPLITS.get(steps[0].get("pattern", {}).get("Regex"))
+        elif kinds == ["Split", "ByteLevel"] and not uses_regex and not steps[0].get("invert"):
+            is_isolated = steps[0].get("behavior") == "Isolated"
+            name = _SPLITS.get(steps[0].get("pattern", {}).get("Regex")) if is_isolated else None
     if name is None or ignores_merges != (name in _OWN_MERGES):
         rule = f"splits a text in a way that headwise knows no name of in GGUF; can: {', '.join(_NAMES)}"
         raise CheckpointError("tokenizer pre_tokenizer", ", ".join(map(str, kinds)), rule)
     return name
-
-
-def _is_isolated(split: Mapping[str, Any]) -> bool:
-    return split.get("behavior") == "Isolated" and not split.get("invert")
 
 
 _NAMES = (_GPT2_SPLIT, "smollm", *_SPLITS.values())
@@ -217,13 +214,7 @@ def _sentencepiece(
     is_usual = all(_is_usual(part) for part in (*parts, steps or {}))
     if is_usual and steps is None and kinds in (["Prepend", "Replace"], ["Replace"]):
         adds_space = kinds[0] == "Prepend"
-    elif (
-        is_usual
-        and steps is not None
-        and steps.get("type") == "Metaspace"
-        and kinds == [None]
-        and not steps.get("split")
-    ):
+    elif is_usual and steps and steps.get("type") == "Metaspace" and kinds == [None] and not steps.get("split"):
         adds_space = steps.get("prepend_scheme", "always") != "never"
     else:
         rule = "must be SentencePiece's: a space in front and ▁ for spaces, with nothing split before"

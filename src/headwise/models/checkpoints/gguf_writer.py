@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from headwise.errors import CheckpointError, SpecError
 from headwise.models.checkpoints.checkpoint import TensorInfo
-from headwise.models.checkpoints.gguf.layout import GgufLayout, gguf_layout
-from headwise.models.checkpoints.gguf.tokenizer_fields import TokenizerField
+from headwise.models.checkpoints.gguf_reader import INTERLEAVED, GgufLayout, gguf_layout, interleaved
+from headwise.models.checkpoints.gguf_tokenizer import TokenizerField
 from headwise.models.specs import GgufModel, gguf_model
 
 if TYPE_CHECKING:
@@ -186,8 +187,7 @@ class GgufFile:
         ]
 
     def _entry(self, name: str, shape: tuple[int, ...], made: Split | None) -> _Entry:
-        if made is None:
-            made = _same
+        made = made or _same
         own = tuple(made(torch.empty(shape, device="meta")).shape)
         kind = "f32" if len(own) == 1 else self._kind
         if kind == "q8_0" and own[-1] % 32:  # as llama.cpp's own tools do
@@ -207,11 +207,11 @@ class GgufFile:
                 "attn_k_b": lambda tensor: by_head(tensor)[:, :N].transpose(1, 2),  # [H, R, N]
                 "attn_v_b": lambda tensor: by_head(tensor)[:, N:],  # [H, V, R]
             }
-        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(module)
+        heads = INTERLEAVED.get(module)
         if heads is None or not self._layout.is_interleaved:
             return {}
-        count = config.get(heads) or config["num_attention_heads"]
-        return {"attn_q": lambda tensor: _pairs(tensor, count), "attn_k": lambda tensor: _pairs(tensor, count)}
+        paired = partial(interleaved, heads=config.get(heads) or config["num_attention_heads"])
+        return {"attn_q": paired, "attn_k": paired}
 
 
 _VALUE_TYPES = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING"}
@@ -232,12 +232,6 @@ def _last(name: str) -> str:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _pairs(tensor: Tensor, heads: int) -> Tensor:
-    """Rows ``[H · D, …]`` of heads as neighbouring pairs in place of halves."""
-    halves = torch.unflatten(tensor, 0, (heads, 2, -1))  # [H, 2, D/2, …]
-    return halves.transpose(1, 2).reshape(tensor.shape)
 
 
 def _stored_shape(entry: _Entry) -> tuple[tuple[int, ...], np.dtype[Any]]:

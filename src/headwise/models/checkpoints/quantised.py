@@ -13,7 +13,7 @@ from torch import Tensor
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints.checkpoint import DTYPES, TensorInfo
 from headwise.models.checkpoints.folder import FolderCheckpoint
-from headwise.models.checkpoints.quantised.formats import BESIDES, Format, Rows, read_scheme
+from headwise.models.checkpoints.quantised_formats import BESIDES, Format, Rows, read_scheme
 from headwise.models.checkpoints.unsafe import refuse_kernels
 from headwise.models.specs import LARGEST_CONFIG, read_json
 
@@ -34,7 +34,7 @@ def is_quantised(folder: Path) -> bool:
 
 
 class QuantisedFolder(FolderCheckpoint):
-    """A model folder of AWQ, GPTQ, compressed-tensors or FP8; see `headwise.models.checkpoints.quantised.formats`.
+    """A model folder of AWQ, GPTQ, compressed-tensors or FP8; see `headwise.models.checkpoints.quantised_formats`.
 
     Its config is that of the model without quantisation, and `read` returns matrices in float32.
 

@@ -41,16 +41,12 @@ _SCANNED: dict[str, tuple[str, ...]] = {
     "x_proj": ("x_proj",),
     "dt_proj": ("dt_proj",),
 }
-_LATENT: dict[str, tuple[str, ...]] = {
-    name: (name,) for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-}
-_INDEXER: dict[str, tuple[str, ...]] = {
-    f"index {name}": (f"indexer.{name}",) for name in ("wq_b", "wk", "weights_proj")
-}
-_OWN: dict[str, dict[str, tuple[str, ...]]] = {
+_LATENT_NAMES = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+_LATENT = {name: (name,) for name in _LATENT_NAMES}
+_OWN: dict[str, Mapping[str, tuple[str, ...]]] = {
     "grouped": _GROUPED,
     "latent": _LATENT,
-    "indexed_latent": _LATENT | _INDEXER,
+    "indexed_latent": _LATENT | {f"index {name}": (f"indexer.{name}",) for name in ("wq_b", "wk", "weights_proj")},
     "compressed": {
         **{name: (name,) for name in ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj")},
         **{f"entry {name}": (f"compressor.{name}",) for name in ("kv_proj", "gate_proj")},
@@ -75,11 +71,8 @@ _FUSED = {
     **{f"feed_forward {name}": ("mlp.gate_up_proj",) for name in ("gate_proj", "up_proj")},
 }
 """Names where one matrix holds several."""
-_FUSED_IN = {
-    "phi3": tuple(_FUSED),
-    "glm": ("feed_forward gate_proj", "feed_forward up_proj"),
-    "glm4": ("feed_forward gate_proj", "feed_forward up_proj"),
-}
+_FUSED_GATES = ("feed_forward gate_proj", "feed_forward up_proj")
+_FUSED_IN = {"phi3": tuple(_FUSED), "glm": _FUSED_GATES, "glm4": _FUSED_GATES}
 
 HEAD = ("lm_head", "model.lm_head", "embed_out")
 """Names of the head."""

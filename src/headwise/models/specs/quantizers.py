@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headwise.models.specs.base import AttentionSpec
-from headwise.models.specs.model import FeedForwardSpec
-from headwise.models.specs.weights.names import (
+from headwise.models.specs.matrix_names import (
     ROUTER,
     SHARED_GATE,
     Module,
@@ -23,7 +22,7 @@ from headwise.models.specs.weights.names import (
     by_wildcard,
     modules,
 )
-from headwise.models.specs.weights.stored import MatrixFormat, StoredWeights
+from headwise.models.specs.model import FeedForwardSpec, MatrixFormat, StoredWeights
 
 Config = Mapping[str, Any]
 Matcher = Callable[[Module], bool]
@@ -59,10 +58,7 @@ class _Scheme:
 
 
 def read_stored(
-    config: Config,
-    model_type: str,
-    layers: Sequence[AttentionSpec],
-    networks: Sequence[FeedForwardSpec | None],
+    config: Config, model_type: str, layers: Sequence[AttentionSpec], networks: Sequence[FeedForwardSpec | None]
 ) -> StoredWeights | None:
     """The formats of a model's matrices; None where the config has no ``quantization_config``.
 
@@ -93,7 +89,8 @@ def read_stored(
         if (form := scheme.of(module)) is not None:
             (outside if module.layer is None else inside[module.layer])[module.stage] = form
     notes = (*scheme.unknown, *_skip_notes(scheme, every, len(layers)))
-    return StoredWeights.of_layers(scheme.name, inside, outside, is_bound=bool(scheme.unknown), notes=notes)
+    stored = StoredWeights.of_layers(scheme.name, inside, outside)
+    return replace(stored, is_bound=bool(scheme.unknown), notes=notes)
 
 
 def _skip_notes(scheme: _Scheme, every: Sequence[Module], num_layers: int) -> Iterator[str]:

@@ -18,17 +18,14 @@ from typing import Any
 
 from headwise.errors import SpecError
 from headwise.models.specs.base import AttentionSpec, RopeSpec
-from headwise.models.specs.gguf.header import FACTORS, GgufHeader, read_gguf_header
-from headwise.models.specs.gguf.types import gguf_weights
+from headwise.models.specs.gguf_header import FACTORS, GgufHeader, gguf_weights, read_gguf_header
 from headwise.models.specs.grouped import GroupedSpec
 from headwise.models.specs.huggingface import read_config
 from headwise.models.specs.latent import LatentSpec
 from headwise.models.specs.model import ModelSpec
 
-Get = Callable[..., Any]
-"""Looks up a value of the architecture's metadata by its key; the second argument is the default."""
-
-_LARGEST_FLOAT32 = 3.4028234e38
+_SMALLEST, _LARGEST = 1.1754944e-38, 3.4028234e38
+"""The normal numbers of float32."""
 _LIKE_LLAMA = ("llama", "qwen2", "qwen3")
 """The architectures whose metadata are Llama's."""
 
@@ -46,6 +43,50 @@ _SOFTMAX, _SIGMOID = 1, 2
 """GGUF's numbers of the functions that score experts; the second distinguishes DeepSeek-V3 from V2."""
 
 
+class _Metadata:
+    """The values of a file's architecture, by their keys without its name.
+
+    Args:
+        header: the header of the file.
+    """
+
+    def __init__(self, header: GgufHeader) -> None:
+        self.header = header
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value as it is, or the default where the key is missing."""
+        return self.header.metadata.get(f"{self.header.architecture}.{key}", default)
+
+    def error(self, key: str, value: object, rule: str) -> SpecError:
+        """An error that names a key."""
+        return SpecError(f"{self.header.architecture}.{key}", value, rule)
+
+    def refuse(self, *keys: str) -> None:
+        """Raise a `SpecError` where one of these keys, which the architecture is not known to have, has a value."""
+        for key in keys:
+            if self.get(key) not in (None, 0, "none"):
+                raise self.error(key, self.get(key), "is not understood in GGUF")
+
+    def number(self, key: str, default: float | None = None, *, whole: bool = False) -> Any:
+        """A finite number above 0, or the default where the key is missing; else raise a `SpecError`."""
+        value = self.get(key, default)
+        is_number = isinstance(value, int) if whole else isinstance(value, int | float)
+        if value is not None and not (is_number and type(value) is not bool and 0 < value < math.inf):
+            raise self.error(key, value, f"must be a {'whole number' if whole else 'number'} above 0")
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number above 0; raise a `SpecError` where it is none, or missing."""
+        if (value := self.number(key, default, whole=True)) is None:
+            raise self.error(key, None, "is required")
+        return int(value)
+
+    @property
+    def rope_theta(self) -> float:
+        """The base of the rotary frequencies."""
+        return float(self.get("rope.freq_base", 10000.0))
+
+
 def gguf_config(header: GgufHeader) -> dict[str, Any]:
     """The fields of the ``config.json`` that a GGUF header is equivalent to.
 
@@ -59,12 +100,11 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
         names = ", ".join(sorted(ARCHITECTURES))
         raise SpecError("general.architecture", architecture, f"is not understood in GGUF; known: {names}")
 
-    def get(key: str, default: Any = None) -> Any:
-        return metadata.get(f"{architecture}.{key}", default)
-
+    file = _Metadata(header)
+    get = file.get
     for key in ("rope.freq_base", "attention.layer_norm_rms_epsilon"):
         if not isinstance(get(key, 1.0), int | float):
-            raise SpecError(f"{architecture}.{key}", get(key), "must be a number")
+            raise file.error(key, get(key), "must be a number")
     for name in header.factors.keys() - _FACTORS.get(architecture, frozenset()):
         raise SpecError(name, "present", f"is not understood in {architecture}; use the safetensors")
     embedding = header.tensors.get("token_embd.weight")
@@ -78,7 +118,7 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
         "vocab_size": embedding.shape[0] if embedding and embedding.shape else get("vocab_size"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": "float32",
-        **ARCHITECTURES[architecture](header, get),
+        **ARCHITECTURES[architecture](file),
     }
     if config["rms_norm_eps"] is not None:
         # The file holds a float32; the shortest decimal that rounds to it is the number its author wrote.
@@ -104,74 +144,31 @@ def read_gguf_spec(path: Path) -> ModelSpec:
     return replace(model, stored=gguf_weights(header, model.num_layers))
 
 
-def _refuse(header: GgufHeader, get: Get, *keys: str) -> None:
-    """Refuse metadata that the architecture is not known to have.
-
-    Raises:
-        SpecError: one of the keys has a value.
-    """
-    for key in keys:
-        if get(key) not in (None, 0, "none"):
-            raise SpecError(f"{header.architecture}.{key}", get(key), "is not understood in GGUF")
-
-
-def _positive_number(
-    header: GgufHeader, get: Get, key: str, default: float | None = None, *, whole: bool = False
-) -> Any:
-    """A finite number above 0, or the default where the key is missing.
-
-    Raises:
-        SpecError: it is none.
-    """
-    value = get(key, default)
-    is_number = isinstance(value, int) if whole else isinstance(value, int | float)
-    if value is not None and not (is_number and type(value) is not bool and 0 < value < math.inf):
-        kind = "whole number" if whole else "number"
-        raise SpecError(f"{header.architecture}.{key}", value, f"must be a {kind} above 0")
-    return value
-
-
-def _required_integer(header: GgufHeader, get: Get, key: str, default: int | None = None) -> int:
-    """A whole number above 0.
-
-    Raises:
-        SpecError: it is none, or missing.
-    """
-    value = _positive_number(header, get, key, default, whole=True)
-    if value is None:
-        raise SpecError(f"{header.architecture}.{key}", None, "is required")
-    return int(value)
-
-
-def _heads(header: GgufHeader, get: Get, *, partial: bool = False) -> dict[str, Any]:
+def _heads(file: _Metadata, *, partial: bool = False) -> dict[str, Any]:
     """Key–value heads and the width of heads, of which RoPE rotates the whole unless ``partial``."""
-    hidden_size, num_heads = get("embedding_length"), get("attention.head_count")
-    head_dim = get("attention.key_length")
+    hidden_size, num_heads = file.get("embedding_length"), file.get("attention.head_count")
+    head_dim = file.get("attention.key_length")
     if head_dim is None and isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
         head_dim = None if hidden_size % num_heads else hidden_size // num_heads
     for key in ("attention.value_length", *(() if partial else ("rope.dimension_count",))):
-        if head_dim is not None and get(key, head_dim) != head_dim:
-            raise SpecError(f"{header.architecture}.{key}", get(key), f"must equal the head dim, {head_dim}")
-    return {"num_key_value_heads": get("attention.head_count_kv", num_heads), "head_dim": head_dim}
+        if head_dim is not None and file.get(key, head_dim) != head_dim:
+            raise file.error(key, file.get(key), f"must equal the head dim, {head_dim}")
+    return {"num_key_value_heads": file.get("attention.head_count_kv", num_heads), "head_dim": head_dim}
 
 
-def _rope_theta(get: Get) -> float:
-    return float(get("rope.freq_base", 10000.0))
-
-
-def _llama(model_type: str, header: GgufHeader, get: Get) -> dict[str, Any]:
+def _llama(model_type: str, file: _Metadata) -> dict[str, Any]:
     """Llama, Mistral, which GGUF calls Llama too, and Qwen."""
-    _refuse(header, get, "expert_count")
-    heads = _heads(header, get)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _rope_theta(get)}
-    if get("rope.scaling.type") == "linear":
-        rope |= {"rope_type": "linear", "factor": _positive_number(header, get, "rope.scaling.factor", 1.0)}
+    file.refuse("expert_count")
+    heads = _heads(file)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": file.rope_theta}
+    if file.get("rope.scaling.type") == "linear":
+        rope |= {"rope_type": "linear", "factor": file.number("rope.scaling.factor", 1.0)}
     else:
-        _refuse(header, get, "rope.scaling.type")
-    if _FREQS in header.factors:
-        rope = _llama3_rope(header.factors[_FREQS], _rope_theta(get), heads["head_dim"])
+        file.refuse("rope.scaling.type")
+    if _FREQS in file.header.factors:
+        rope = _llama3_rope(file.header.factors[_FREQS], file.rope_theta, heads["head_dim"])
     config = {"model_type": model_type, **heads, "rope_parameters": rope}
-    if "blk.0.attn_q.bias" in header.tensors and model_type == "llama":  # Qwen2's need no word in the config
+    if "blk.0.attn_q.bias" in file.header.tensors and model_type == "llama":  # Qwen2's need no word in the config
         config["attention_bias"] = True
     return config
 
@@ -219,35 +216,35 @@ def llama3_factors(
     return tuple(factors)
 
 
-def _phi3(header: GgufHeader, get: Get) -> dict[str, Any]:
+def _phi3(file: _Metadata) -> dict[str, Any]:
     """Phi-3 and Phi-4: heads of which RoPE may rotate a part, with factors for short and for long texts."""
-    _refuse(header, get, "rope.scaling.type", "expert_count")
-    heads = _heads(header, get, partial=True)
-    rotated, head_dim = get("rope.dimension_count"), heads["head_dim"]
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _rope_theta(get)}
-    original = _positive_number(header, get, "rope.scaling.original_context_length", whole=True)
-    if _LONG in header.factors or _SHORT in header.factors:
-        long, short = (header.factors.get(name) for name in (_LONG, _SHORT))
+    file.refuse("rope.scaling.type", "expert_count")
+    heads = _heads(file, partial=True)
+    rotated, head_dim = file.get("rope.dimension_count"), heads["head_dim"]
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": file.rope_theta}
+    original = file.number("rope.scaling.original_context_length", whole=True)
+    if _LONG in file.header.factors or _SHORT in file.header.factors:
+        long, short = (file.header.factors.get(name) for name in (_LONG, _SHORT))
         if long is None or short is None:
             raise SpecError("rope_factors", "one of two", "must be given for short and for long texts")
-        rope = {"rope_type": "longrope", "rope_theta": _rope_theta(get)}
+        rope = {"rope_type": "longrope", "rope_theta": file.rope_theta}
         rope |= {"long_factor": list(long), "short_factor": list(short)}
-        attention = _positive_number(header, get, "rope.scaling.attn_factor")
+        attention = file.number("rope.scaling.attn_factor")
         for factors in (long, short):
             if 2 * len(factors) != (rotated or head_dim) or not all(0 < own < math.inf for own in factors):
                 rule = f"must be a factor above 0 for each pair of {rotated or head_dim} rotated dims"
                 raise SpecError("rope_factors", f"{len(factors)} factors", rule)
-        if attention is not None and not _is_default_factor(attention, original, get("context_length")):
+        if attention is not None and not _is_default_factor(attention, original, file.get("context_length")):
             rope["attention_factor"] = attention
         if original is not None:
             rope["original_max_position_embeddings"] = original
     if rotated is not None and rotated != head_dim:
         if not isinstance(rotated, int) or not isinstance(head_dim, int) or not 0 < rotated < head_dim:
             rule = f"must be a whole number of at most the head dim, {head_dim}"
-            raise SpecError("phi3.rope.dimension_count", rotated, rule)
+            raise file.error("rope.dimension_count", rotated, rule)
         rope["partial_rotary_factor"] = rotated / head_dim
     config = {"model_type": "phi3", **heads, "rope_parameters": rope, "pad_token_id": None}
-    config["sliding_window"] = get("attention.sliding_window") or None
+    config["sliding_window"] = file.get("attention.sliding_window") or None
     if original is not None:
         config["original_max_position_embeddings"] = original
     return config
@@ -262,26 +259,26 @@ def _is_default_factor(attention_factor: Any, original: Any, longest: Any) -> bo
     return isinstance(attention_factor, int | float) and math.isclose(attention_factor, usual, rel_tol=1e-5)
 
 
-def _gemma3(header: GgufHeader, get: Get) -> dict[str, Any]:
+def _gemma3(file: _Metadata) -> dict[str, Any]:
     """Gemma 3: five layers with a window and a RoPE of their own to one that sees all."""
-    _refuse(header, get, "expert_count", "attn_logit_softcapping", "attention.scale")
-    if get("attention.sliding_window_pattern", 6) != 6:
-        pattern = get("attention.sliding_window_pattern")
-        raise SpecError("gemma3.attention.sliding_window_pattern", pattern, "must be 6")
-    heads, layers = _heads(header, get), get("block_count")
-    if get("rope.scaling.type") not in (None, "none", "linear"):
-        raise SpecError("gemma3.rope.scaling.type", get("rope.scaling.type"), "must be linear")
-    full: dict[str, Any] = {"rope_type": "default", "rope_theta": float(get("rope.freq_base", 1e6))}
-    if get("rope.scaling.type") == "linear":
-        full |= {"rope_type": "linear", "factor": _positive_number(header, get, "rope.scaling.factor", 1.0)}
-    local = {"rope_type": "default", "rope_theta": _positive_number(header, get, "rope.freq_base_swa", 1e4)}
+    file.refuse("expert_count", "attn_logit_softcapping", "attention.scale")
+    if file.get("attention.sliding_window_pattern", 6) != 6:
+        pattern = file.get("attention.sliding_window_pattern")
+        raise file.error("attention.sliding_window_pattern", pattern, "must be 6")
+    heads, layers = _heads(file), file.get("block_count")
+    if file.get("rope.scaling.type") not in (None, "none", "linear"):
+        raise file.error("rope.scaling.type", file.get("rope.scaling.type"), "must be linear")
+    full: dict[str, Any] = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base", 1e6))}
+    if file.get("rope.scaling.type") == "linear":
+        full |= {"rope_type": "linear", "factor": file.number("rope.scaling.factor", 1.0)}
+    local = {"rope_type": "default", "rope_theta": file.number("rope.freq_base_swa", 1e4)}
     config: dict[str, Any] = {
         "model_type": "gemma3_text",
         **heads,
         "rope_parameters": {"full_attention": full, "sliding_attention": local},
         "query_pre_attn_scalar": heads["head_dim"],
-        "sliding_window": _required_integer(header, get, "attention.sliding_window"),
-        "final_logit_softcapping": get("final_logit_softcapping") or None,  # 0 is none
+        "sliding_window": file.integer("attention.sliding_window"),
+        "final_logit_softcapping": file.get("final_logit_softcapping") or None,  # 0 is none
         "attention_bias": False,
         "hidden_activation": "gelu_pytorch_tanh",
     }
@@ -289,78 +286,71 @@ def _gemma3(header: GgufHeader, get: Get) -> dict[str, Any]:
         kinds = ["sliding_attention" if (index + 1) % 6 else "full_attention" for index in range(layers)]
         config["layer_types"] = kinds
     if layers == _GEMMA3_27B:
-        width, heads_of_layer = (
-            _required_integer(header, get, key) for key in ("embedding_length", "attention.head_count")
-        )
-        config["query_pre_attn_scalar"] = width // heads_of_layer
+        config["query_pre_attn_scalar"] = file.integer("embedding_length") // file.integer("attention.head_count")
     return config
 
 
-def _deepseek2(header: GgufHeader, get: Get) -> dict[str, Any]:
+def _deepseek2(file: _Metadata) -> dict[str, Any]:
     """DeepSeek-V2 and V3, which score experts by a softmax and by a sigmoid."""
-    _refuse(header, get, "attention.temperature_scale", "attention.temperature_length")
-    rank, rotary = get("attention.kv_lora_rank"), get("rope.dimension_count")
-    gating = get("expert_gating_func", _SOFTMAX)
+    file.refuse("attention.temperature_scale", "attention.temperature_length")
+    rank, rotary = file.get("attention.kv_lora_rank"), file.get("rope.dimension_count")
+    gating = file.get("expert_gating_func", _SOFTMAX)
     if gating not in (_SOFTMAX, _SIGMOID):
-        raise SpecError("deepseek2.expert_gating_func", gating, f"must be {_SOFTMAX} or {_SIGMOID}")
+        raise file.error("expert_gating_func", gating, f"must be {_SOFTMAX} or {_SIGMOID}")
     # Files without the lengths of MLA are older, and those of attention are of its heads.
-    key = get("attention.key_length_mla", get("attention.key_length"))
-    groups = _required_integer(header, get, "expert_group_count", 1)
-    layers, dense = get("block_count"), get("leading_dense_block_count", 0)
+    key = file.get("attention.key_length_mla", file.get("attention.key_length"))
+    groups = file.integer("expert_group_count", 1)
+    layers, dense = file.get("block_count"), file.get("leading_dense_block_count", 0)
     # A model of dense layers alone has no experts, but its config names the numbers of one.
     has_experts = not (isinstance(layers, int) and isinstance(dense, int) and dense >= layers)
     one = None if has_experts else 1
-    experts = _required_integer(header, get, "expert_count", one)
+    experts = file.integer("expert_count", one)
     is_v3 = gating == _SIGMOID
     if experts % groups:
-        raise SpecError("deepseek2.expert_group_count", groups, f"must divide expert_count = {experts}")
+        raise file.error("expert_group_count", groups, f"must divide expert_count = {experts}")
     if not is_v3:
-        _refuse(header, get, "expert_weights_norm")
+        file.refuse("expert_weights_norm")
     config = {
         "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
-        "num_key_value_heads": get("attention.head_count"),
-        "q_lora_rank": get("attention.q_lora_rank") or None,  # 0 is none
+        "num_key_value_heads": file.get("attention.head_count"),
+        "q_lora_rank": file.get("attention.q_lora_rank") or None,  # 0 is none
         "kv_lora_rank": rank,
         "qk_rope_head_dim": rotary,
         "qk_nope_head_dim": key - rotary if isinstance(key, int) and isinstance(rotary, int) else None,
-        "v_head_dim": get("attention.value_length_mla", get("attention.value_length")),
-        "rope_parameters": _deepseek_rope(header, get),
+        "v_head_dim": file.get("attention.value_length_mla", file.get("attention.value_length")),
+        "rope_parameters": _deepseek_rope(file),
         "n_routed_experts": experts,
-        "n_shared_experts": get("expert_shared_count") or one,
-        "num_experts_per_tok": _required_integer(header, get, "expert_used_count", one),
-        "moe_intermediate_size": _required_integer(header, get, "expert_feed_forward_length"),
+        "n_shared_experts": file.get("expert_shared_count") or one,
+        "num_experts_per_tok": file.integer("expert_used_count", one),
+        "moe_intermediate_size": file.integer("expert_feed_forward_length"),
         "first_k_dense_replace": dense,
         "n_group": groups,
-        "topk_group": _required_integer(header, get, "expert_group_used_count", 1),
-        "norm_topk_prob": bool(get("expert_weights_norm", False)),
-        "routed_scaling_factor": get("expert_weights_scale") or 1.0,  # 0 is no scaling
+        "topk_group": file.integer("expert_group_used_count", 1),
+        "norm_topk_prob": bool(file.get("expert_weights_norm", False)),
+        "routed_scaling_factor": file.get("expert_weights_scale") or 1.0,  # 0 is no scaling
     }
     if not is_v3:
         config["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
     return config
 
 
-def _deepseek_rope(header: GgufHeader, get: Get) -> dict[str, Any]:
-    if get("rope.scaling.type") in (None, "none"):
-        return {"rope_type": "default", "rope_theta": _rope_theta(get)}
-    if get("rope.scaling.type") != "yarn":
-        raise SpecError("deepseek2.rope.scaling.type", get("rope.scaling.type"), "must be yarn")
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": _rope_theta(get),
-        "factor": _positive_number(header, get, "rope.scaling.factor"),
-    }
-    rope["original_max_position_embeddings"] = _required_integer(header, get, "rope.scaling.original_context_length")
-    if (multiplier := _positive_number(header, get, "rope.scaling.yarn_log_multiplier")) is not None:
+def _deepseek_rope(file: _Metadata) -> dict[str, Any]:
+    if file.get("rope.scaling.type") in (None, "none"):
+        return {"rope_type": "default", "rope_theta": file.rope_theta}
+    if file.get("rope.scaling.type") != "yarn":
+        raise file.error("rope.scaling.type", file.get("rope.scaling.type"), "must be yarn")
+    rope = {"rope_type": "yarn", "rope_theta": file.rope_theta, "factor": file.number("rope.scaling.factor")}
+    rope["original_max_position_embeddings"] = file.integer("rope.scaling.original_context_length")
+    if (multiplier := file.number("rope.scaling.yarn_log_multiplier")) is not None:
         # The two are equal in every published model, and only one of them is in the file, times 0.1.
         rope["mscale"] = rope["mscale_all_dim"] = round(10 * multiplier, 6)
     for name in ("beta_fast", "beta_slow"):
-        if (value := _positive_number(header, get, f"rope.scaling.yarn_{name}")) is not None:
+        if (value := file.number(f"rope.scaling.yarn_{name}")) is not None:
             rope[name] = value
     return rope
 
 
-ARCHITECTURES: dict[str, Callable[[GgufHeader, Get], dict[str, Any]]] = {
+ARCHITECTURES: dict[str, Callable[[_Metadata], dict[str, Any]]] = {
     **{name: partial(_llama, name) for name in _LIKE_LLAMA},
     "phi3": _phi3,
     "gemma3": _gemma3,
@@ -371,7 +361,7 @@ ARCHITECTURES: dict[str, Callable[[GgufHeader, Get], dict[str, Any]]] = {
 
 def _shortest_float32(value: float) -> float:
     """The shortest decimal that rounds to a float32."""
-    if abs(value) > _LARGEST_FLOAT32:
+    if abs(value) > _LARGEST:
         return value
     for digits in range(1, 10):
         short = float(f"{value:.{digits}g}")
@@ -388,9 +378,6 @@ GGUF_ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
 }
 """What llama.cpp calls each model type that headwise writes for it."""
-
-_SMALLEST, _LARGEST = 1.1754944e-38, 3.4028234e38
-"""The normal numbers of float32."""
 
 
 @dataclass(frozen=True)
@@ -431,7 +418,10 @@ def gguf_model(config: Mapping[str, Any]) -> GgufModel:
         raise SpecError("mlp_bias", True, "has no place in llama.cpp's model")
     if model_type == "qwen3" and config.get("attention_bias"):
         raise SpecError("attention_bias", True, "has no place in llama.cpp's qwen3")
-    _refuse_windows(spec)
+    for layer in spec.layers:
+        if layer.sliding_window is not None:
+            rule = f"has no place in llama.cpp's {spec.model_type}; it attends to all tokens"
+            raise SpecError("sliding_window", layer.sliding_window, rule)
     architecture = GGUF_ARCHITECTURES[str(model_type)]
     rope, factors = _rope_metadata(first.rope)
     own = {
@@ -446,35 +436,10 @@ def gguf_model(config: Mapping[str, Any]) -> GgufModel:
         **(_latent_metadata(config, first) if isinstance(first, LatentSpec) else _grouped_metadata(first)),
     }
     for key, value in own.items():
-        _refuse_large(key, value)
+        is_normal = not isinstance(value, float) or value == 0 or _SMALLEST <= abs(value) <= _LARGEST
+        if not is_normal or (isinstance(value, int) and not 0 <= value < 2**32):
+            raise SpecError(key, value, "must fit in the 32 bits that GGUF has for it")
     return GgufModel(architecture, {f"{architecture}.{key}": value for key, value in own.items()}, factors)
-
-
-def _refuse_large(key: str, value: Any) -> None:
-    """Refuse a number that a field of GGUF cannot hold.
-
-    Raises:
-        SpecError: it needs more than 32 bits.
-    """
-    fits = True
-    if isinstance(value, float):
-        fits = value == 0 or _SMALLEST <= abs(value) <= _LARGEST
-    elif isinstance(value, int):
-        fits = 0 <= value < 2**32
-    if not fits:
-        raise SpecError(key, value, "must fit in the 32 bits that GGUF has for it")
-
-
-def _refuse_windows(spec: ModelSpec) -> None:
-    """Refuse sliding windows: llama.cpp's classes of these families have none.
-
-    Raises:
-        SpecError: a layer has one.
-    """
-    for layer in spec.layers:
-        if layer.sliding_window is not None:
-            rule = f"has no place in llama.cpp's {spec.model_type}; it attends to all tokens"
-            raise SpecError("sliding_window", layer.sliding_window, rule)
 
 
 def _grouped_metadata(layer: AttentionSpec) -> dict[str, Any]:

@@ -12,13 +12,8 @@ from typing import Any, Literal
 
 from headwise.costs.formulas import layer, model
 from headwise.errors import ArgumentError, SpecError
+from headwise.models.specs import ExpertLatentSpec, GroupedSpec, LatentSpaceSpec, LatentSpec, ModelSpec, RecurrentSpec
 from headwise.models.specs.base import MAX_SIZE, AttentionSpec, RopeSpec
-from headwise.models.specs.expert_latent import ExpertLatentSpec
-from headwise.models.specs.grouped import GroupedSpec
-from headwise.models.specs.latent import LatentSpec
-from headwise.models.specs.latent_space import LatentSpaceSpec
-from headwise.models.specs.model import ModelSpec
-from headwise.models.specs.recurrent import RecurrentSpec
 from headwise.models.specs.sources import read_spec
 from headwise.models.specs.target_sizes import as_grouped, as_latent, refuse_as_latent, split_budget
 
@@ -169,10 +164,8 @@ def _latent_ladder(source: GroupedSpec) -> list[AttentionSpec]:
         return []
     values = source.num_kv_heads * (source.head_dim + source.value_dim)
     budgets = [values, values // 2, values // 4]
-    sizes = [
-        split_budget(source, budget) for budget in budgets if budget >= 3
-    ]  # at least a latent channel and a rotary pair
-    return [as_latent(source, rank, rope_dim) for rank, rope_dim in sizes]
+    # At least a latent channel and a rotary pair.
+    return [as_latent(source, *split_budget(source, budget)) for budget in budgets if budget >= 3]
 
 
 def _designs(dense: GroupedSpec, values: int, *, rotary: bool) -> list[AttentionSpec]:
@@ -327,9 +320,8 @@ def _attention_of(spec: ModelSpec) -> AttentionSpec:
     attention = [one for one in spec.layers if not isinstance(one, RecurrentSpec)]
     kinds = {one.kind for one in attention}
     if len(kinds) != 1:
-        raise SpecError(
-            "attention kinds", sorted(kinds), "must be one: candidates replace all layers, which are of several kinds"
-        )
+        rule = "must be one: candidates replace all layers, which are of several kinds"
+        raise SpecError("attention kinds", sorted(kinds), rule)
     for name, what in (("shares_kv", "share keys and values"), ("output_gate", "gate their output")):
         if any(getattr(one, name, False) for one in attention):
             raise SpecError("model_type", spec.model_type, f"has layers that {what}, which candidates cannot replace")
@@ -342,13 +334,12 @@ def _attention_of(spec: ModelSpec) -> AttentionSpec:
 
 def _with_attention(spec: ModelSpec, candidate: AttentionSpec) -> ModelSpec:
     """The model with another attention; each layer keeps its window, and recurrent layers stay as they are."""
-    layers = (
-        one
-        if isinstance(one, RecurrentSpec)
-        else replace(candidate, sliding_window=one.sliding_window, chunked=one.chunked)
-        for one in spec.layers
-    )
-    return replace(spec, layers=tuple(layers), stored=None)
+
+    def replaced(one: AttentionSpec) -> AttentionSpec:
+        kept = isinstance(one, RecurrentSpec)
+        return one if kept else replace(candidate, sliding_window=one.sliding_window, chunked=one.chunked)
+
+    return replace(spec, layers=tuple(map(replaced, spec.layers)), stored=None)
 
 
 def _convert_arguments(original: AttentionSpec, candidate: AttentionSpec) -> str | None:

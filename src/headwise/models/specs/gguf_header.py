@@ -1,4 +1,4 @@
-"""Headers of GGUF files: of one file, and of a model that lies in several.
+"""Headers of GGUF files, of one file or of a model that lies in several; GGML's types, and the bytes of tensors.
 
 A header is metadata and the table of tensors. The gguf package's reader makes a string of every vocabulary entry,
 which takes seconds. A model's attention is described by a few dozen numbers, so this reader steps over long arrays.
@@ -7,21 +7,25 @@ llama.cpp's ``gguf-split`` gives every part of a model the metadata ``split.coun
 ``split.tensors.count`` (of all parts), and all other metadata to the first part alone. The parts lie in one folder,
 and their names end in ``-00001-of-00003.gguf`` and so on.
 
-Sources: the GGUF specification, version 3 (ggml); llama.cpp's ``tools/gguf-split`` and
-``src/llama-model-loader.cpp``.
+Sources: the GGUF specification, version 3, and type_traits (ggml); llama.cpp's ``tools/gguf-split`` and
+``src/llama-model-loader.cpp``; the gguf package's ``GGML_QUANT_SIZES``, to which a test holds the table of types.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from headwise.errors import CheckpointError, StorageError
+from headwise.base.disk import storage_errors
+from headwise.errors import CheckpointError
+from headwise.models.specs.model import MatrixFormat, StoredWeights
 
 _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -77,10 +81,8 @@ def read_part_header(path: Path) -> GgufHeader:
         CheckpointError: the file is not GGUF, is of an unknown version, or ends before its header does.
         StorageError: it cannot be opened.
     """
-    try:
+    with storage_errors("file", path, "read"):
         file = path.open("rb")
-    except OSError as error:
-        raise StorageError("file", str(path), f"could not be read: {error.strerror}") from None
     with file:
         if file.read(4) != _MAGIC:
             raise CheckpointError(str(path), "not GGUF", "the file must begin with the bytes GGUF")
@@ -88,9 +90,8 @@ def read_part_header(path: Path) -> GgufHeader:
             try:
                 return _parse_header(data, path)
             except (struct.error, IndexError, UnicodeDecodeError, OverflowError, RecursionError):
-                raise CheckpointError(
-                    str(path), f"{len(data)} bytes", "the GGUF header is cut short or damaged"
-                ) from None
+                rule = "the GGUF header is cut short or damaged"
+                raise CheckpointError(str(path), f"{len(data)} bytes", rule) from None
 
 
 class _Reader:
@@ -246,9 +247,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
     count = named.metadata.get("split.count", 0)
     if count in (0, 1):  # 0 is what ``gguf-split --merge`` leaves
         return named
-    files = _part_files(path, count)
-    parts = [named if file == path else read_part_header(file) for file in files]
-    return _join_headers(parts)
+    return _join_headers([named if file == path else read_part_header(file) for file in _part_files(path, count)])
 
 
 def _part_files(path: Path, count: object) -> list[Path]:
@@ -261,8 +260,7 @@ def _part_files(path: Path, count: object) -> list[Path]:
     if match is None or int(match["count"]) != count:
         rule = f"is a part of a model in {count} files, so that its name must end in -00001-of-{count!s:0>5}.gguf"
         raise CheckpointError("file", str(path), rule)
-    names = [_part_name(match["stem"], number, int(match["count"])) for number in range(1, int(match["count"]) + 1)]
-    files = [path.with_name(name) for name in names]
+    files = renamed_parts(path, int(match["count"]))
     for file in files:
         if not file.is_file():
             rule = f"is missing from {path.parent}: a part of the model of {path.name}"
@@ -299,3 +297,98 @@ def _join_headers(parts: Sequence[GgufHeader]) -> GgufHeader:
         rule = f"must be the number of tensors of all parts, which have {len(tensors) + len(factors)}"
         raise CheckpointError("split.tensors.count", expected, rule)
     return GgufHeader(parts[0].metadata, tensors, factors, tuple(file for part in parts for file in part.files))
+
+
+TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 40), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
+}  # fmt: skip
+"""The name of each type, the values of a block, and its bytes."""
+
+_PARTS = {"": "feed_forward", "_exps": "experts", "_shexp": "shared_experts"}
+_STAGES = {
+    **{f"attn_{name}": (f"{name}_proj",) for name in ("q", "k", "v", "q_a", "q_b", "kv_b")},
+    "attn_qkv": ("q_proj", "k_proj", "v_proj"),
+    "attn_output": ("o_proj",),
+    "attn_kv_a_mqa": ("kv_a_proj_with_mqa",),
+    **dict.fromkeys(("attn_k_b", "attn_v_b"), ("kv_b_proj",)),
+    "ffn_gate_inp": ("router router",),
+    **{
+        f"ffn_{name}{suffix}": (f"{part} {name}_proj",)
+        for suffix, part in _PARTS.items()
+        for name in ("gate", "up", "down")
+    },
+}
+"""The stages of `headwise.cost` that a tensor of a layer holds."""
+
+
+def tensor_bytes(tensor: GgufTensor) -> int | None:
+    """Bytes of a tensor; None where its type is not known.
+
+    For example ``tensor_bytes(GgufTensor("output.weight", (2, 32), 8, 0))`` is 68.
+    """
+    if tensor.ggml_type not in TYPES:
+        return None
+    _, values, size = TYPES[tensor.ggml_type]
+    return math.prod(tensor.shape) // values * size
+
+
+def gguf_weights(header: GgufHeader, num_layers: int) -> StoredWeights:
+    """The formats of all weights in a GGUF file, by the types of its tensors.
+
+    For example ``gguf_weights(header, 30).scheme`` is ``"GGUF Q4_1, Q8_0, F32"``, the type of most bytes first.
+
+    Args:
+        header: the header of the file.
+        num_layers: the number of the model's layers.
+    """
+    layers: list[dict[str, list[GgufTensor]]] = [defaultdict(list) for _ in range(num_layers)]
+    vectors = []
+    for name, tensor in header.tensors.items():
+        found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+        if len(tensor.shape) == 1:
+            vectors.append(tensor)
+        elif found and int(found[1]) < num_layers:
+            for stage in _STAGES.get(found[2], ()):
+                layers[int(found[1])][stage].append(tensor)
+    for layer in layers:  # a fused tensor that holds the gate as well
+        if "feed_forward up_proj" in layer:
+            layer.setdefault("feed_forward gate_proj", layer["feed_forward up_proj"])
+    outside = {"embedding": header.tensors.get("token_embd.weight"), "head": header.tensors.get("output.weight")}
+    unknown = sorted({each.ggml_type for each in header.tensors.values()} - TYPES.keys())
+    bytes_of_vectors = sum(tensor_bytes(each) or 0 for each in vectors)
+    stored = StoredWeights.of_layers(
+        f"GGUF {', '.join(_names(list(header.tensors.values())))}",
+        [{stage: form for stage, found in layer.items() if (form := _format(found))} for layer in layers],
+        {name: form for name, tensor in outside.items() if tensor and (form := _format([tensor]))},
+    )
+    return replace(
+        stored,
+        vector_bytes=bytes_of_vectors / sum(math.prod(each.shape) for each in vectors) if vectors else 4,
+        is_bound=bool(unknown),
+        notes=tuple(f"ggml type {number} is not known" for number in unknown),
+    )
+
+
+def _names(tensors: Sequence[GgufTensor]) -> list[str]:
+    """The types of tensors, that of most bytes first."""
+    sizes: dict[str, int] = defaultdict(int)
+    for tensor in tensors:
+        if (size := tensor_bytes(tensor)) is not None:
+            sizes[TYPES[tensor.ggml_type][0]] += size
+    return sorted(sizes, key=lambda name: -sizes[name])
+
+
+def _format(tensors: Sequence[GgufTensor]) -> MatrixFormat | None:
+    """The format of a matrix that some tensors hold together; None where a type is not known."""
+    sizes = [tensor_bytes(each) for each in tensors]
+    values = sum(math.prod(each.shape) for each in tensors)
+    if not values or any(size is None for size in sizes):
+        return None
+    return MatrixFormat(name="+".join(_names(tensors)), bits=8 * sum(size or 0 for size in sizes) / values)

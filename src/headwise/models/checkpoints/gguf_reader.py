@@ -1,10 +1,16 @@
-"""GGUF files, dequantised one tensor at a time."""
+"""GGUF files, dequantised one tensor at a time; where they keep tensors, and what llama.cpp's converters do to them.
+
+Shapes: n experts, I width of an expert, H query heads, R latent rank, N unrotated dims of a head, V value dim,
+D head dim, E hidden.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +21,88 @@ from torch import Tensor
 
 from headwise.errors import CheckpointError, StorageError
 from headwise.models.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
-from headwise.models.checkpoints.gguf.layout import Join, gguf_layout
+from headwise.models.families import llama
+from headwise.models.families.base import family_of
 from headwise.models.specs import gguf_config, read_gguf_header
-from headwise.models.specs.gguf.header import GgufTensor
+from headwise.models.specs.gguf_header import GgufTensor
+
+Join = Callable[[Mapping[str, Tensor]], Tensor]
+"""A tensor of transformers out of several of GGUF, by their names within a layer."""
+
+
+@dataclass(frozen=True)
+class GgufLayout:
+    """The names and the form of a model's tensors in GGUF files.
+
+    Attributes:
+        names: GGUF name → transformers name, both with ``{layer}`` for the number of a layer; without ``.weight`` or
+            ``.bias`` at the end, or with it where the two names end differently.
+        is_interleaved: rows of queries and keys are stored as neighbouring pairs, transformers' as halves.
+        norm_offset: the weights of norms are stored with this added.
+        joined: endings of the transformers names that several tensors make up, and how.
+    """
+
+    names: Mapping[str, str]
+    is_interleaved: bool = False
+    norm_offset: float = 0.0
+    joined: Mapping[str, Join] = field(default_factory=dict)
+
+
+def gguf_layout(model_type: str) -> GgufLayout:
+    """The layout of a model's tensors.
+
+    For example ``gguf_layout("gemma3_text").norm_offset`` is 1.0.
+
+    Args:
+        model_type: transformers' name of the architecture.
+
+    Raises:
+        SpecError: `families` has no file for the model type.
+    """
+    if model_type in ("deepseek_v2", "deepseek_v3"):
+        return _DEEPSEEK
+    family = family_of(model_type)
+    return GgufLayout(family.gguf_tensors, family.gguf_interleaved, family.gguf_norm_offset)
+
+
+def _decoder(parts: Mapping[str, Tensor]) -> Tensor:
+    """``kv_b_proj`` ``[H · (N + V), R]`` of its two parts, ``[H, R, N]`` and ``[H, V, R]``."""
+    return torch.cat((parts["attn_k_b"].transpose(1, 2), parts["attn_v_b"]), 1).flatten(0, 1)
+
+
+def _experts(parts: Mapping[str, Tensor]) -> Tensor:
+    """``[n, 2 · I, E]`` of the gates and the others, ``[n, I, E]`` each."""
+    return torch.cat((parts["ffn_gate_exps"], parts["ffn_up_exps"]), 1)
+
+
+_DEEPSEEK = GgufLayout(
+    {
+        **{name: own for name, own in llama.FAMILY.gguf_tensors.items() if not name.endswith((".attn_k", ".attn_v"))},
+        **{
+            f"blk.{{layer}}.{name}": f"model.layers.{{layer}}.{target}"
+            for name, target in {
+                "attn_q_a": "self_attn.q_a_proj",
+                "attn_q_a_norm": "self_attn.q_a_layernorm",
+                "attn_q_b": "self_attn.q_b_proj",
+                "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+                "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+                "attn_kv_b": "self_attn.kv_b_proj",
+                "attn_k_b": "self_attn.kv_b_proj",
+                "attn_v_b": "self_attn.kv_b_proj",
+                "ffn_gate_inp": "mlp.gate",
+                "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+                "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+                "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
+                "ffn_down_exps.weight": "mlp.experts.down_proj",
+                "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+                "ffn_up_shexp": "mlp.shared_experts.up_proj",
+                "ffn_down_shexp": "mlp.shared_experts.down_proj",
+            }.items()
+        },
+    },
+    joined={"self_attn.kv_b_proj.weight": _decoder, "mlp.experts.gate_up_proj": _experts},
+)
+"""DeepSeek-V2 and V3. Older files have ``attn_kv_b`` as a whole, newer ones in two parts, or both."""
 
 
 class _Stored(NamedTuple):
@@ -57,7 +142,6 @@ class GgufCheckpoint(Checkpoint):
         self.config = gguf_config(header)
         self._layout = gguf_layout(self.config["model_type"])
         self._stored: dict[str, dict[str, _Stored]] = {}
-        self.tensors = {}
         self._has_tokenizer = "tokenizer.ggml.model" in header.metadata
         sizes = {file: file.stat().st_size for file in header.files}
         for stored in header.tensors.values():
@@ -78,8 +162,7 @@ class GgufCheckpoint(Checkpoint):
                 raise CheckpointError("file", str(stored.file), f"ends before tensor {stored.name}: it is cut short")
             name = self._transformers_name(stored.name)
             self._stored.setdefault(name, {})[stored.name.split(".")[-2]] = _Stored(stored, kind, nbytes)
-        for name, parts in self._stored.items():
-            self.tensors[name] = self._info(name, parts)
+        self.tensors = {name: self._info(name, parts) for name, parts in self._stored.items()}
         if not self.tensors:
             raise CheckpointError("file", str(path), "has no tensors")
         self.quantization = self._commonest_quantization()
@@ -93,10 +176,12 @@ class GgufCheckpoint(Checkpoint):
     @property
     def writable(self) -> frozenset[str]:
         """See `Checkpoint.writable`: tensors that are stored as one, and in a floating type."""
-        whole = {name: parts for name, parts in self._stored.items() if self._join(name, parts) is None}
-        return frozenset(
-            name for name, parts in whole.items() if [own.kind.name in DTYPES for own in parts.values()] == [True]
-        )
+
+        def is_floating(parts: Mapping[str, _Stored]) -> bool:
+            return [own.kind.name in DTYPES for own in parts.values()] == [True]
+
+        stored = self._stored.items()
+        return frozenset(name for name, parts in stored if is_floating(parts) and self._join(name, parts) is None)
 
     def write(self, tensors: Mapping[str, Tensor], files: Mapping[Path, Path]) -> None:
         """Write other numbers into copies of the model's files, in the type and order that the files have.
@@ -112,8 +197,8 @@ class GgufCheckpoint(Checkpoint):
             ((stored, kind, nbytes),) = self._stored[name].values()
             is_norm = name.endswith("norm.weight")
             held = tensor + self._layout.norm_offset if is_norm and self._layout.norm_offset else tensor
-            if self._layout.is_interleaved:
-                held = self._permute(name, held)
+            if heads := self._heads(name):
+                held = interleaved(held, heads)
             content = held.to(DTYPES[kind.name]).contiguous().view(torch.uint8).numpy().tobytes()
             assert len(content) == nbytes, name
             with files[stored.file].open("r+b") as file:
@@ -122,11 +207,11 @@ class GgufCheckpoint(Checkpoint):
 
     def _commonest_quantization(self) -> str | None:
         """The quantised type of most of the model's values; None where none are quantised."""
-        values: dict[str, int] = {}
+        values: Counter[str] = Counter()
         for parts in self._stored.values():
             for stored, kind, _ in parts.values():
                 if kind.name not in DTYPES:
-                    values[kind.name] = values.get(kind.name, 0) + math.prod(stored.shape)
+                    values[kind.name] += math.prod(stored.shape)
         return max(values, key=lambda name: values[name], default=None)
 
     def _transformers_name(self, stored: str) -> str:
@@ -159,29 +244,29 @@ class GgufCheckpoint(Checkpoint):
 
     def _info(self, name: str, parts: Mapping[str, _Stored]) -> TensorInfo:
         """The shape and the dtype of a tensor."""
-        if (join := self._join(name, parts)) is None:
-            stored, kind, _ = parts.get("attn_kv_b") or next(iter(parts.values()))
-            return TensorInfo(stored.shape, DTYPES.get(kind.name, torch.float32))
-        dtypes = {part: DTYPES.get(kind.name, torch.float32) for part, (_, kind, _) in parts.items()}
-        made = join(
-            {part: torch.empty(own.shape, dtype=dtypes[part], device="meta") for part, (own, _, _) in parts.items()}
-        )
+        empty = {
+            part: torch.empty(own.shape, dtype=DTYPES.get(kind.name, torch.float32), device="meta")
+            for part, (own, kind, _) in parts.items()
+        }
+        join = self._join(name, parts)
+        made = empty[_whole(empty)] if join is None else join(empty)
         return TensorInfo(tuple(made.shape), made.dtype)
 
     def _read(self, name: str) -> Tensor:
         parts = self._stored[name]
         if (join := self._join(name, parts)) is not None:
             return join({part: self._read_stored(stored) for part, stored in parts.items()})
-        tensor = self._read_stored(parts.get("attn_kv_b") or next(iter(parts.values())))
-        if self._layout.is_interleaved:
-            tensor = self._unpermute(name, tensor)
+        tensor = self._read_stored(parts[_whole(parts)])
+        if heads := self._heads(name):
+            pairs = torch.unflatten(tensor, 0, (heads, -1, 2))  # [H, D/2, 2, E]
+            tensor = pairs.transpose(1, 2).reshape(tensor.shape).contiguous()  # [H·D, E]
         if self._layout.norm_offset and name.endswith("norm.weight"):
             tensor = tensor - self._layout.norm_offset
         return tensor
 
     def _read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
         parts = self._stored[name]
-        if len(parts) > 1 or (self._layout.is_interleaved and name.split(".")[-2] in ("q_proj", "k_proj")):
+        if len(parts) > 1 or self._heads(name):
             return super()._read_rows(name, rows)  # made of parts, or of rows in another order
         ((stored, kind, nbytes),) = parts.values()
         size = nbytes // stored.shape[0]
@@ -198,25 +283,10 @@ class GgufCheckpoint(Checkpoint):
             file.seek(stored.offset)
             return _decoded(bytearray(file.read(nbytes)), kind, stored.shape)
 
-    def _permute(self, name: str, tensor: Tensor) -> Tensor:
-        """Reorder rows of queries and keys as llama.cpp does, from halves to neighbouring pairs."""
-        if (heads := self._heads(name)) is None:
-            return tensor
-        halves = torch.unflatten(tensor, 0, (heads, 2, -1))  # [H, 2, D/2, E]
-        return halves.transpose(1, 2).reshape(tensor.shape).contiguous()  # [H·D, E]
-
-    def _unpermute(self, name: str, tensor: Tensor) -> Tensor:
-        """Undo `_permute`."""
-        if (heads := self._heads(name)) is None:
-            return tensor
-        pairs = torch.unflatten(tensor, 0, (heads, -1, 2))  # [H, D/2, 2, E]
-        return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()  # [H·D, E]
-
-    def _heads(self, name: str) -> int | None:
-        """The heads of a tensor whose rows are reordered; None for other tensors."""
-        fields = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
-        field = fields.get(name.split(".")[-2])
-        return None if field is None else int(self.config[field])
+    def _heads(self, name: str) -> int:
+        """The heads of a tensor whose rows are stored as neighbouring pairs; 0 for other tensors."""
+        field = INTERLEAVED.get(name.split(".")[-2]) if self._layout.is_interleaved else None
+        return 0 if field is None else int(self.config[field])
 
     def copy_companions(self, destination: Path) -> None:
         """Rebuild the tokenizer from the file's metadata, where it has one, and save it into a folder.
@@ -240,6 +310,21 @@ class GgufCheckpoint(Checkpoint):
         except BaseException as error:  # tokenizers' Rust code raises no OSError, and a panic is no Exception
             reason = " ".join(str(error).split())
             raise StorageError("tokenizer", str(destination), f"could not be written: {reason}") from None
+
+
+INTERLEAVED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+"""The projections whose rows llama.cpp's converters reorder, and the field with the number of their heads."""
+
+
+def interleaved(tensor: Tensor, heads: int) -> Tensor:
+    """Reorder rows ``[H·D, …]`` of queries or keys as llama.cpp does, from halves to neighbouring pairs."""
+    halves = torch.unflatten(tensor, 0, (heads, 2, -1))  # [H, 2, D/2, …]
+    return halves.transpose(1, 2).reshape(tensor.shape).contiguous()  # [H·D, …]
+
+
+def _whole(parts: Mapping[str, object]) -> str:
+    """The name of the part that is the whole tensor, where the parts are not joined."""
+    return "attn_kv_b" if "attn_kv_b" in parts else next(iter(parts))
 
 
 @cache

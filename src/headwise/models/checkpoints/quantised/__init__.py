@@ -1,1 +1,0 @@
-"""Folders of quantised weights: read through their scales, and changed by rows without a code lost."""
