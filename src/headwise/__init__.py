@@ -88,6 +88,7 @@ _PUBLIC = {
     "quick_frontier": "headwise.conversion.frontiers",
     "sample": "headwise.measure.texts",
     "prepare": "headwise.conversion.preparation",
+    "serve": "headwise.serving.serve",
 }
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ if TYPE_CHECKING:
     from headwise.runtime.hf import Generation, generate, load, optimize
     from headwise.runtime.kernels import attend, attend_with_weights, choose_backend
     from headwise.serving.engines import evaluate_in_engine
+    from headwise.serving.serve import serve
     from headwise.study.counting import Count, LayerCounts, count, count_layer
 
     cost = formulas
@@ -237,6 +239,7 @@ __all__ = [
     "prepare",
     "quick_frontier",
     "sample",
+    "serve",
 ]
 
 

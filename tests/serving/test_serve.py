@@ -184,3 +184,8 @@ def test_what_cannot_be_served_is_said_before_a_model_is_loaded(tmp_path: Path) 
         serve(tmp_path, port=taken.getsockname()[1])
     with pytest.raises(headwise.ArgumentError, match="host"):
         serve(tmp_path, host="no.such.host.invalid", port=0)
+
+
+def test_continuous_batching_is_refused_by_its_name(served: Served) -> None:
+    with pytest.raises(headwise.HeadwiseError, match="continuous batching"):
+        served.model.generate_batch([[5, 6, 7]])

@@ -81,7 +81,7 @@ class _OneModel(ModelManager):
     async def load_model_streaming(self, *_: Any, **__: Any) -> Any:
         yield 'data: {"status": "ready", "cached": true}\n\n'
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
         return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": ""}]
 
     def shutdown(self) -> None:

@@ -30,8 +30,8 @@ def serve(
 ) -> None:
     """Answer OpenAI's completions, chat completions and responses over HTTP until the process is interrupted.
 
-    For example ``serve("./smollm2-mla")``, and then ``openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="-")``
-    in another process.
+    For example ``serve("./smollm2-mla")``, and in another process
+    ``openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="-")``.
 
     Args:
         source: a model folder (converted or not), a ``.gguf`` or another source with weights; requests name the
@@ -40,7 +40,7 @@ def serve(
         port: the port to listen at, 1 to 65535, or 0 for any that is free.
         dtype: the dtype of the weights and the arithmetic; the stored dtype when None.
         device: the device to run on, such as ``cuda``; the CPU when None.
-        ready: called with the address of the interface, such as ``http://127.0.0.1:8000/v1``, once the model is loaded.
+        ready: called with the interface's address, such as ``http://127.0.0.1:8000/v1``, once the model is loaded.
 
     Raises:
         ArgumentError: the host or the port cannot be listened at, or the source or the device does not exist.

@@ -18,7 +18,7 @@ from headwise.models.families.base import canonical_shapes
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec
 from headwise.runtime.caches.cache import HeadwiseCache
 from headwise.runtime.hf.attention import CodedAttention, HostedGroupedAttention, SlotRotation
-from headwise.runtime.hf.models import replace_attention
+from headwise.runtime.hf.models import refuse_continuous_batching, replace_attention
 from headwise.runtime.quantization import TransformCode
 from headwise.runtime.quantization.transform_code import FILE, code_shape, codes_content
 
@@ -173,6 +173,7 @@ def _storing_codes(model_class: type[Any]) -> type[Any]:
         "__module__": __name__,
         "__doc__": model_class.__doc__,
         "_prepare_cache_for_generation": prepare_cache,
+        "init_continuous_batching": refuse_continuous_batching,
         "save_pretrained": save,
         "_upload_modified_files": upload,
     }

@@ -167,6 +167,7 @@ def hosted_classes(model_type: str) -> tuple[type[Any], dict[str, type[Any]]]:
             # headwise's attention takes masks as tensors, and these two implementations pass other objects.
             "_supports_flash_attn": False,
             "_supports_flex_attn": False,
+            "init_continuous_batching": refuse_continuous_batching,
         }
         if family.cross_attention:
             attributes["_prepare_decoder_input_ids_for_generation"] = prepare_prompt
@@ -174,6 +175,16 @@ def hosted_classes(model_type: str) -> tuple[type[Any], dict[str, type[Any]]]:
 
     autos = dict.fromkeys(("AutoModel", *family.autos))
     return config_class, {auto: hosted(getattr(transformers, auto)._model_mapping[config_base]) for auto in autos}
+
+
+def refuse_continuous_batching(self: Any, *_: Any, **__: Any) -> None:
+    """In the place of transformers' method of this name: its paged cache has room for a model's own heads alone.
+
+    Raises:
+        SpecError: always.
+    """
+    rule = "is not possible with a cache of latents or of codes, which transformers' paged cache cannot hold"
+    raise SpecError("continuous batching", type(self).__name__, rule)
 
 
 def _subclass(base: type[Any], attributes: dict[str, Any]) -> type[Any]:
