@@ -229,9 +229,7 @@ def loading(layout: Layout, auto_class: str, model_type: str, *, coded: bool) ->
     if coded:
         words = "`headwise.load` stores the cache in codes; transformers' own loading would store it whole."
         code = "```python\nimport headwise\n\nmodel = headwise.load(folder)\n```"
-        served = (
-            "Over HTTP, as OpenAI's interface (`transformers serve` would ignore the codes, or refuse the folder):"
-        )
+        served = "Over HTTP (`transformers serve` would ignore the codes, or refuse the folder):"
         return f"{words}\n\n{code}\n\n{served}\n\n```sh\nheadwise serve folder\n```"
     if layout == "gguf":
         words = "llama.cpp, and programs that are built on it, load `model.gguf`; so does `headwise.load(folder)`."
