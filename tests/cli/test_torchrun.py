@@ -24,9 +24,9 @@ TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, launch: tuple[str, ...] = TWO) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *TWO, *(str(argument) for argument in arguments)],
+        [sys.executable, *launch, *(str(argument) for argument in arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

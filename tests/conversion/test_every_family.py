@@ -430,3 +430,10 @@ def test_speech_models_are_not_calibrated_on_text_nor_evaluated_on_it(tmp_path: 
         headwise.evaluate(source, text=text)
     with pytest.raises(headwise.SpecError, match=r"^model_type = 'whisper': attends to an encoder's output"):
         headwise.generate(source, "hello")
+
+
+def test_sizes_of_a_conversion_are_plain_numbers() -> None:
+    """Also where all is kept of a layer whose size costs remember the letters of: codes are made of plain ones."""
+    model = headwise.models.specs.read_spec("gpt2")
+    converted = convert_spec(model, parse_target("mla", kv_bytes=1.0))
+    assert {type(layer.kv_lora_rank) for layer in converted.layers} == {int}

@@ -97,9 +97,8 @@ def calibrate(
     refuse_latent(checkpoint.spec)
     refuse_cross_layers(checkpoint, texts)
     run = run_identity(checkpoint, **options.identity() | texts.identity())
-    with refuse_unsolvable(checkpoint):
-        ids, _, begin = open_windows(checkpoint, texts)
-        windows = recall_windows(ids, 0, checkpoint.spec, begin=begin)
+    ids, _, begin = open_windows(checkpoint, texts)
+    windows = recall_windows(ids, 0, checkpoint.spec, begin=begin)
     # What enters a layer, what leaves it and what enters its attention, each float32 [N, W, E].
     spilled = 3 * 4 * windows.rows * windows.width * checkpoint.spec.hidden_size
     folder = FolderWriter(destination, {}, run=run, overwrite=overwrite, mark=ABOUT, work_bytes=spilled)

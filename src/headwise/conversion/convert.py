@@ -21,7 +21,7 @@ from headwise.conversion.estimate import estimate_stages
 from headwise.conversion.output.card import CardFacts, base_model_of, last_name, layout_of, model_card, source_license
 from headwise.conversion.output.formats import OutputFormat, output_format
 from headwise.conversion.output.layout import OutputLayout
-from headwise.conversion.plan import ConversionPlan, make_plan, refuse_inputs
+from headwise.conversion.plan import CONVERSION, ConversionPlan, make_plan, refuse_inputs
 from headwise.conversion.report import COMPARING, Conversion, balance, compare_plain, measured_json
 from headwise.conversion.solvers.device import computing_on, own_device, peak_bytes, refuse_unsolvable, reset_peak
 from headwise.conversion.write_folder import ConversionInputs, WrittenFolder, write_folder
@@ -152,6 +152,7 @@ class _Prepared:
             "dtype": dtype_name(self.plan.dtype),
             "without": sorted(options.without),
             "statistics": None if statistics is None else statistics.identity,
+            "conversion": CONVERSION,
         }
         return run_identity(self.plan.checkpoint, **decides | self.inputs.texts.identity())
 

@@ -22,7 +22,7 @@ from headwise.conversion.frontiers.candidate import Candidate, read_target
 from headwise.conversion.frontiers.run import kept_model, remove_model
 from headwise.conversion.healing import TRAINING, heal
 from headwise.conversion.healing.windows import open_windows as open_healing_windows
-from headwise.conversion.plan import make_plan
+from headwise.conversion.plan import CONVERSION, make_plan
 from headwise.costs.formulas.model import cache_bytes_per_token
 from headwise.costs.formulas.target import target_options
 from headwise.errors import ArgumentError, CheckpointError
@@ -179,7 +179,7 @@ def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tupl
         except ArgumentError as error:
             raise ArgumentError(error.field, error.value, f"{error.rule}; or leave heal_tokens out") from error
     also = texts.identity() | {"evaluate": [text_identity(text, name="evaluate") for text in named]}
-    also |= {"training": TRAINING}
+    also |= {"training": TRAINING, "conversion": CONVERSION}
     healed, converted = (one.identity() | also for one in (options, replace(options, heal_tokens=None)))
     return sizes, {True: run_identity(checkpoint, **healed), False: run_identity(checkpoint, **converted)}
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from headwise.base.options import ConvertOptions
+from headwise.base.options import GROUPED_STAGES, SPREAD_BELOW, STAGES, ConvertOptions
 from headwise.conversion.codes import whole_shares
 from headwise.conversion.methods import Method, choose_method
 from headwise.conversion.solvers.device import CPU, to_device
@@ -42,18 +42,15 @@ from headwise.runtime.quantization import unquantised_bytes
 
 Calibration = Literal["text", "statistics"]
 
-_CODE_STAGES = ("recall", "starts", "sensitivity", "sequence", "refine", "refit")
-"""The stages of a method that has none, where its result gets codes."""
-
 ENOUGH_BITS = 4.5
 """The bits for each value of the source's cache above which ranks are left as they are."""
 
-SPREAD_BELOW = 0.45
-"""The part of the source's values below which ranks are allocated to layers unless the user asks. Above it, refits
-make up for most of what an even allocation loses, in a fraction of the time, and SmolLM2 finds no fewer facts."""
+CONVERSION = 1
+"""The number of the way of converting, part of a run's identity; it rises when equal options come to convert
+otherwise, so that kept work of the old way is not taken for that of the new one."""
 
-_NEEDS_TEXT = ("recall", "starts", "spread", "sequence", "refine", "refit")
-"""The stages that need a text, and of a model that runs on it; the others can use saved statistics."""
+_FROM_STATISTICS = ("sensitivity", "channels")
+"""The stages that can use saved statistics; the others need a text, and a model that runs on it."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +139,7 @@ class ConversionPlan:
     @property
     def possible_stages(self) -> tuple[str, ...]:
         """The stages of the method; those that make up for codes where the method has none."""
-        return self.method.stages or (_CODE_STAGES if self.token_bytes is not None else ())
+        return self.method.stages or (GROUPED_STAGES if self.token_bytes is not None else ())
 
     @property
     def code_bytes(self) -> int | None:
@@ -230,7 +227,8 @@ def make_plan(
     if target.is_coded:
         refuse_codes(after)
         plan = replace(plan, token_bytes=_shares(before, after, target), bits=target.bits)
-    left_out = {*without, *(_NEEDS_TEXT if calibration == "statistics" else ())}
+    needs_text = set(STAGES) - set(_FROM_STATISTICS)
+    left_out = {*without, *(needs_text if calibration == "statistics" else ())}
     stages = () if calibration is None or plan.is_exact else tuple(_stages(plan, left_out, target.spreads))
     return replace(plan, stages=stages)
 

@@ -140,3 +140,20 @@ def test_a_short_text_and_a_target_that_is_no_format_are_refused(place: Path, tm
     ):
         with pytest.raises(error, match=rule):
             headwise.quick_frontier(source, **options)  # type: ignore[arg-type]  # of several types
+
+
+def test_predictions_are_kept_beside_those_of_the_same_windows_alone(place: Path, tmp_path: Path) -> None:
+    """Windows of 32 and of 64 tokens have as many tokens together, and other predictions."""
+
+    def predict(target: str, window: int) -> list[str]:
+        options = {"calibration_tokens": 512, "calibration_window": window, "targets": [target]}
+        result = headwise.quick_frontier(
+            place / "source", calibrate=place / "text.txt", output=tmp_path / "out", **options
+        )
+        return sorted(point.target for point in result.points)
+
+    assert predict("int8", 64) == ["int8"]
+    assert predict("int4", 64) == ["int4", "int8"]
+    with pytest.raises(ArgumentError, match="windows"):
+        predict("int4", 32)
+    assert predict("int4", 64) == ["int4", "int8"]

@@ -143,3 +143,15 @@ def test_an_engines_own_caches_are_what_its_user_compares_with(tmp_path: Path) -
     narrow = open_checkpoint(save_tiny(tmp_path / "narrow", head_dim=14))
     for checkpoint, engine in ((narrow, "llama.cpp"), (source, None)):
         assert compared_formats(checkpoint.spec, engine) == list(plain_formats(checkpoint.spec))
+
+
+def test_layers_that_an_engine_leaves_wide_are_counted_by_themselves(tmp_path: Path) -> None:
+    """vLLM's TurboQuant leaves the first and the last two layers of a model as they are, and codes those between."""
+    whole, coded = {}, {}
+    for layers in (4, 5, 6, 8):
+        model = open_checkpoint(save_tiny(tmp_path / f"{layers}", head_dim=WIDTH, num_hidden_layers=layers))
+        whole[layers] = bfloat16_bytes(model, 128)
+        if layers > 4:
+            coded[layers] = bfloat16_bytes(model, 128, "vllm:turboquant_4bit_nc")
+    assert coded[5] - whole[4] == coded[6] - coded[5] == (coded[8] - coded[6]) / 2
+    assert 0 < coded[5] - whole[4] < (whole[5] - whole[4]) / 2

@@ -95,7 +95,7 @@ def test_engines_that_take_one_file(parts: list[Path], whole: Path) -> None:
     served = {
         file: {verdict.engine for verdict in engines(file).verdicts if verdict.serves} for file in (parts[0], whole)
     }
-    assert served == {whole: {"transformers", "llama.cpp", "Ollama"}, parts[0]: {"llama.cpp"}}
+    assert served == {whole: {"transformers", "llama.cpp", "Ollama", "SGLang"}, parts[0]: {"llama.cpp"}}
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -45,8 +45,8 @@ from headwise.measure.evaluation.beside_source import bfloat16_bytes
 from headwise.measure.evaluation.scoring import kl_divergence
 from headwise.measure.points import PREDICTED_ERROR
 from headwise.measure.texts import refuse_inputs_within
-from headwise.measure.texts.calibration import CalibrationTexts, check_texts, open_windows
-from headwise.models.checkpoints import Checkpoint, open_checkpoint
+from headwise.measure.texts.calibration import check_texts, open_windows
+from headwise.models.checkpoints import Checkpoint, open_checkpoint, run_identity
 from headwise.models.specs import GroupedSpec, ModelSpec
 from headwise.runtime.caches.cache import Update, rounded_queries
 from headwise.runtime.hf import HeadwiseCache, LayerwiseModel, as_device
@@ -209,6 +209,7 @@ class QuickFrontier:
         label: the mechanism and sizes of the model's layers.
         calibrate: the texts that were read.
         tokens: the number of the texts' tokens that were read.
+        run: the digest of the model, the texts and their windows; predictions of one digest are kept in one file.
         points: the formats, from what loses least on.
         error: the error of such predictions where they were measured, in words.
         notes: notes for the user; formats that are left out are named.
@@ -219,6 +220,7 @@ class QuickFrontier:
     label: str
     calibrate: tuple[str, ...]
     tokens: int
+    run: str
     points: tuple[QuickPoint, ...]
     error: str
     notes: tuple[str, ...]
@@ -275,7 +277,8 @@ def quick_frontier(
     if ids.numel() < LEAST:
         raise ArgumentError("calibrate", f"{ids.numel()} tokens", f"must be at least {LEAST} tokens to predict from")
     # Read before the model runs: predictions of another model or text are refused at once, and not after minutes.
-    kept = {} if output is None else _kept(Path(output) / PREDICTED, str(source), texts, ids.numel())
+    run = run_identity(checkpoint, **texts.identity())
+    kept = {} if output is None else _kept(Path(output) / PREDICTED, run)
     losses = predict(checkpoint, ids, list(formats), device=device, progress=progress)
     whole = bfloat16_bytes(checkpoint, QUICK_TOKENS)
     # A format that is predicted again replaces the one that was kept.
@@ -294,6 +297,7 @@ def quick_frontier(
         label=checkpoint.spec.layers[0].label,
         calibrate=tuple(map(str, texts.sources)),
         tokens=ids.numel(),
+        run=run,
         points=tuple(sorted(points.values(), key=lambda point: (point.kl, point.cache_fraction))),
         error=PREDICTED_ERROR,
         notes=(*checkpoint.notes, *notes),
@@ -305,7 +309,7 @@ def quick_frontier(
     return result
 
 
-def _kept(file: Path, source: str, texts: CalibrationTexts, tokens: int) -> dict[str, QuickPoint]:
+def _kept(file: Path, run: str) -> dict[str, QuickPoint]:
     """The kept predictions of the same model on the same text, by target; empty where there are none.
 
     Raises:
@@ -314,15 +318,14 @@ def _kept(file: Path, source: str, texts: CalibrationTexts, tokens: int) -> dict
     if not file.is_file():
         return {}
     document = read_document(file) or {}
-    same = {"source": source, "calibrate": [*map(str, texts.sources)], "tokens": tokens}
     with suppress(KeyError, TypeError):  # of a file that something else wrote
-        if same == {name: document[name] for name in same}:
+        if document["run"] == run:
             points = document["points"]
             return {
                 each["target"]: QuickPoint(**each | {"kl": math.inf if each["kl"] is None else each["kl"]})
                 for each in points
             }
-    rule = "keeps predictions of another model, text or number of tokens; give a new folder, or remove the file"
+    rule = "keeps predictions of another model, text or windows; give a new folder, or remove the file"
     raise ArgumentError("output", str(file), rule)
 
 

@@ -29,6 +29,7 @@ from headwise.conversion import convert
 from headwise.conversion.frontiers.candidate import Candidate, list_candidates
 from headwise.conversion.frontiers.page import markdown, page
 from headwise.conversion.frontiers.points import Frontier, collect
+from headwise.conversion.plan import CONVERSION
 from headwise.errors import ArgumentError, HeadwiseError, StorageError
 from headwise.measure.evaluation import Pair, evaluate_windows, open_pair, score_window
 from headwise.measure.evaluation.beside_source import (
@@ -200,6 +201,7 @@ def _identity(candidate: Candidate, setting: Setting) -> str:
         "windows": None,
         "dtype": _name(setting.dtype),
         "cache_bytes": "bfloat16",  # results of other units are measured again
+        "conversion": CONVERSION,
         "candidate": [candidate.target, candidate.method, sorted(candidate.without), *held_out],
     }
     return run_identity(setting.checkpoint, **decides | _texts(candidate, setting).identity())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,8 @@ class Healing:
     before: Evaluation | None = None
     after: Evaluation | None = None
     notes: tuple[str, ...] = ()
-    objective_settings: Mapping[str, float] = field(default_factory=dict)
-    cache: str | None = None
+    objective_settings: Mapping[str, float]
+    cache: str | None
 
     @property
     def kept_loss(self) -> float:

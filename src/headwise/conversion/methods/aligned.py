@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from headwise.base.options import GROUPED_STAGES
 from headwise.conversion.methods.base import Evidence, MergingMethod
 from headwise.conversion.solvers.aligned import align, refuse_unaligned
 from headwise.conversion.solvers.layer import grouped_layers
@@ -17,7 +18,7 @@ class Aligned(MergingMethod):
 
     name = "aligned"
     label = "aligned"
-    stages = ("recall", "starts", "sensitivity", "sequence", "refine", "refit")
+    stages = GROUPED_STAGES
     is_default = True
 
     def check(self, source: ModelSpec) -> None:

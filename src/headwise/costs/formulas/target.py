@@ -174,7 +174,7 @@ def _convert_layer_spec(source: AttentionSpec, target: Target) -> AttentionSpec:
         assert count is not None
         return as_grouped(source, count)
     refuse_as_latent(source)
-    total = formulas(source).cache_values(source)
+    total = int(formulas(source).cache_values(source))  # a plain number, which specs and codes are made of
     if target.kv_bytes is not None:
         # A size to begin with: how the bytes divide into values and bits is decided later, on the calibration text.
         values = min(total, int(8 * code_bytes(source, target.kv_bytes) / _BITS_AT_FIRST))

@@ -25,7 +25,7 @@ from headwise.costs.formulas.stages import WeightsInMemory
 from headwise.costs.prediction.operators import MOST, Pass, operators
 from headwise.costs.prediction.work import known_body
 from headwise.errors import ArgumentError, SpecError
-from headwise.models.specs import AttentionSpec, CompressedSpec, IndexedLatentSpec, ModelSpec, RecurrentSpec
+from headwise.models.specs import AttentionSpec, GroupedSpec, LatentSpec, ModelSpec, RecurrentSpec
 from headwise.models.specs.huggingface import HOSTED_PREFIX
 
 Engine = Literal["llama.cpp", "vllm"]
@@ -113,6 +113,11 @@ def _padded(number: int, to: int) -> int:
     return -(-number // to) * to
 
 
+def _is_plain(spec: AttentionSpec) -> bool:
+    """Whether a layer caches the same values of every token, as engines allocate heads and latents."""
+    return type(spec) in (GroupedSpec, LatentSpec) and not spec.chunked
+
+
 def _llama_cpp(shards: Sequence[AttentionSpec], forward: Pass, *, has_windows: bool) -> tuple[int, list[str]]:
     """Cells of all sequences, in float16 unless bits are named; states in float32."""
     batch = min(forward.batch * forward.total, MICRO_BATCH)
@@ -129,7 +134,7 @@ def _llama_cpp(shards: Sequence[AttentionSpec], forward: Pass, *, has_windows: b
         held, values = cells, layer.cache_values(spec)
         if not values:
             continue
-        if isinstance(spec, IndexedLatentSpec | CompressedSpec) or spec.chunked:
+        if not _is_plain(spec):
             raise SpecError("attention", spec.label, "is allocated by llama.cpp in a way that is not known here")
         if spec.sliding_window is not None and not has_windows:
             reasons.append("the whole context for windowed layers")
@@ -146,11 +151,7 @@ def _vllm(shards: Sequence[AttentionSpec], forward: Pass) -> tuple[int, list[str
     """Blocks of all layers that a request draws, from one pool of blocks of one size."""
     caching = [spec for spec in shards if layer.cache_values(spec)]
     for spec in shards:
-        if (
-            isinstance(spec, IndexedLatentSpec | CompressedSpec)
-            or spec.chunked
-            or (isinstance(spec, RecurrentSpec) and spec.form != "none")
-        ):
+        if not _is_plain(spec) and not (isinstance(spec, RecurrentSpec) and spec.form == "none"):
             raise SpecError("attention", spec.label, "is allocated by vLLM in a way that is not known here")
     width = forward.value_bytes
     kinds = Counter((spec.sliding_window, layer.cache_values(spec)) for spec in caching)

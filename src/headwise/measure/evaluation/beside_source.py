@@ -288,7 +288,9 @@ def bfloat16_bytes(checkpoint: Checkpoint, tokens: int, quantize: str | None = N
     total = 0
     for index, layer in enumerate(checkpoint.spec.layers):
         shapes = _shapes(layer)
-        kind = (shapes, layer.sliding_window, type(cache.layers[index]))
+        # An engine may leave some layers without its codec, such as the first and the last two.
+        is_coded = getattr(cache.layers[index], "codec", None) is not None
+        kind = (shapes, layer.sliding_window, type(cache.layers[index]), is_coded)
         if kind not in sizes:
             before = cache.nbytes
             keys, values = (torch.zeros(1, heads, tokens, width, dtype=torch.bfloat16) for heads, width in shapes)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.base.options import CalibrationOptions
+from headwise.base.options import CALIBRATION_TOKENS, ENOUGH, NARROWEST, STEP, WIDEST, CalibrationOptions
 from headwise.errors import ArgumentError
 from headwise.measure.texts.sources import named_texts, read_source, refuse_twice, text_identity
 from headwise.measure.texts.windows import cut_windows, default_window, put_begin_before, token_ids, wrapping_ids
@@ -160,20 +160,6 @@ def _share_windows(lengths: Sequence[int], tokens: int, window: int) -> tuple[li
     window = min(window, max(tokens // count, 2))
     return [count // sources + (index < count % sources) for index in range(sources)], window
 
-
-CALIBRATION_TOKENS = 16_384
-"""The default number of calibration tokens."""
-
-NARROWEST, WIDEST = 512, 2048
-"""The least and the most tokens in a window whose width the user leaves open."""
-
-ENOUGH = 32
-"""The number of windows beyond which more text makes them longer, not more numerous. Many short windows treat more
-subjects; long ones have what a model looks up far back, without which contexts of thousands of tokens lose more and
-more."""
-
-STEP = 128
-"""The number of tokens in a window is a multiple of this."""
 
 WINDOWS = 4
 """The version of the way in which conversions make windows of a text, part of a run's identity. In version 4 they
