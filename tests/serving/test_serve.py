@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,9 +156,13 @@ def test_a_request_whose_client_is_gone_stops_and_one_that_waits_never_begins(se
         ({"n": 2}, "n = 2"),
         ({"logprobs": 3}, "logprobs = 3"),
         ({"echo": True}, "echo"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"suffix": "."}, "suffix"),
         ({"model": "another"}, "pinned"),
         ({"prompt": "a" * 200}, "128"),
         ({"prompt": ["a", "b"]}, "prompt"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
         ({"extra_body": {"generation_config": '{"do_sample": true, "temperature": -1.0}'}}, "temperature"),
     ],
 )
@@ -165,6 +170,20 @@ def test_what_cannot_be_answered_is_refused_in_a_line(served: Served, settings: 
     with pytest.raises(openai.BadRequestError, match=said):
         served.complete(**settings)
     assert not served.caches
+
+
+def test_a_temperature_samples_and_a_seed_counts_from_the_turn_of_its_request(served: Served) -> None:
+    def sampled(seed: int, **settings: Any) -> str:
+        return str(served.complete(**{"temperature": 1, "seed": seed, "max_tokens": 30, **settings}).choices[0].text)
+
+    alone = sampled(7)
+    assert sampled(7) == alone != sampled(8)
+    assert sampled(7, temperature=None, top_p=1) == alone
+    assert sampled(7, temperature=0) == sampled(8, temperature=0) != alone
+    served.wait = 0.01
+    with ThreadPoolExecutor(4) as pool:
+        at_once = list(pool.map(sampled, (3, 7, 4, 7)))
+    assert at_once[1] == at_once[3] == alone
 
 
 def test_an_answer_ends_at_the_last_position(served: Served) -> None:

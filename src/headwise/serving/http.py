@@ -8,6 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+import torch
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
 from transformers import StoppingCriteriaList
@@ -25,6 +26,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "suffix": ("",),
+    "modalities": (["text"],),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
@@ -34,8 +38,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "text": ({"format": {"type": "text"}},),
 }
-"""Fields that transformers' server takes and ignores though they change the answer, with the values that do not."""
-
+"""Fields of which transformers' server ignores what changes the answer, or means another thing by it (a frequency
+penalty is a penalty of repetition there, a suffix is put behind the answer), with the values that change nothing."""
 
 _MOST_TOKENS = 1024
 """New tokens where a request does not say how many, as transformers' server has it."""
@@ -89,13 +93,30 @@ class _OneModel(ModelManager):
 
 
 class _Strict(BaseHandler):
-    """A handler that refuses what it would ignore though it changes the answer."""
+    """A handler that refuses what it would ignore though it changes the answer, and samples as it is asked to.
+
+    transformers' own reads a temperature and uses it only where the model's settings sample already, and it sets a
+    seed when a request comes, which may be before the requests in front of it have drawn.
+    """
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         super()._validate_request(body)
         for field, neutral in _NEUTRAL.items():
             if (value := body.get(field)) is not None and value not in neutral:
                 raise HTTPException(400, f"{field} = {value!r} is not supported")
+        for field, most in (("temperature", 2), ("top_p", 1)):
+            if (value := body.get(field)) is not None and not 0 <= float(value) <= most:
+                raise HTTPException(400, f"{field} = {value!r} must be 0 to {most}")
+
+    def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        settings = super()._build_generation_config({**body, "seed": None}, *args, **kwargs)
+        if body.get("generation_config") is not None:
+            settings.validate(strict=True)
+        temperature, top_p = body.get("temperature"), body.get("top_p")
+        if (temperature is None and top_p is not None) or float(temperature or 0) > 0:
+            settings.do_sample = True
+        settings.seed = body.get("seed")
+        return settings
 
 
 class _Chat(_Strict, ChatCompletionHandler):
@@ -138,7 +159,8 @@ class _Queue(GenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kw: Any
     ) -> Any:
-        return super().generate_streaming(model, processor, inputs, _within(model, inputs, gen_config), *args, **kw)
+        settings = _within(model, inputs, gen_config)
+        return super().generate_streaming(_Seeded(model), processor, inputs, settings, *args, **kw)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
@@ -149,7 +171,8 @@ class _Queue(GenerateManager):
             if gone.is_set():
                 return inputs["input_ids"]
             stop = StoppingCriteriaList([lambda ids, scores, **_: ids.new_full(ids.shape[:1], gone.is_set()).bool()])
-            return model.generate(**inputs, generation_config=settings, tokenizer=processor, stopping_criteria=stop)
+            given = {**inputs, "generation_config": settings, "tokenizer": processor}
+            return _Seeded(model).generate(**given, stopping_criteria=stop)
 
         answer = self.async_submit(generate)
         try:
@@ -159,6 +182,18 @@ class _Queue(GenerateManager):
             raise
         count = inputs["input_ids"].shape[-1]
         return processor.decode(ids[0, count:], skip_special_tokens=True), count, ids[0, count:]
+
+
+class _Seeded:
+    """A model that sets the seed of a request when its turn to generate has come."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def generate(self, *, generation_config: Any, **kwargs: Any) -> Any:
+        if (seed := generation_config.seed) is not None:
+            torch.manual_seed(seed)
+        return self._model.generate(generation_config=generation_config, **kwargs)
 
 
 def _within(model: Any, inputs: Any, settings: Any) -> Any:
