@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -208,3 +212,19 @@ def test_what_cannot_be_served_is_said_before_a_model_is_loaded(tmp_path: Path) 
 def test_continuous_batching_is_refused_by_its_name(served: Served) -> None:
     with pytest.raises(headwise.HeadwiseError, match="continuous batching"):
         served.model.generate_batch([[5, 6, 7]])
+
+
+@pytest.mark.parametrize("running", ["mla"], indirect=True)
+def test_the_command_answers_until_it_is_interrupted(running: Served) -> None:
+    command = [sys.executable, "-m", "headwise", "serve", running.name, "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = json.loads("".join(process.stdout.readline() for _ in range(4)))
+        assert said["model"] == running.name
+        client = openai.OpenAI(base_url=said["url"], api_key="-", max_retries=0)
+        answer = client.completions.create(model=running.name, prompt=PROMPT, max_tokens=20, temperature=0)
+        assert answer.choices[0].text == running.complete().choices[0].text
+        client.close()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert "Traceback" not in errors
