@@ -103,6 +103,12 @@ def test_sizes_that_vllm_does_not_decode_on_a_cpu(outputs: dict[str, Path]) -> N
     assert "512 + 64" in verdict.caution
 
 
+def test_mla_in_a_gguf_is_not_to_be_shifted(outputs: dict[str, Path]) -> None:
+    (verdict,) = (verdict for verdict in engines(outputs["gguf"]).verdicts if verdict.engine == "llama.cpp")
+    assert verdict.caution is not None
+    assert "--no-context-shift" in verdict.caution
+
+
 def test_the_command(outputs: dict[str, Path], cli: Callable[..., Any], refused: Callable[..., str]) -> None:
     said = cli("engines", outputs["own"])
     assert said.status == 0

@@ -239,7 +239,8 @@ class GgufFormat(OutputFormat):
             rule = f"a latent of {R} and a rotary key of {P}: llama.cpp refuses its quantised caches"
             return [*notes, f"{rule} (such as -ctk q8_0) unless both are multiples of {BLOCK}"]
         why = f"{R} + {P} values a token, multiples of {BLOCK}: llama.cpp takes its quantised caches too"
-        return [*notes, f"{why}, keys and values of one type (-fa on -ctk q8_0 -ctv q8_0)"]
+        options = "-fa on -ctk q8_0 -ctv q8_0 --no-context-shift"
+        return [*notes, f"{why}, keys and values of one type, and never shifted ({options})"]
 
     def config(self, layout: OutputLayout) -> dict[str, Any]:
         """The config of the model that the file holds: stock, or from `deepseek_config`. See `GgufFile`."""

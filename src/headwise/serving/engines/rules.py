@@ -229,6 +229,13 @@ def _llama_cpp(facts: ModelFacts) -> Refusal | None:
     return "reads GGUF", export
 
 
+def _llama_cpp_caution(facts: ModelFacts) -> str | None:
+    if not facts.is_gguf or not facts.is_deepseek:
+        return None
+    # src/llama-kv-cache.cpp, build_rope_shift: it turns every quantised cache back; build_attn of MLA never turns it.
+    return "a quantised cache needs --no-context-shift: a shift undoes a rotation that MLA's cache never had"
+
+
 def _mlx(facts: ModelFacts) -> Refusal | None:
     if facts.is_own:  # utils.py, _get_classes
         return f"has no model of type {facts.model_type}", _convert(facts, DEEPSEEK)
@@ -371,7 +378,7 @@ def _tensorrt(facts: ModelFacts) -> Refusal | None:
 
 ENGINE_RULES = (
     Engine(SERVING_ENGINES["transformers"], _transformers, _transformers_caution, _transformers_command),
-    Engine(SERVING_ENGINES["llama.cpp"], _llama_cpp),
+    Engine(SERVING_ENGINES["llama.cpp"], _llama_cpp, _llama_cpp_caution),
     Engine(SERVING_ENGINES["mlx"], _mlx),
     Engine(SERVING_ENGINES["vllm"], _vllm, _vllm_caution, _vllm_command),
     Engine(SERVING_ENGINES["sglang"], _sglang),
