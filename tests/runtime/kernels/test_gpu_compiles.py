@@ -22,16 +22,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-for module, name, constants, pointers in json.loads(sys.argv[1]):
+for module, name, constants, pointers, *architectures in json.loads(sys.argv[1]):
     kernel = getattr(importlib.import_module(module), name)
     kinds = {argument: "i32" for argument in kernel.arg_names} | {"scale": "fp32"} | pointers
     signature = {argument: "constexpr" if argument in constants else kinds[argument] for argument in kernel.arg_names}
     places = {(kernel.arg_names.index(argument),): value for argument, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    made = triton.compile(source, target=GPUTarget("cuda", 80, 32))
-    print(len(made.asm["cubin"]))
+    for architecture in architectures or [80]:
+        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32))
+        print(len(made.asm["cubin"]))
 """
-"""Run without the interpreter; prints the bytes of each kernel for an A100."""
+"""Run without the interpreter; prints the bytes of each kernel for an A100, or for the GPUs that are named."""
 
 POINTERS = {"key": "*u8", "value": "*u8", "block_scales": "*fp16", "mask": "*i1"}
 
@@ -71,6 +72,13 @@ def of_wide(name: str, constants: dict[str, Any], *tensors: str) -> list[Any]:
     return ["headwise.runtime.kernels.gpu.kernels", name, constants, pointers]
 
 
+def of_encoder() -> list[Any]:
+    """The kernel that chooses codes, for an A100 and an H100."""
+    pointers = dict.fromkeys(("values", "squares", "tables"), "*fp32")
+    pointers |= dict.fromkeys(("bits", "starts", "sources", "windows"), "*u8")
+    return ["headwise.runtime.kernels.gpu.kernels", "walk_trellis", {}, pointers, 80, 90]
+
+
 def of_narrow() -> list[Any]:
     """The kernel for float32 heads of less than 16 channels, in products of parts."""
     constants = {"ROWS": 16, "TOKENS": 32, "MAIN": 16, "REST": 0, "WIDTH": 16, "HAS_MASK": False, "CAUSAL": True}
@@ -96,6 +104,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         of_latents("bf16"),
         of_latents("fp32"),
         of_codes("fp16", (2, 3), (0, 2), 32, True),
+        of_encoder(),
     ]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -106,4 +115,4 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert [int(size) > 0 for size in done.stdout.split()] == [True] * len(kernels)
+    assert [int(size) > 0 for size in done.stdout.split()] == [True] * (len(kernels) + 1)

@@ -17,6 +17,7 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 
+from headwise.runtime.kernels.gpu import encode_windows, why_not_plain
 from headwise.runtime.kernels.native.build import are_plain
 from headwise.runtime.kernels.native.calls import can_encode, trellis_encode
 
@@ -83,14 +84,21 @@ def encode(
     if can_encode() and are_plain(values, weights, bits, starts, gains, codes):
         return trellis_encode(values, weights, bits, tables(), starts, gains=gains, codes=codes), codes
     squares = weights.expand_as(values) if gains is None else weights * gains.square()
+    if values.is_cuda and why_not_plain(values, squares, bits, starts) is None:
+        windows = encode_windows(values, squares, bits, tables(values.device), starts)
+    else:
+        windows = _windows_in_torch(values, squares, starts, bits)
+    levels = tables(values.device)[bits.long(), windows.long()]
+    return levels, None if codes is None else codes.copy_(_packed(windows, bits))
+
+
+def _windows_in_torch(values: Tensor, squares: Tensor, starts: Tensor, bits: Tensor) -> Tensor:
+    """The windows of the best path of each row, int64 ``[n, W]``."""
     pieces = zip(
         *(torch.split(rows, _ROWS if values.is_cpu else _ROWS_OF_A_GPU) for rows in (values, squares, starts)),
         strict=True,
     )
-    parts = [_encode(rows, costs, first, bits.tolist()) for rows, costs, first in pieces]
-    windows = torch.cat(parts)
-    levels = tables(values.device)[bits.long(), windows.long()]
-    return levels, None if codes is None else codes.copy_(_packed(windows, bits))
+    return torch.cat([_encode(rows, costs, first, bits.tolist()) for rows, costs, first in pieces])
 
 
 def decode(codes: Tensor, bits: Tensor, starts: Tensor) -> Tensor:

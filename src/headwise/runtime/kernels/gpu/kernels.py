@@ -382,3 +382,57 @@ def attend_part_of_latents(
     at = mixtures + part * mixtures_part + b * mixtures_batch
     of_weights = weights + part * weights_part + b * weights_batch
     store_part(at, of_weights, mixture, high, total, row, is_row, R, weights_kind, WIDTH)
+
+
+@triton.jit
+def moved_on(cost, error, at, BITS: tl.constexpr):
+    """The least cost of a path to each of the 256 windows after one more code, of their costs before it.
+
+    Windows that differ in their first BITS bits alone have the same successors; which of them is the cheapest is
+    stored ``at [256 >> BITS]``.
+    """
+    STATES: tl.constexpr = 256 >> BITS
+    least, source = tl.min(tl.reshape(cost, (1 << BITS, STATES)), axis=0, return_indices=True)
+    tl.store(at + tl.arange(0, STATES), source.to(tl.uint8))
+    return tl.reshape(tl.broadcast_to(least[:, None], (STATES, 1 << BITS)), (256,)) + error
+
+
+@triton.jit
+def walk_trellis(values, squares, bits, tables, starts, sources, windows, W):
+    """The windows of the cheapest path through one token's trellis: Viterbi's algorithm, all windows at a time.
+
+    ``sources [tokens, W, 128]`` is memory for the cheapest predecessors.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    every = tl.arange(0, 256)
+    cost = tl.where(every == tl.load(starts + token).to(tl.int32), 0.0, 1e30)
+    for i in range(W):
+        count = tl.load(bits + i).to(tl.int32)
+        difference = tl.load(tables + count * 256 + every) - tl.load(values + token * W + i)
+        error = difference * difference * tl.load(squares + token * W + i)
+        at = sources + (token * W + i) * 128
+        if count == 1:
+            cost = moved_on(cost, error, at, 1)
+        elif count == 2:
+            cost = moved_on(cost, error, at, 2)
+        elif count == 3:
+            cost = moved_on(cost, error, at, 3)
+        elif count == 4:
+            cost = moved_on(cost, error, at, 4)
+        elif count == 5:
+            cost = moved_on(cost, error, at, 5)
+        elif count == 6:
+            cost = moved_on(cost, error, at, 6)
+        elif count == 7:
+            cost = moved_on(cost, error, at, 7)
+        else:
+            cost = moved_on(cost, error, at, 8)
+    window = tl.argmin(cost, axis=0)
+    tl.debug_barrier()  # the way back reads what other threads of the program have stored
+    for j in range(W):
+        i = W - 1 - j
+        count = tl.load(bits + i).to(tl.int32)
+        tl.store(windows + token * W + i, window.to(tl.uint8))
+        state = window >> count
+        source = tl.load(sources + (token * W + i) * 128 + state).to(tl.int32)
+        window = (source << (8 - count)) | state
