@@ -105,6 +105,17 @@ def test_latents_are_read_by_the_kernel_for_gpus(
     check_reading(layer, torch.float32, 1e-5, has_padding, monkeypatch)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is then compiled, for tensors on the GPU")
+@pytest.mark.parametrize(("K", "P", "has_padding"), [(2, 24, True), (6, 16, False), (1, 0, True)])
+def test_heads_are_read_by_the_kernel_for_gpus(
+    K: int, P: int, has_padding: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transform_code, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(transform_code, "attend_trellis", None)
+    check_reading(grouped_layer(K, P, torch.float32), torch.float32, 1e-5, has_padding, monkeypatch)
+
+
 @pytest.mark.parametrize(("K", "P"), [(2, 24), (6, 16), (1, 0)])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("has_padding", [False, True])

@@ -34,6 +34,7 @@ for module, name, constants, pointers, *architectures in json.loads(sys.argv[1])
 """
 """Run without the interpreter; prints the bytes of each kernel for an A100, or for the GPUs that are named."""
 
+TRELLIS = "headwise.runtime.kernels.gpu.trellis_kernels"
 POINTERS = {"key": "*u8", "value": "*u8", "block_scales": "*fp16", "mask": "*i1"}
 
 
@@ -49,12 +50,15 @@ def of_codes(dtype: str, bits: tuple[int, int], groups: tuple[int, int], block: 
     return ["headwise.runtime.kernels.gpu.kernels", "attend_part_of_codes", constants, pointers]
 
 
-def of_latents(dtype: str) -> list[Any]:
-    """The kernel for latents of 48 channels and a rotary key of 16."""
-    constants = {"R": 48, "HALF": 8, "TURN": 64, "SINKS": 4, "ROW": 33, "ROWS": 32, "TOKENS": 32}
-    constants |= {"WIDTH": 64, "PAIRS": 16, "HAS_CONTENT": True, "HAS_MASK": True, "CAUSAL": True, "WIDEN": False}
-    names = ["gains", "channel_scale", "channel_offset", "turn", "cos", "sin", "mixtures", "weights"]
+def of_trellis(dtype: str, *, heads: bool) -> list[Any]:
+    """The kernel for latents of 48 channels and a rotary key of 16, or for heads of 64 in pages."""
+    constants = {"CONTENT": 32 if heads else 48, "HALF": 16 if heads else 8, "V": 64 if heads else 48}
+    constants |= {"SHARED": not heads, "TURN": 64, "SINKS": 4, "ROW": 33, "PAGE": 256 if heads else 0}
+    constants |= {"ROWS": 16, "TOKENS": 16, "MAIN": 32 if heads else 64, "PAIRS": 16, "WIDTH": 64}
+    constants |= {"HAS_CONTENT": True, "HAS_MASK": not heads, "CAUSAL": True, "WIDEN": False}
+    names = ["gains", "scales", "offsets", "turn", "cos", "sin", "mixtures", "weights"]
     pointers = dict.fromkeys(names, "*fp32") | dict.fromkeys(["ends", "bits", "frequency"], "*i32")
+    pointers |= dict.fromkeys(["lengths", "blocks"], "*i32" if heads else "*i64")
     pointers |= {
         "query": f"*{dtype}",
         "codes": "*u8",
@@ -63,7 +67,14 @@ def of_latents(dtype: str) -> list[Any]:
         "mask": "*i1",
         "tables": "*i8",
     }
-    return ["headwise.runtime.kernels.gpu.kernels", "attend_part_of_latents", constants, pointers]
+    return [TRELLIS, "attend_part_of_trellis", constants, pointers, *((80, 90) if heads else ())]
+
+
+def of_decoder() -> list[Any]:
+    """The kernel that decodes tokens, for an A100 and an H100."""
+    pointers = dict.fromkeys(("gains", "scales", "offsets"), "*fp32") | dict.fromkeys(("ends", "bits"), "*i32")
+    pointers |= {"codes": "*u8", "places": "*i64", "out": "*bf16", "tables": "*i8"}
+    return [TRELLIS, "decode_tokens", {"PART": 48, "TOKENS": 16, "WIDTH": 64}, pointers, 80, 90]
 
 
 def of_wide(name: str, constants: dict[str, Any], *tensors: str) -> list[Any]:
@@ -76,7 +87,7 @@ def of_encoder() -> list[Any]:
     """The kernel that chooses codes, for an A100 and an H100."""
     pointers = dict.fromkeys(("values", "squares", "tables"), "*fp32")
     pointers |= dict.fromkeys(("bits", "starts", "sources", "windows"), "*u8")
-    return ["headwise.runtime.kernels.gpu.kernels", "walk_trellis", {}, pointers, 80, 90]
+    return [TRELLIS, "walk_trellis", {}, pointers, 80, 90]
 
 
 def of_narrow() -> list[Any]:
@@ -101,8 +112,10 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         of_wide("join_parts", {"WIDTH": 64, "PARTS": 8, "SOME": 4}, "out"),
         of_codes("bf16", (8, 4), (1, 2), 0, False),
         of_codes("fp32", (3, 2), (2, 1), 0, True),
-        of_latents("bf16"),
-        of_latents("fp32"),
+        of_trellis("bf16", heads=False),
+        of_trellis("fp32", heads=False),
+        of_trellis("bf16", heads=True),
+        of_decoder(),
         of_codes("fp16", (2, 3), (0, 2), 32, True),
         of_encoder(),
     ]
@@ -115,4 +128,4 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert [int(size) > 0 for size in done.stdout.split()] == [True] * (len(kernels) + 1)
+    assert [int(size) > 0 for size in done.stdout.split()] == [True] * (len(kernels) + 3)

@@ -5,8 +5,8 @@ conversion, and for each token a gain or two. The basis that makes such a code g
 programs that do not know the file read the weights alone, run the same model, and keep a cache of the model's own
 numbers.
 
-Where a kernel can read codes, attention is given the codes themselves: on a CPU those of latents and of heads, on a
-GPU those of latents. Where none can, the layer decodes, and results differ by rounding alone.
+Where a kernel can read codes, attention is given the codes themselves. Where none can, the layer decodes, and results
+differ by rounding alone.
 
 Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim, R latent rank,
 P rotary dims, F frequencies of the model; W cached values of a token, in sections (for MLA the latent and the two
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from headwise.errors import CheckpointError
 from headwise.models.specs import GroupedSpec, LatentSpec
-from headwise.runtime.kernels.gpu import LatentLayout, attend_latents, why_not_latents
+from headwise.runtime.kernels import gpu
 from headwise.runtime.kernels.mask import Scoring, as_bool_mask
 from headwise.runtime.kernels.native.abi import CHANNELS, SINKS, TURN
 from headwise.runtime.kernels.native.build import are_plain, why_not
@@ -272,10 +272,7 @@ class TrellisFormat(Codec):
 
     def __init__(self, code: TransformCode) -> None:
         self.code = code
-        # MLA has a section for the latent, and two for the halves of a rotary key; heads have one each for keys and
-        # for values.
-        self.is_latent = len(code.sections) % 2 == 1
-        self._layout: LatentLayout | TrellisLayout | None = None
+        self._layout: gpu.ChannelLayout | TrellisLayout | None = None
         self._turn: tuple[Tensor, Tensor] | None = None
 
     def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
@@ -317,9 +314,9 @@ class TrellisFormat(Codec):
         if states.shape[1] > FEW_TOKENS:
             return False
         codes, _, *others = stored
-        if is_on_gpu(states) and self.is_latent:
-            rank = self.code.sections[0]
-            return not needs_grad and why_not_latents(states, (codes, *others), mask, rank) is None
+        if is_on_gpu(states):
+            widths = (self.code.sections[0], self.code.sections[-1])
+            return not needs_grad and gpu.why_not_trellis(states, (codes, *others), mask, widths) is None
         return why_not(states.dtype, states.device, needs_grad=needs_grad) is None and are_plain(
             states, codes, *others, mask
         )
@@ -333,7 +330,7 @@ class TrellisFormat(Codec):
         *,
         has_sums: bool = False,
     ) -> Tensor:
-        """Attend to codes that `can_attend_to` said yes to; see `attend_trellis` and `attend_latents`.
+        """Attend to codes that `can_attend_to` said yes to; see `attend_trellis`.
 
         Args:
             query: rotated by slots: of latents, absorbed, ``[B, H, S, R + P]`` or ``[B, H, S, P]``; of heads ``[B, H,
@@ -357,18 +354,18 @@ class TrellisFormat(Codec):
             tables, frequency = (none, none), none[0].long()
         else:
             tables, frequency = (rotation.cos, rotation.sin), rotation.frequency
-        if isinstance(layout, LatentLayout):
-            return attend_latents(*tokens, layout, tables, scoring, has_sums=has_sums)
+        if isinstance(layout, gpu.ChannelLayout):
+            return gpu.attend_trellis(*tokens, layout, tables, scoring, has_sums=has_sums)
         return attend_trellis(*tokens, layout, tables, frequency, scoring, has_sums=has_sums)
 
-    def _layout_for(self, rotation: KeyRotation | None, *, of_gpu: bool) -> LatentLayout | TrellisLayout:
+    def _layout_for(self, rotation: KeyRotation | None, *, of_gpu: bool) -> gpu.ChannelLayout | TrellisLayout:
         """How a kernel reads the code; it is kept until frequencies change."""
         turn = None if rotation is None else rotation.turn
         if self._layout is None or self._turn is not turn:
             with torch.inference_mode(False), torch.no_grad():
-                if of_gpu and self.is_latent:
+                if of_gpu:
                     frequency = None if rotation is None else rotation.frequency
-                    self._layout = latent_layout(self.code, turn, frequency)
+                    self._layout = channel_layout(self.code, turn, frequency)
                 else:
                     self._layout = trellis_layout(self.code, turn)
                 self._turn = turn
@@ -401,15 +398,17 @@ def replace_first_tokens(values: Tensor, unquantised: Tensor, first: Tensor, beg
     return values
 
 
-def latent_layout(code: TransformCode, turn: tuple[Tensor, Tensor] | None, frequency: Tensor | None) -> LatentLayout:
-    """How the GPU's kernel reads a code of a latent and, behind it, a rotary key, on the device of the code.
+def channel_layout(
+    code: TransformCode, turn: tuple[Tensor, Tensor] | None, frequency: Tensor | None
+) -> gpu.ChannelLayout:
+    """How the GPU's kernels read a code, on the device of the code; see `trellis_layout`.
 
     Args:
         code: the code.
         turn: cos and sin of the first `TURN` slots, each ``[TURN, P/2]``; None where P is 0.
         frequency: ``[P/2]``, each rotary pair's index among the model's frequencies; None where P is 0.
     """
-    bits, rank, device = code.channel_bits.int(), code.sections[0], code.offset.device
+    bits, device = code.channel_bits.int(), code.offset.device
     tensors = (
         bits.cumsum(0, dtype=torch.int32) - 1,
         bits,
@@ -419,7 +418,15 @@ def latent_layout(code: TransformCode, turn: tuple[Tensor, Tensor] | None, frequ
         torch.zeros(2, TURN, 0) if turn is None else torch.stack(turn),
         torch.empty(0, dtype=torch.int32) if frequency is None else frequency.int(),
     )
-    return LatentLayout(rank, code.width - rank, *(tensor.to(device).contiguous() for tensor in tensors))
+    return gpu.ChannelLayout(*_shape(code, turn), *(tensor.to(device).contiguous() for tensor in tensors))
+
+
+def _shape(code: TransformCode, turn: tuple[Tensor, Tensor] | None) -> tuple[int, int, int]:
+    """The value dim, key–value heads (0 of latents) and rotary dims of what a code is of."""
+    # MLA has a section for the latent and two for a rotary key's halves; heads have one for keys, one for values.
+    is_latent = len(code.sections) % 2 == 1
+    heads = 0 if is_latent else len(code.sections) // 2
+    return code.sections[0 if is_latent else -1], heads, 0 if turn is None else 2 * turn[0].shape[-1]
 
 
 def _whole_levels() -> tuple[Tensor, Tensor]:
@@ -435,7 +442,6 @@ def trellis_layout(code: TransformCode, turn: tuple[Tensor, Tensor] | None) -> T
             them, all values, each head's a section.
         turn: cos and sin of the first `TURN` slots, each ``[TURN, P/2]``; None where P is 0.
     """
-    is_latent = len(code.sections) % 2 == 1
     rows: list[tuple[int, int, int, int]] = []
     column = first = 0
     for bits, (begin, end) in zip(code.bits, blocks(code.sections), strict=True):
@@ -449,9 +455,7 @@ def trellis_layout(code: TransformCode, turn: tuple[Tensor, Tensor] | None) -> T
         return torch.cat([_padded(section) for section in channels.float().split_with_sizes(code.sections)])
 
     return TrellisLayout(
-        code.sections[0 if is_latent else -1],
-        0 if is_latent else len(code.sections) // 2,
-        0 if turn is None else 2 * turn[0].shape[-1],
+        *_shape(code, turn),
         code.token_bytes,
         torch.tensor(rows, dtype=torch.int32),
         *_whole_levels(),
