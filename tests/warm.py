@@ -105,7 +105,10 @@ class Warm:
         """
         status, running = 0, {process.sentinel: process for process in self._processes}
         while running:
-            for sentinel in wait(list(running)):
+            ended = wait(list(running), timeout=30 if status else None)
+            if not ended:
+                self.send_signal(signal.SIGKILL)
+            for sentinel in ended:
                 process = running.pop(sentinel)
                 process.join()
                 if process.exitcode and not status:
