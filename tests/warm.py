@@ -5,7 +5,7 @@
     with warm.start("-c", PROGRAM, "an argument") as process:                      # as subprocess.Popen
         process.wait_for("ready")
         process.send_signal(signal.SIGINT)
-        done = process.finish()
+        _, errors = process.communicate()
 
 A command is what follows ``python`` on a command line. Each process is forked from one that only imports, so its
 memory, working directory, environment and signals are its own; but what modules read from the environment while they
@@ -15,6 +15,7 @@ process.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import runpy
@@ -24,18 +25,26 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
-from multiprocessing.connection import wait
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 PRELOADED = ["pytest", "headwise.cli.commands.frontier", "headwise.conversion", "headwise.measure.evaluation"]
+
+
+def context() -> Any:
+    """The context of ``multiprocessing`` whose processes are warm."""
+    forkserver = multiprocessing.get_context("forkserver")
+    forkserver.set_forkserver_preload(PRELOADED)
+    return forkserver
 
 
 def run(*command: object, ranks: int = 1, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; see `start`."""
     with start(*command, ranks=ranks, env=env) as process:
-        return process.finish()
+        out, err = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode or 0, out, err)
 
 
 def start(*command: object, ranks: int = 1, env: Mapping[str, str] | None = None) -> Warm:
@@ -49,32 +58,41 @@ def start(*command: object, ranks: int = 1, env: Mapping[str, str] | None = None
     return Warm([str(word) for word in command], ranks, dict(os.environ if env is None else env))
 
 
+def popen(command: Sequence[str], stdout: IO[str] | int = subprocess.PIPE, **_: object) -> Warm:
+    """A warm process in the place of ``subprocess.Popen``, for a command that begins with the interpreter.
+
+    Args:
+        command: the interpreter, and what follows it.
+        stdout: a file that has a name; a constant of ``subprocess`` changes nothing.
+    """
+    return Warm([*command[1:]], 1, dict(os.environ), None if isinstance(stdout, int) else stdout.name)
+
+
 class Warm:
     """A command that runs in one or several processes with one stdout and stderr, until the end of its block."""
 
-    def __init__(self, command: list[str], ranks: int, environment: dict[str, str]) -> None:
+    def __init__(
+        self, command: list[str], ranks: int, environment: dict[str, str], stdout: str | None = None
+    ) -> None:
         self.args, self._folder = command, tempfile.TemporaryDirectory()
-        self._streams = [Path(self._folder.name, name) for name in ("stdout", "stderr")]
+        self._streams = [Path(stdout or f"{self._folder.name}/out"), Path(self._folder.name, "err")]
         for stream in self._streams:
             stream.touch()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        self.returncode: int | None = None
+        self._failed, self._deadline = 0, math.inf
         self._processes: list[Any] = []
         if ranks > 1:
             import torch.distributed as dist
 
             self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            environment |= {
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": f"{self._store.port}",
-                "WORLD_SIZE": f"{ranks}",
-            }
-            environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+            environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{self._store.port}"}
+            environment |= {"WORLD_SIZE": f"{ranks}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         for rank in range(ranks):
             own = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} if ranks > 1 else {}
             words = (command, environment | own, os.getcwd(), self._streams)
-            self._processes.append(context.Process(target=_run, args=words, daemon=True))
+            self._processes.append(context().Process(target=_run, args=words, daemon=True))
             self._processes[-1].start()
+        self.pid = self._processes[0].pid
 
     def __enter__(self) -> Warm:
         return self
@@ -88,35 +106,43 @@ class Warm:
     def wait_for(self, text: str) -> None:
         """Wait until a text has been printed on stdout."""
         while text not in self._streams[0].read_text():
-            assert all(process.is_alive() for process in self._processes), self._streams[1].read_text()
+            assert self.poll() is None, self._streams[1].read_text()
             time.sleep(0.01)
 
     def send_signal(self, number: int) -> None:
         """Send a signal to every process that still runs."""
         for process in self._processes:
-            if process.is_alive():
-                os.kill(process.pid, number)
+            if process.exitcode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
-    def finish(self) -> subprocess.CompletedProcess[str]:
-        """Wait for the end; as torchrun does, stop all ranks when one has failed.
+    def poll(self) -> int | None:
+        """The status of the first process that failed, negative after a signal, or 0; None while one still runs.
 
-        Returns:
-            What was printed, and the status of the first process that failed, which is negative after a signal.
+        As torchrun does, this stops all ranks when one has failed.
         """
-        status, running = 0, {process.sentinel: process for process in self._processes}
-        while running:
-            ended = wait(list(running), timeout=30 if status else None)
-            if not ended:
-                self.send_signal(signal.SIGKILL)
-            for sentinel in ended:
-                process = running.pop(sentinel)
-                process.join()
-                if process.exitcode and not status:
-                    status = process.exitcode
-                    for other in running.values():
-                        other.terminate()
+        statuses = [process.exitcode for process in self._processes]
+        if not self._failed and any(statuses):
+            self._failed, self._deadline = next(filter(None, statuses)), time.monotonic() + 30
+            self.send_signal(signal.SIGTERM)
+        if time.monotonic() > self._deadline:
+            self.send_signal(signal.SIGKILL)
+        self.returncode = None if None in statuses else self._failed
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for the end, and return stdout and stderr.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after this many seconds.
+        """
+        start = time.monotonic()
+        while self.poll() is None:
+            if timeout is not None and time.monotonic() > start + timeout:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.01)
         out, err = (stream.read_text(errors="replace") for stream in self._streams)
-        return subprocess.CompletedProcess(self.args, status, out, err)
+        return out, err
 
 
 def _run(command: list[str], environment: dict[str, str], folder: str, streams: list[Path]) -> None:
