@@ -69,9 +69,9 @@ PUT_IN_PLACE = {
 before."""
 
 REDUCED = {
-    "--calibration-tokens": 1024,
-    "--tokens": 1024,
-    "--heal-tokens": 1024,
+    "--calibration-tokens": 512,
+    "--tokens": 512,
+    "--heal-tokens": 512,
     "--windows": 1,
     "--evaluation-windows": 1,
     "--planted": 160,
@@ -83,7 +83,7 @@ REDUCED = {
 
 ADDED = {
     "frontier": ("--target", ("int8", "mla:0.5"), "tries a ladder of more than twenty sizes"),
-    "heal": ("--tokens", ("1024",), "reads a million tokens"),
+    "heal": ("--tokens", ("512",), "reads a million tokens"),
     "migrate": ("--target", ("mla:0.75",), "makes six conversions, or as many as it takes"),
 }
 """An option that a command gets if it does not have it, its values, and what it would do otherwise."""
@@ -222,6 +222,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("given")
     sizes = {"vocab_size": 324, "max_position_embeddings": 256, "num_attention_heads": 9, "hidden_size": 72}
+    sizes |= {"num_hidden_layers": 1}
     wide = {**sizes, "num_attention_heads": 4, "hidden_size": 128}
     for name, kv_heads, its in (("model", 3, sizes), ("heads", 2, wide)):
         tiny_model("llama", num_key_value_heads=kv_heads, **its).float().save_pretrained(folder / name)
