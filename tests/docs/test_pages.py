@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import re
 import shlex
@@ -22,6 +21,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -246,19 +247,9 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def processes() -> Any:
-    """A way to start processes that have imported torch already, which takes longer than most pages."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["headwise.cli.commands.convert", "headwise.conversion", "headwise.measure.evaluation"]
-    )
-    return context
-
-
 @pytest.mark.parametrize("page", RUN)
-def test_the_blocks_of_a_page_run(page: str, given: Path, processes: Any, tmp_path: Path) -> None:
-    process = processes.Process(target=run_page, args=(page, given, tmp_path))
+def test_the_blocks_of_a_page_run(page: str, given: Path, tmp_path: Path) -> None:
+    process = warm.context().Process(target=run_page, args=(page, given, tmp_path))
     process.start()
     process.join()
     assert process.exitcode == 0, (tmp_path / "log").read_text(encoding="utf-8", errors="replace")
