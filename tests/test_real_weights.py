@@ -186,14 +186,14 @@ for folder in sys.argv[2:]:
 
 
 @pytest.fixture(scope="module")
-def stock(root: Path, smollm2: Path, shallow: Path, text: Path, ids: torch.Tensor) -> headwise.Conversion:
+def stock(root: Path, shallow: Path, text: Path, ids: torch.Tensor) -> headwise.Conversion:
     """Three folders as DeepSeek-V3, what one process without headwise says of each, and the report of the last."""
     headwise.convert(shallow, root / "lossless own", to="mla", kv_budget=1.0, evaluate=False)
     convert_to_one_size(shallow, root / "lossy own", kv_lora_rank=200, qk_rope_head_dim=128)
     for plan in ("lossless", "lossy"):
         export_deepseek(root / f"{plan} own", root / f"{plan} stock")
     converted = headwise.convert(
-        smollm2,
+        shallow,
         root / "converted stock",
         to="mla",
         kv_budget=0.75,
@@ -230,7 +230,7 @@ def test_as_deepseek_v3_where_headwise_cannot_be_imported(plan: str, root: Path,
 
 
 def test_convert_ends_as_deepseek_v3(
-    stock: headwise.Conversion, root: Path, smollm2: Path, text: Path, ids: torch.Tensor
+    stock: headwise.Conversion, root: Path, shallow: Path, text: Path, ids: torch.Tensor
 ) -> None:
     assert stock.stock is not None
     assert stock.stock.logits_difference is not None
@@ -243,7 +243,7 @@ def test_convert_ends_as_deepseek_v3(
     with torch.inference_mode():
         assert float((answers["logits"] - optimized(ids).logits).abs().max()) < 1e-3
     evaluation = headwise.evaluate(
-        root / "converted stock", against=smollm2, text=text, window=512, windows=1, context=64
+        root / "converted stock", against=shallow, text=text, window=512, windows=1, context=64
     )
     assert evaluation.perplexity_ratio is not None
     assert 1 < evaluation.perplexity_ratio < 2
@@ -284,9 +284,9 @@ def test_the_glassllm_folder_is_the_packages_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cache_format", ["int4+hadamard", "kivi4"])
 @torch.inference_mode()
-def test_generating_from_a_quantised_cache_is_one_forward_of_what_is_stored(cache_format: str) -> None:
+def test_generating_from_a_quantised_cache_is_one_forward_of_what_is_stored(cache_format: str, shallow: Path) -> None:
     """In float64, so that no number falls to the other side of a code's edge for its rounding."""
-    model = headwise.load("smollm2-135m", dtype="float64")
+    model = headwise.load(shallow, dtype="float64")
     ids = torch.randint(3, 49152, (2, 70), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[1, :9] = 0

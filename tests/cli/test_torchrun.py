@@ -66,7 +66,7 @@ def test_a_conversion_is_that_of_one_process(
     cli: Callable[..., Result], source: Path, tmp_path: Path, form: str, without: tuple[str, ...], tolerance: float
 ) -> None:
     options = ("--to", "mla", "--kv-budget", "0.5", "--calibrate", tmp_path / "text.txt", "--format", form, *without)
-    exam = ("--evaluate", tmp_path / "exam.txt", "--json")
+    exam = ("--calibration-tokens", 512, "--evaluate", tmp_path / "exam.txt", "--json")
     alone = cli("convert", source, tmp_path / "one", *options, *exam)
     assert alone.status == 0, alone.err
     done = run("-m", "headwise", "convert", source, tmp_path / "two", *options, *exam, ranks=2)
