@@ -34,7 +34,7 @@ collect_ignore = ["adding_a_mechanism", "adding_a_method", "adding_a_family"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of few tests first: theirs take longest, and no process should begin a long file when the other is done."""
+    """Files of few tests first: theirs take longest, and no process should begin a long file as the other ends."""
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (tests[item.path], item.path))
 
