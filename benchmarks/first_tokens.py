@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks import data
 from headwise.measure.evaluation import open_pair
+from headwise.measure.evaluation.scoring import kl_divergence
 from headwise.measure.texts import read_text, token_ids
 
 CACHES = ("mla:0.5", "mla:0.5 without starts")
@@ -80,7 +81,7 @@ def divergences(model: torch.nn.Module, source: torch.nn.Module, windows: Tensor
     losses = []
     for batch in windows.split(16):
         ours, theirs = (one(batch, use_cache=False).logits.log_softmax(-1) for one in (model, source))
-        losses.append((theirs.exp() * (theirs - ours)).sum(-1).double().mean(-1))
+        losses.append(kl_divergence(theirs, ours).double().mean(-1))
     return torch.cat(losses)
 
 

@@ -18,7 +18,6 @@ from benchmarks.budgets import BUDGETS
 from headwise.conversion.frontiers.candidate import Candidate, Kind
 from headwise.conversion.frontiers.points import Frontier, collect
 from headwise.measure.evaluation.beside_source import SAME_BYTES
-from headwise.measure.texts.calibration import NARROWEST
 
 PUBLISHED = {
     "kvquant": "KVQuant",
@@ -72,8 +71,8 @@ def conversions(results: Path) -> list[Row]:
             rank = kept["kv_lora_rank"]
             target = "mqa" if rank is None else f"mla:{rank}+{kept['qk_rope_head_dim']}"
             taken = {name: kept["evaluate"][name] / 2 for name in _BYTES}  # they were read off float32
-            # Reports of that time do not name the window that the conversion was calibrated in, the default.
-            conversion = {"calibration_window": NARROWEST, **kept["conversion"]}
+            # Reports of that time do not name the window that the conversion was calibrated in, the default then.
+            conversion = {"calibration_window": 512, **kept["conversion"]}
             rows.append(_row({**kept, "conversion": conversion}, Candidate(target), _cache(taken)))
     return rows
 

@@ -19,12 +19,12 @@ import json
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Any
 
 from benchmarks.kept import run
@@ -64,13 +64,13 @@ def phase(out: Path) -> str:
 
 def attempt(options: argparse.Namespace, out: Path, delay: float | None) -> bool:
     """Run the conversion and kill it after a delay, if there is one; return whether it ended by itself."""
-    process = subprocess.Popen(command(options, out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        _, errors = process.communicate(timeout=delay)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        return False
+    with Popen(command(options, out), stdout=DEVNULL, stderr=PIPE, text=True) as process:
+        try:
+            _, errors = process.communicate(timeout=delay)
+        except TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            return False
     if process.returncode:
         raise SystemExit(f"the run failed: {errors}")
     return True

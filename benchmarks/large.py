@@ -17,11 +17,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import torch
@@ -124,7 +124,7 @@ def convert(source: Path, out: Path, *options: object) -> dict[str, Any]:
     results = out.with_name(f".{out.name}.headwise-partial") / "work" / "layers"
     layers = checkpoint.spec.num_layers - len(list(results.glob("*.safetensors")))
     start, peak = time.perf_counter(), before["peak_rss_gb"]
-    with output.open("w") as file, subprocess.Popen([sys.executable, *map(str, command)], stdout=file) as process:
+    with output.open("w") as file, Popen([sys.executable, *map(str, command)], stdout=file) as process:
         while process.poll() is None:
             time.sleep(1)
             peak = max(peak, peak_rss_gb(process.pid))

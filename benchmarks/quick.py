@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from benchmarks.kept import Kept, say
 from torch import Tensor
-from torch.nn.functional import kl_div, log_softmax
+from torch.nn.functional import log_softmax
 
 import headwise
 from benchmarks import data, small_models
+from headwise.measure.evaluation.scoring import kl_divergence
 from headwise.measure.texts import read_text
 from headwise.measure.texts.windows import token_windows
 from headwise.models.checkpoints import load_tokenizer, open_checkpoint
@@ -73,8 +74,8 @@ def measured(source: str | Path, targets: Sequence[str], text: Path, tokens: int
         for target in targets:
             with default_cache(model, target):
                 logits: Tensor = model(window[None], use_cache=False).logits[0].float()
-            loss = kl_div(log_softmax(logits, -1), exact, reduction="none", log_target=True)
-            sums[target] += float(loss.sum(-1).double().mean())
+            loss = kl_divergence(exact, log_softmax(logits, -1))
+            sums[target] += float(loss.double().mean())
     return {target: total / len(windows) for target, total in sums.items()}
 
 

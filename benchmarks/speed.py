@@ -28,6 +28,7 @@ from benchmarks.kept import Kept, say
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import headwise
+from headwise.measure.evaluation.scoring import kl_divergence
 from headwise.measure.timing.machine import Probes
 from headwise.measure.timing.timing import spread_interleaved, time_call
 from headwise.runtime.hf import HeadwiseCache
@@ -199,7 +200,7 @@ def int8(windows: int, prompt: int, length: int, step: int) -> dict[str, Any]:
             for name, cache in caches.items():
                 logs[name] = model(piece, past_key_values=cache).logits[0, : len(targets)].double().log_softmax(-1)
                 loss[name] -= float(logs[name].gather(-1, targets[:, None]).sum())
-            divergence += float((logs["float32"].exp() * (logs["float32"] - logs["int8"])).sum())
+            divergence += float(kl_divergence(logs["float32"], logs["int8"]).sum())
             agreements += int((logs["float32"].argmax(-1) == logs["int8"].argmax(-1)).sum())
             count += len(targets)
     perplexity = {name: math.exp(total / count) for name, total in loss.items()}

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 # Toys for `test_adding.py` to lay over a copy of the package.
 collect_ignore = ["adding_a_mechanism", "adding_a_method", "adding_a_family"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of few tests first: theirs take longest, and no process should begin a long file as the other ends."""
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (tests[item.path], item.path))
+
 
 TINY = {
     "hidden_size": 32,

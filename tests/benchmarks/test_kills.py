@@ -9,11 +9,17 @@ import pytest
 from benchmarks.kills import main, phase
 
 import headwise
+from benchmarks import kills
+from tests import warm
 from tests.real_models import save_tiny
 
 
 @pytest.mark.parametrize("is_healed", [False, True])
-def test_every_output_is_the_undisturbed_one(is_healed: bool, tmp_path: Path) -> None:
+def test_every_output_is_the_undisturbed_one(
+    is_healed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kills, "Popen", warm.popen)
+    warm.run("-c", "")  # what is timed is then a run, and not the start of the process that it is forked from
     results, text = tmp_path / "kills.json", tmp_path / "text.txt"
     text.write_text("".join(f"{index} bottles stand on the wall, and {index * 7} more. " for index in range(60)))
     options = ["--source", save_tiny(tmp_path / "source"), "--calibrate", text, "--tokens", "512", "--kills", "2"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import speed
+from tests import warm
 from tests.threads import one_thread
 
 __all__ = ["one_thread"]
@@ -27,7 +28,9 @@ def test_layers_count_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_prompts_memory_is_counted_beyond_its_inputs() -> None:
+def test_a_prompts_memory_is_counted_beyond_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = warm.context()
+    monkeypatch.setattr("multiprocessing.get_context", lambda _: context)
     row = speed.memory("headwise", 300, 8, "float32")
     out = torch.zeros(1, 32, 300, 128).nbytes
     assert row["peak_bytes_beyond_inputs"] - row["peak_bytes_beyond_inputs_and_output"] == out

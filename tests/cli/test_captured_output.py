@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 PROGRAM = """
 import logging, os, sys, warnings
 from headwise.cli.app import err, out, progress_bar
@@ -33,21 +35,15 @@ print("after")
 """
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments], check=False, capture_output=True, text=True, errors="replace"
-    )
-
-
 def test_a_refusal_is_all_there_is() -> None:
-    done = run("HeadwiseError")
+    done = warm.run("-c", PROGRAM, "HeadwiseError")
     assert done.stderr == "a note of ours\nheadwise: a = 1: is refused\n"
     assert done.stdout == "a line of ours\nafter\n"
 
 
 @pytest.mark.parametrize("arguments", [(), ("KeyError",)])
 def test_otherwise_it_follows(arguments: tuple[str, ...]) -> None:
-    done = run(*arguments)
+    done = warm.run("-c", PROGRAM, *arguments)
     ours, _, rest = done.stderr.partition("\n")
     assert ours == "a note of ours"
     for line in ("UserWarning: a warning", "a log", "a line of Python", r"native \x1b[31m", "native, on stdout"):
@@ -77,12 +73,6 @@ def test_a_crash_of_native_code_is_told(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def headwise(here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "headwise", *arguments], check=False, capture_output=True, text=True, cwd=here
-    )
-
-
 def test_a_tokenizer_that_panics(here: Path, tiny_llama: Path) -> None:
     """The tokenizer's Rust code prints the panic itself, and raises a BaseException that is no Exception."""
     path = tiny_llama / "tokenizer.json"
@@ -92,7 +82,7 @@ def test_a_tokenizer_that_panics(here: Path, tiny_llama: Path) -> None:
         ("generate", "tiny", "--prompt", "a"),
         ("convert", "tiny", "out", "--to", "mla", "--kv-budget", "0.5", "--calibrate", "text.txt"),
     ):
-        done = headwise(here, *command)
+        done = warm.run("-m", "headwise", *command)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("headwise: tokenizer = 'tiny': could not be loaded: ")
         assert done.stderr.count("\n") == 1
@@ -103,7 +93,7 @@ def test_a_tokenizer_that_prints_leaves_a_document_whole(here: Path, tiny_llama:
     path = tiny_llama / "tokenizer_config.json"
     tokens = {"0": {"content": "<eos>", "special": True, "\x1b[31munknown": True}}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens_decoder": tokens}))
-    done = headwise(here, "generate", "tiny", "--prompt", "a", "--max-new-tokens", "1", "--json")
+    done = warm.run("-m", "headwise", "generate", "tiny", "--prompt", "a", "--max-new-tokens", "1", "--json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["prompt"] == "a"
     assert "\x1b" not in done.stderr

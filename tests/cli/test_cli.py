@@ -26,6 +26,7 @@ from headwise.base.progress import TimedProgress, TrainingProgress
 from headwise.cli.app import ORDER, app, progress_bar
 from headwise.cli.main import register_commands
 from headwise.cli.printable import PrintableConsole
+from tests import warm
 from tests.cli.conftest import Result
 from tests.tiny_families import save_family
 
@@ -335,13 +336,10 @@ def test_stopping_it_says_that_finished_work_is_kept(
     here: Path, tiny_llama: Path, cli: Callable[..., Result], more: tuple[str, ...]
 ) -> None:
     command = ("convert", "tiny", "out", *MLA, "--calibrate", "text.txt", "--no-evaluate", *more)
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOWLY_ON_TEXT, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert [process.stdout.readline() for _ in range(2)] == ["committed\n"] * 2  # the embeddings', and a layer's
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    with warm.start("-c", SLOWLY_ON_TEXT, *command) as process:
+        process.wait_for("committed\ncommitted\n")  # the embeddings', and a layer's
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate()
     kept = "what is done is kept in .out.headwise-partial, and the same command continues from there"
     line = f"headwise: interrupted; {kept}\n"
     assert (process.returncode, stderr) == (130, line)
@@ -356,56 +354,38 @@ def test_stopping_it_leaves_nothing(
     here: Path, tiny_llama: Path, cli: Callable[..., Result], stop: signal.Signals
 ) -> None:
     """Ctrl-C, and what `timeout` and job schedulers send."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOWLY, "convert", "tiny", "out", *MLA],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "added\n"
-    assert left(here) == [".out.headwise-partial", "text.txt", "tiny"]
-    process.send_signal(stop)
-    _, stderr = process.communicate(timeout=60)
+    with warm.start("-c", SLOWLY, "convert", "tiny", "out", *MLA) as process:
+        process.wait_for("added\n")
+        assert left(here) == [".out.headwise-partial", "text.txt", "tiny"]
+        process.send_signal(stop)
+        _, stderr = process.communicate()
     assert (process.returncode, stderr) == (130, "headwise: interrupted\n")
     assert left(here) == ["text.txt", "tiny"]
-    assert cli("convert", "tiny", "out", *MLA).status == 0
+    assert cli("convert", "tiny", "out", *MLA, "--no-evaluate").status == 0
 
 
 def test_what_a_kill_leaves_the_next_run_clears(here: Path, tiny_llama: Path, cli: Callable[..., Result]) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOWLY, "convert", "tiny", "out", *MLA], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "added\n"
-    process.kill()
-    process.wait(timeout=60)
-    process.stdout.close()
+    with warm.start("-c", SLOWLY, "convert", "tiny", "out", *MLA) as process:
+        process.wait_for("added\n")
+        process.send_signal(signal.SIGKILL)
     assert left(here) == [".out.headwise-partial", "text.txt", "tiny"]
-    assert cli("convert", "tiny", "out", *MLA).status == 0
+    assert cli("convert", "tiny", "out", *MLA, "--no-evaluate").status == 0
     assert left(here) == ["out", "text.txt", "tiny"]
 
 
 # --- a full disk ---------------------------------------------------------------------------------------------
 
-FULL = """
-import resource, sys
-from headwise.cli import main
-
-size = int(sys.argv.pop(1))
-resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-main()
-"""
-
 
 @pytest.mark.parametrize("size", [100, 10_000])
-def test_a_full_disk(here: Path, tiny_llama: Path, size: int) -> None:
+def test_a_full_disk(refused: Callable[..., str], tiny_llama: Path, size: int) -> None:
     """At a companion file, and in the middle of a shard."""
-    result = run(str(size), "convert", "tiny", "new/out", *MLA, code=FULL)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("headwise: output = 'new/out': could not be written: ")
-    assert result.stderr.count("\n") == 1
-    assert left(here) == ["text.txt", "tiny"]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        line = refused("convert", "tiny", "new/out", *MLA)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert line.startswith("headwise: output = 'new/out': could not be written: ")
 
 
 def test_too_little_room_is_known_before_it_is_filled(

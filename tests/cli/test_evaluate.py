@@ -112,7 +112,7 @@ def test_several_caches_are_measured_one_after_the_other(
         assert (one["kl"], one["choices"]) == (alone["kl"], alone["choices"])
     shown = cli(*both).out.replace("\n", " ")
     assert 0 < shown.index("the model's cache in int8") < shown.index("the model's cache in int2")
-    assert "--cache = 'int5': must be" in refused(*both, "--cache", "int5")  # before the others are measured
+    assert "--cache = 'int9': must be" in refused(*both, "--cache", "int9")  # before the others are measured
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_several_caches_are_measured_one_after_the_other(
         (("--text", "text.txt", *SMALL, "--planted", "40"), "planted = 40: must be at least"),
         (("--text", "text.txt", *SMALL, "--planted", "0"), "planted = 0: must be at least 2 tokens"),
         (("--text", "text.txt", *SMALL, "--device", "nowhere"), "device = 'nowhere': must be a device"),
-        (("--text", "text.txt", *SMALL, "--cache", "int5"), "cache = 'int5': must be int8, int4, int3 or int2, fp8"),
+        (("--text", "text.txt", *SMALL, "--cache", "int9"), "cache = 'int9': must be int8, int4, int3 or int2, fp8"),
         (("--text", "text.txt", *SMALL, "--cache", "kivi8"), "cache = 'kivi8': must be int8, int4, int3 or int2"),
         (("--retrieval", "passages.jsonl", "--cache", "int4"), "cache = 'int4': needs --text or --choices"),
         (("--choices", "choices.jsonl", "--device", "cuda:77"), "device = 'cuda:77': must be a device"),

@@ -1,9 +1,9 @@
-"""One command run by two processes that torchrun starts."""
+"""One command run by two processes that torchrun starts, or in the tests `warm`, as torchrun starts them."""
 
 from __future__ import annotations
 
 import json
-import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,24 +19,16 @@ from headwise.models.checkpoints import open_checkpoint
 from tests.cli.conftest import Result
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
+from tests.warm import run
 
-TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
+LOST = "headwise: another process of this run was ended; the same command continues from there"
 
 
-def run(*arguments: object, launch: tuple[str, ...] = TWO) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *launch, *(str(argument) for argument in arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def messages(stderr: str) -> list[str]:
-    """The lines of stderr that headwise wrote; torchrun writes its own."""
-    return [line for line in stderr.splitlines() if line.startswith("headwise: ")]
+def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """torchrun itself, in fresh processes."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run([*launch, *map(str, arguments)], capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -51,7 +43,7 @@ def test_grams_are_those_of_one_process(cli: Callable[..., Result], source: Path
     options = ("--calibrate", tmp_path / "text.txt", "--calibration-tokens", 7 * 256, "--calibration-window", 64)
     alone = cli("calibrate", source, tmp_path / "one", *options, "--json")
     assert (alone.status, json.loads(alone.out)["tokens"]) == (0, 7 * 256)
-    done = run("-m", "headwise", "calibrate", source, tmp_path / "two", *options, "--json")
+    done = torchrun("-m", "headwise", "calibrate", source, tmp_path / "two", *options, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tokens"] == 7 * 256  # printed once
     for name in ("one", "two"):
@@ -74,10 +66,10 @@ def test_a_conversion_is_that_of_one_process(
     cli: Callable[..., Result], source: Path, tmp_path: Path, form: str, without: tuple[str, ...], tolerance: float
 ) -> None:
     options = ("--to", "mla", "--kv-budget", "0.5", "--calibrate", tmp_path / "text.txt", "--format", form, *without)
-    exam = ("--evaluate", tmp_path / "exam.txt", "--json")
+    exam = ("--calibration-tokens", 512, "--evaluate", tmp_path / "exam.txt", "--json")
     alone = cli("convert", source, tmp_path / "one", *options, *exam)
     assert alone.status == 0, alone.err
-    done = run("-m", "headwise", "convert", source, tmp_path / "two", *options, *exam)
+    done = run("-m", "headwise", "convert", source, tmp_path / "two", *options, *exam, ranks=2)
     assert done.returncode == 0, done.stderr
     reports = [json.loads(alone.out), json.loads(done.stdout)]  # printed once
     for name, report in zip(("one", "two"), reports, strict=True):
@@ -97,29 +89,28 @@ def test_a_conversion_is_that_of_one_process(
 
 def test_what_it_would_take(source: Path, tmp_path: Path) -> None:
     options = ("--to", "mla", "--kv-budget", "0.5", "--calibrate", tmp_path / "text.txt", "--dry-run", "--json")
-    done = run("-m", "headwise", "convert", source, tmp_path / "out", *options)
+    done = run("-m", "headwise", "convert", source, tmp_path / "out", *options, ranks=2)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["seconds"] > 0  # printed once
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exam.txt", "source", "text.txt"]
 
 
 def test_bad_input_is_one_line(source: Path, tmp_path: Path) -> None:
-    done = run("-m", "headwise", "convert", source, tmp_path / "out", "--to", "mqa", "--calibrate", "nowhere.txt")
-    assert messages(done.stderr) == [
-        "headwise: --calibrate = 'nowhere.txt': could not be read: No such file or directory"
-    ]
-    assert "exitcode  : 2" in done.stderr
-    assert done.stdout == ""
+    options = ("--to", "mqa", "--calibrate", "nowhere.txt")
+    done = run("-m", "headwise", "convert", source, tmp_path / "out", *options, ranks=2)
+    assert done.stderr == "headwise: --calibrate = 'nowhere.txt': could not be read: No such file or directory\n"
+    assert (done.returncode, done.stdout) == (2, "")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", ["migrate", "sample"])
 def test_a_command_of_one_process_refuses_several(command: str, source: Path, tmp_path: Path) -> None:
     texts = ("--max-quality-loss", 1, "--calibrate", tmp_path / "text.txt", "--evaluate", tmp_path / "exam.txt")
-    done = run("-m", "headwise", command, source, tmp_path / "out", *(texts if command == "migrate" else ()))
-    (message,) = messages(done.stderr)
+    more = texts if command == "migrate" else ()
+    done = run("-m", "headwise", command, source, tmp_path / "out", *more, ranks=2)
+    (message,) = done.stderr.splitlines()
     assert "processes = 2: must be one" in message
-    assert "exitcode  : 2" in done.stderr
+    assert done.returncode == 2
     assert not (tmp_path / "out").exists()
 
 
@@ -161,29 +152,35 @@ except SystemExit as ended:
 @pytest.mark.parametrize(("rank", "how"), [(0, "error"), (1, "error"), (1, "stopped")])
 def test_an_error_of_one_process_ends_all(tmp_path: Path, rank: int, how: str) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
-    done = run(tmp_path / "failing.py", "fail", rank, how)
-    assert messages(done.stderr) == [f"headwise: argument = {rank}: is wrong"]
+    done = run(tmp_path / "failing.py", "fail", rank, how, ranks=2)
+    assert done.stderr == f"headwise: argument = {rank}: is wrong\n"
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_torchrun_shows_the_error_and_the_status(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    done = torchrun(tmp_path / "failing.py", "fail", 1, "error")
+    assert [line for line in done.stderr.splitlines() if line.startswith("headwise: ")] == [
+        "headwise: argument = 1: is wrong"
+    ]
     assert "exitcode  : 2" in done.stderr
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize(("how", "status"), [("error", "2"), ("broken", "1")])
-def test_all_end_with_the_status_of_the_first(tmp_path: Path, how: str, status: str) -> None:
+@pytest.mark.parametrize(("how", "status"), [("error", 2), ("broken", 1)])
+def test_all_end_with_the_status_of_the_first(tmp_path: Path, how: str, status: int) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
-    done = run(tmp_path / "failing.py", "fail", 0, how)
-    assert f"exitcode  : {status}" in done.stderr
-    assert (tmp_path / "status-1").read_text() == status
+    done = run(tmp_path / "failing.py", "fail", 0, how, ranks=2)
+    assert done.returncode == status
+    assert (tmp_path / "status-1").read_text() == str(status)
     assert done.stderr.count("RuntimeError: broken") == (how == "broken")
 
 
 def test_a_killed_process_ends_all(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
-    done = run(tmp_path / "failing.py", "fail", 1, "killed")
-    assert done.returncode != 0
-    assert messages(done.stderr) == [
-        "headwise: another process of this run was ended; the same command continues from there"
-    ]
-    assert done.stdout == ""
+    done = run(tmp_path / "failing.py", "fail", 1, "killed", ranks=2)
+    assert done.stderr == f"{LOST}\n"
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
 
 
 PRINTING = """
@@ -201,7 +198,7 @@ out.print("a document")
 
 def test_libraries_print_once(tmp_path: Path) -> None:
     (tmp_path / "printing.py").write_text(PRINTING)
-    done = run(tmp_path / "printing.py")
+    done = run(tmp_path / "printing.py", ranks=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "afterwards\na document\n"
     assert done.stderr.count("UserWarning: a warning") == 1
@@ -225,8 +222,6 @@ with torchrun.as_one_process():
 
 def test_a_process_that_a_library_holds_ends_with_the_line(tmp_path: Path) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
-    done = run(tmp_path / "stuck.py")
-    assert done.returncode == 1
-    assert messages(done.stderr) == [
-        "headwise: another process of this run was ended; the same command continues from there"
-    ]
+    done = run(tmp_path / "stuck.py", ranks=2)
+    assert done.stderr == f"{LOST}\n"
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")

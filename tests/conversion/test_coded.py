@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,27 @@ from tests.conversion.test_resumed import TEXT, StoppedError, stop_at
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 
-OPTIONS: dict[str, Any] = {"to": "mla", "calibration_tokens": 1024, "calibration_window": 64, "evaluate": False}
+OPTIONS: dict[str, Any] = {"to": "mla", "calibration_tokens": 512, "calibration_window": 64, "evaluate": False}
 
 
 NO_TEXT = {"calibration_tokens": None, "calibration_window": None}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_ratios() -> Iterator[None]:
+    """Each takes a second; `codes/test_scales.py` has all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headwise.conversion.codes.RATIOS", (1.0, 1.6))
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A conversion that ran to its end; not to be changed."""
+    place = tmp_path_factory.mktemp("whole")
+    (place / "text.txt").write_text(TEXT)
+    headwise.convert(tiny_llama_folder, place / "out", kv_bytes=0.3, calibrate=place / "text.txt", **OPTIONS)
+    return place / "out"
 
 
 @pytest.fixture
@@ -67,8 +85,9 @@ def test_mla_behind_norms_has_codes_too(text: Path, tmp_path: Path) -> None:
     assert error < 1
 
 
-@pytest.mark.parametrize("heads", [(4, 2, 8), (7, 1, 10)])
-@pytest.mark.parametrize("fraction", [0.08, 0.12, 0.25])
+@pytest.mark.parametrize(
+    ("heads", "fraction"), [((4, 2, 8), 0.08), ((4, 2, 8), 0.25), ((7, 1, 10), 0.08), ((7, 1, 10), 0.12)]
+)
 def test_small_layers_have_small_budgets(
     heads: tuple[int, int, int], fraction: float, text: Path, tmp_path: Path
 ) -> None:
@@ -197,17 +216,16 @@ def test_fewer_heads_and_codes_together(tiny_llama: Path, text: Path, tmp_path: 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_killed_run_writes_the_same_codes(
-    tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+    whole: Path, tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     options = {**OPTIONS, "kv_bytes": 0.3, "calibrate": text}
-    headwise.convert(tiny_llama, tmp_path / "whole", **options)
     with monkeypatch.context() as patch:
         stop_at(patch, Activations, "commit", call, after=True)
         with pytest.raises(StoppedError):
             headwise.convert(tiny_llama, tmp_path / "out", **options)
     headwise.convert(tiny_llama, tmp_path / "out", **options)
     for name in (FILE, "model.safetensors", "config.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        assert (tmp_path / "out" / name).read_bytes() == (whole / name).read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -118,15 +118,18 @@ def test_every_stage_is_expected_in_its_order(
     exam.write_text(TEXT[::-1])
     watched = Watched()
     options = {"to": "mla", "kv_budget": 0.5, **options}
-    headwise.convert(source, tmp_path / "out", **options, calibrate=text, evaluate=exam, progress=watched)
+    headwise.convert(
+        source, tmp_path / "out", **options, calibrate=text, calibration_tokens=512, evaluate=exam, progress=watched
+    )
     stages = [stage for stage in watched.stages if stage not in ("estimating", "loading", "decoding", "exporting")]
     assert list(watched.expected) == stages
     assert all(seconds > 0 for seconds in watched.expected.values())
 
 
 def test_the_same_conversion_gives_the_same_bytes(source: Path, text: Path, tmp_path: Path) -> None:
+    how = {"kv_budget": 0.4, "calibrate": text, "calibration_tokens": 512}
     for name in ("a", "b"):
-        headwise.convert(source, tmp_path / name, to="mla", kv_budget=0.4, calibrate=text, evaluate=False)
+        headwise.convert(source, tmp_path / name, to="mla", **how, evaluate=False)
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
@@ -137,7 +140,7 @@ def test_calibration_text_lowers_the_error_it_is_meant_to(source: Path, text: Pa
     errors = {}
     with torch.inference_mode():
         expected = headwise.load(source)(ids).logits
-        for name, options in (("blind", {}), ("calibrated", {"calibrate": text})):
+        for name, options in (("blind", {}), ("calibrated", {"calibrate": text, "calibration_tokens": 512})):
             headwise.convert(source, tmp_path / name, to="mla", kv_budget=0.5, **options, evaluate=False)
             errors[name] = float((headwise.load(tmp_path / name)(ids).logits - expected).square().mean())
     assert errors["calibrated"] < errors["blind"]
@@ -145,12 +148,12 @@ def test_calibration_text_lowers_the_error_it_is_meant_to(source: Path, text: Pa
 
 def test_more_cache_is_less_damage(source: Path, text: Path, tmp_path: Path) -> None:
     ids = first_tokens(source, 128)
-    errors = []
+    errors, how = [], {"calibrate": text, "calibration_tokens": 512}
     with torch.inference_mode():
         expected = headwise.load(source)(ids).logits
         for budget in (0.25, 0.5, 0.75, 1.0):
             out = tmp_path / f"at-{budget}"
-            headwise.convert(source, out, to="mla", kv_budget=budget, calibrate=text, evaluate=False)
+            headwise.convert(source, out, to="mla", kv_budget=budget, **how, evaluate=False)
             errors.append(float((headwise.load(out)(ids).logits - expected).square().mean()))
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-12

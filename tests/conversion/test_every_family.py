@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,33 @@ CONVERTED = [
     *((name, "gqa:1") for name in STOCK),
 ]
 
+Folders = Callable[..., Path]
+
 
 def convert(source: Path, out: Path, to: str, budget: float = 0.5, **options: Any) -> Any:
     return headwise.convert(
         source, out, to=to, **({"kv_budget": budget} if to == "mla" else {}), **options, evaluate=False
     )
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """The folder of a family's model, made once; not to be changed."""
+    place = tmp_path_factory.mktemp("families")
+    return cache(lambda name: save_family(place / name, name))
+
+
+@pytest.fixture(scope="module")
+def converted(family: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """The folder that a family's model becomes, to MLA with half of its cache or another part; not to be changed."""
+    place = tmp_path_factory.mktemp("converted")
+
+    def make(name: str, to: str, budget: float = 0.5) -> Path:
+        folder = place / f"{name} {to} {budget}"
+        convert(family(name), folder, to, budget)
+        return folder
+
+    return cache(make)
 
 
 @pytest.fixture
@@ -43,8 +67,8 @@ def ids() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_repeating_heads_changes_not_a_bit(name: str, tmp_path: Path, ids: torch.Tensor) -> None:
-    source = save_family(tmp_path / "source", name)
+def test_repeating_heads_changes_not_a_bit(name: str, family: Folders, tmp_path: Path, ids: torch.Tensor) -> None:
+    source = family(name)
     done = convert(source, tmp_path / "out", "mha")
     assert done.method == ("repeat" if name in STOCK else "copy")
     config = open_checkpoint(tmp_path / "out").config
@@ -89,9 +113,9 @@ def test_heads_that_were_equal_are_merged_without_loss(name: str, to: str, tmp_p
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-4)])
 def test_mla_with_everything_kept_is_the_model(
-    name: str, dtype: str, tolerance: float, tmp_path: Path, ids: torch.Tensor
+    name: str, dtype: str, tolerance: float, family: Folders, tmp_path: Path, ids: torch.Tensor
 ) -> None:
-    source = save_family(tmp_path / "source", name)
+    source = family(name)
     done = convert(source, tmp_path / "out", "mla", 1.0, dtype=dtype)
     assert done.notes == ()
     assert done.kv_bytes_per_token_after == done.kv_bytes_per_token_before
@@ -158,9 +182,8 @@ def test_variants_of_the_families(variant: str, to: str, tmp_path: Path, ids: to
 
 
 @pytest.mark.parametrize(("name", "to"), [("bert", "mla"), ("bert", "gqa:2"), *CONVERTED])
-def test_it_trains(name: str, to: str, tmp_path: Path, ids: torch.Tensor) -> None:
-    convert(save_family(tmp_path / "source", name), tmp_path / "out", to)
-    model = headwise.load(tmp_path / "out").train()
+def test_it_trains(name: str, to: str, converted: Folders, ids: torch.Tensor) -> None:
+    model = headwise.load(converted(name, to)).train()
     with torch.enable_grad():
         answer.__wrapped__(model, ids).square().mean().backward()
     for own, parameter in model.named_parameters():
@@ -173,9 +196,8 @@ def test_it_trains(name: str, to: str, tmp_path: Path, ids: torch.Tensor) -> Non
 @pytest.mark.parametrize(
     ("name", "to"), [("gpt2", "gqa:2"), ("gpt_neox", "gqa:2"), ("gpt_neox", "mla"), ("mistral", "mla")]
 )
-def test_a_static_cache_serves_too(name: str, to: str, tmp_path: Path, ids: torch.Tensor) -> None:
-    convert(save_family(tmp_path / "source", name), tmp_path / "out", to)
-    model = headwise.load(tmp_path / "out")
+def test_a_static_cache_serves_too(name: str, to: str, converted: Folders, ids: torch.Tensor) -> None:
+    model = headwise.load(converted(name, to))
     cache = StaticCache(config=model.config, max_cache_len=32)
     parts = [
         model(ids[:, a:b], past_key_values=cache, use_cache=True).logits for a, b in ((0, 12), (12, 13), (13, 24))
@@ -184,18 +206,17 @@ def test_a_static_cache_serves_too(name: str, to: str, tmp_path: Path, ids: torc
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "bert", "whisper"])
-def test_without_rope_half_the_cache_is_enough(name: str, tmp_path: Path, ids: torch.Tensor) -> None:
+def test_without_rope_half_the_cache_is_enough(name: str, family: Folders, tmp_path: Path, ids: torch.Tensor) -> None:
     """Keys and values of all heads are 2E numbers, linear in E inputs: a latent of E + 1, for biases, holds them."""
-    source = save_family(tmp_path / "source", name)
+    source = family(name)
     headwise.convert(source, tmp_path / "out", to="mla", kv_lora_rank=49, qk_rope_head_dim=0, evaluate=False)
     assert_close(answer(headwise.load(tmp_path / "out"), ids), answer(headwise.load(source), ids), 1e-6)
 
 
 @pytest.mark.parametrize(("name", "to"), CONVERTED)
 @torch.inference_mode()
-def test_cached_decoding_is_the_whole_forward(name: str, to: str, tmp_path: Path, ids: torch.Tensor) -> None:
-    convert(save_family(tmp_path / "source", name), tmp_path / "out", to)
-    model = headwise.load(tmp_path / "out")
+def test_cached_decoding_is_the_whole_forward(name: str, to: str, converted: Folders, ids: torch.Tensor) -> None:
+    model = headwise.load(converted(name, to))
     whole = answer(model, ids, use_cache=False)
     cache: Any = DynamicCache(config=model.config)
     if name == "whisper":
@@ -209,9 +230,8 @@ def test_cached_decoding_is_the_whole_forward(name: str, to: str, tmp_path: Path
 
 @pytest.mark.parametrize(("name", "to"), CONVERTED)
 @torch.inference_mode()
-def test_generate_is_what_repeated_forwards_give(name: str, to: str, tmp_path: Path, ids: torch.Tensor) -> None:
-    convert(save_family(tmp_path / "source", name), tmp_path / "out", to)
-    model = headwise.load(tmp_path / "out")
+def test_generate_is_what_repeated_forwards_give(name: str, to: str, converted: Folders, ids: torch.Tensor) -> None:
+    model = headwise.load(converted(name, to))
     prompt = expected = ids[:1, :1] if name == "whisper" else ids[:1, :9]
     for _ in range(10):
         expected = torch.cat((expected, answer(model, expected, use_cache=False)[:, -1:].argmax(-1)), dim=1)
@@ -227,10 +247,9 @@ def test_generate_is_what_repeated_forwards_give(name: str, to: str, tmp_path: P
 @pytest.mark.parametrize(("name", "to"), [pair for pair in CONVERTED if pair[0] in DECODERS])
 @torch.inference_mode()
 def test_a_left_padded_batch_gives_what_each_prompt_gives_alone(
-    name: str, to: str, tmp_path: Path, ids: torch.Tensor
+    name: str, to: str, converted: Folders, ids: torch.Tensor
 ) -> None:
-    convert(save_family(tmp_path / "source", name), tmp_path / "out", to)
-    model = headwise.load(tmp_path / "out")
+    model = headwise.load(converted(name, to))
     batch, mask = ids[:, :12].clone(), torch.ones(2, 12, dtype=torch.long)
     batch[0, :5] = mask[0, :5] = 0
     tokens = model.generate(batch, attention_mask=mask, max_new_tokens=6, do_sample=False)
@@ -240,35 +259,35 @@ def test_a_left_padded_batch_gives_what_each_prompt_gives_alone(
 
 @pytest.mark.parametrize("name", DECODERS)
 @torch.inference_mode()
-def test_the_cache_holds_what_the_spec_says(name: str, tmp_path: Path, ids: torch.Tensor) -> None:
-    convert(save_family(tmp_path / "source", name), tmp_path / "out", "gqa:1")
-    spec = headwise.inspect(tmp_path / "out", dtype="float64")
+def test_the_cache_holds_what_the_spec_says(name: str, converted: Folders, ids: torch.Tensor) -> None:
+    folder = converted(name, "gqa:1")
+    spec = headwise.inspect(folder, dtype="float64")
     if any(group.sliding_window for group in spec.layers):
         ids = ids[:, :4]
-    cache = headwise.load(tmp_path / "out")(ids, use_cache=True).past_key_values
+    cache = headwise.load(folder)(ids, use_cache=True).past_key_values
     assert cache_nbytes(cache) == spec.kv_bytes_per_token * ids.numel()
 
 
 @pytest.mark.parametrize(("name", "to"), [("bert", "mla"), ("bert", "gqa:2"), *CONVERTED])
 @torch.inference_mode()
-def test_auto_classes_save_and_load_it(name: str, to: str, tmp_path: Path, ids: torch.Tensor) -> None:
-    convert(save_family(tmp_path / "source", name), tmp_path / "out", to)
+def test_auto_classes_save_and_load_it(
+    name: str, to: str, converted: Folders, tmp_path: Path, ids: torch.Tensor
+) -> None:
+    folder = converted(name, to)
     auto = getattr(transformers, family_of(name).autos[0])
-    model = auto.from_pretrained(tmp_path / "out")
+    model = auto.from_pretrained(folder)
     model.save_pretrained(tmp_path / "again")
     assert_close(answer(headwise.load(tmp_path / "again"), ids), answer(model, ids), 1e-12)
-    assert headwise.inspect(tmp_path / "again").layers == headwise.inspect(tmp_path / "out").layers
+    assert headwise.inspect(tmp_path / "again").layers == headwise.inspect(folder).layers
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.inference_mode()
-def test_attention_weights_are_the_sources(name: str, tmp_path: Path, ids: torch.Tensor) -> None:
-    source = save_family(tmp_path / "source", name)
-    convert(source, tmp_path / "out", "mla", 1.0)
+def test_attention_weights_are_the_sources(name: str, family: Folders, converted: Folders, ids: torch.Tensor) -> None:
     auto = getattr(transformers, family_of(name).autos[0])
     actual, expected = (
         attentions(auto.from_pretrained(folder, attn_implementation="eager"), ids)
-        for folder in (tmp_path / "out", source)
+        for folder in (converted(name, "mla", 1.0), family(name))
     )
     assert len(actual) == len(expected) == {"whisper": 4, "gemma3_text": 3}.get(name, 2)
     for own, other in zip(actual, expected, strict=True):
@@ -283,10 +302,9 @@ def attentions(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
 
 
 @torch.inference_mode()
-def test_an_encoder_ignores_padding(tmp_path: Path, ids: torch.Tensor) -> None:
+def test_an_encoder_ignores_padding(converted: Folders, ids: torch.Tensor) -> None:
     for to in ("mla", "gqa:2"):
-        convert(save_family(tmp_path / "source", "bert"), tmp_path / to, to)
-        model = headwise.load(tmp_path / to)
+        model = headwise.load(converted("bert", to))
         mask = torch.ones_like(ids)
         mask[1, 9:] = 0
         padded = model(ids, attention_mask=mask).last_hidden_state[1, :9]
@@ -296,8 +314,8 @@ def test_an_encoder_ignores_padding(tmp_path: Path, ids: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("llama", "qwen2", "whisper")])
-def test_calibration_text_reaches_every_family(name: str, tmp_path: Path) -> None:
-    source, text = save_family(tmp_path / "source", name), tmp_path / "text.txt"
+def test_calibration_text_reaches_every_family(name: str, family: Folders, tmp_path: Path) -> None:
+    source, text = family(name), tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog, and then it does so again. " * 20)
     done = convert(source, tmp_path / "out", "mla", calibrate=text, calibration_tokens=256)
     assert done.calibration_tokens == 256
@@ -305,12 +323,13 @@ def test_calibration_text_reaches_every_family(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("name", "to"), [("mistral", "mla"), ("gpt_neox", "mla"), ("gpt2", "gqa:2"), ("opt", "mla")])
-def test_quality_is_measured_on_every_kind(name: str, to: str, tmp_path: Path) -> None:
-    source, text = save_family(tmp_path / "source", name), tmp_path / "text.txt"
+def test_quality_is_measured_on_every_kind(
+    name: str, to: str, family: Folders, converted: Folders, tmp_path: Path
+) -> None:
+    source, folder, text = family(name), converted(name, to, 1.0), tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog, and then it does so again. " * 20)
-    convert(source, tmp_path / "out", to, 1.0)
-    evaluation = headwise.evaluate(tmp_path / "out", against=source, text=text, window=32, windows=3, context=16)
-    spec = headwise.inspect(tmp_path / "out", dtype="float64")
+    evaluation = headwise.evaluate(folder, against=source, text=text, window=32, windows=3, context=16)
+    spec = headwise.inspect(folder, dtype="float64")
     assert evaluation.reference is not None
     assert evaluation.kl is not None
     if to == "mla":
@@ -324,13 +343,13 @@ def test_quality_is_measured_on_every_kind(name: str, to: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @torch.inference_mode()
-def test_a_layer_with_padding_alone_keeps_its_window(implementation: str, tmp_path: Path) -> None:
+def test_a_layer_with_padding_alone_keeps_its_window(
+    implementation: str, family: Folders, converted: Folders
+) -> None:
     """Some attention implementations pass no mask in place of a full one; the window still applies."""
-    source = save_family(tmp_path / "source", "mistral")
-    convert(source, tmp_path / "out", "mla", 1.0)
     model, stock = (
         transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)
-        for folder in (tmp_path / "out", source)
+        for folder in (converted("mistral", "mla", 1.0), family("mistral"))
     )
     states = torch.randn(2, 20, 48, dtype=torch.float64)
     tables = stock.model.rotary_emb(states, torch.arange(20)[None])
@@ -348,12 +367,12 @@ def test_a_layer_with_padding_alone_keeps_its_window(implementation: str, tmp_pa
 @pytest.mark.parametrize("name", NORMED)
 @pytest.mark.parametrize("method", ["headwise", "transmla", "mha2mla"])
 def test_mla_behind_norms_is_solved_by_every_method(
-    name: str, method: str, tmp_path: Path, ids: torch.Tensor
+    name: str, method: str, family: Folders, tmp_path: Path, ids: torch.Tensor
 ) -> None:
     """A solver that took what norms make of queries and keys for something else would lose all of it."""
-    source = save_family(tmp_path / "source", name)
+    source = family(name)
     (tmp_path / "text.txt").write_text(TEXT)
-    calibrated = {"calibrate": tmp_path / "text.txt", "calibration_tokens": 512, "calibration_window": 32}
+    calibrated = {"calibrate": tmp_path / "text.txt", "calibration_tokens": 256, "calibration_window": 32}
     lost = []
     for budget in (0.5, 0.9):
         convert(source, tmp_path / "out", "mla", budget, method=method, **calibrated, overwrite=True)
@@ -362,8 +381,8 @@ def test_mla_behind_norms_is_solved_by_every_method(
     assert lost[1] < min(lost[0], 1)
 
 
-def test_statistics_of_inputs_do_not_serve_mla_behind_norms(tmp_path: Path) -> None:
-    source = save_family(tmp_path / "source", "qwen3")
+def test_statistics_of_inputs_do_not_serve_mla_behind_norms(family: Folders, tmp_path: Path) -> None:
+    source = family("qwen3")
     (tmp_path / "text.txt").write_text(TEXT)
     headwise.calibrate(source, tmp_path / "statistics", calibrate=tmp_path / "text.txt", calibration_tokens=256)
     convert(source, tmp_path / "mqa", "mqa", statistics=tmp_path / "statistics")
@@ -399,28 +418,29 @@ def test_what_mla_cannot_hold_is_refused_by_name(field: str, value: object, besi
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
     ],
 )
-def test_variants_that_are_not_understood(name: str, fields: dict[str, Any], message: str, tmp_path: Path) -> None:
-    source = save_family(tmp_path / "source", name)
+def test_variants_that_are_not_understood(
+    name: str, fields: dict[str, Any], message: str, family: Folders, tmp_path: Path
+) -> None:
+    source = family(name)
     config = {**open_checkpoint(source).config, **fields}
     with pytest.raises(headwise.SpecError, match=rf"^{message}"):
         read_config(config)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_converting_from_mla_is_refused(name: str, tmp_path: Path) -> None:
-    convert(save_family(tmp_path / "source", name), tmp_path / "mla", "mla")
+def test_converting_from_mla_is_refused(name: str, converted: Folders, tmp_path: Path) -> None:
     with pytest.raises(headwise.SpecError, match="converting from MLA is not supported"):
-        convert(tmp_path / "mla", tmp_path / "out", "mqa")
+        convert(converted(name, "mla"), tmp_path / "out", "mqa")
 
 
-def test_a_rotary_key_without_rotation_is_refused(tmp_path: Path) -> None:
-    source = save_family(tmp_path / "source", "gpt2")
+def test_a_rotary_key_without_rotation_is_refused(family: Folders, tmp_path: Path) -> None:
+    source = family("gpt2")
     with pytest.raises(headwise.ArgumentError, match=r"^qk_rope_head_dim = 4: must be 0: the layer has no rotary"):
         headwise.convert(source, tmp_path / "out", to="mla", kv_lora_rank=20, qk_rope_head_dim=4)
 
 
-def test_speech_models_are_not_calibrated_on_text_nor_evaluated_on_it(tmp_path: Path) -> None:
-    source, text = save_family(tmp_path / "source", "whisper"), tmp_path / "text.txt"
+def test_speech_models_are_not_calibrated_on_text_nor_evaluated_on_it(family: Folders, tmp_path: Path) -> None:
+    source, text = family("whisper"), tmp_path / "text.txt"
     text.write_text("hello " * 200)
     with pytest.raises(
         headwise.ArgumentError, match=r"calibrate = .*: is text, and a whisper model attends to an encoder"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from safetensors.torch import load_file
 from headwise.base import processes
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
+from tests.warm import run
 
 PROGRAM = """
 import sys
@@ -60,17 +58,10 @@ def test_two_processes_sum_to_one(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     outputs = {}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for name, how in (("one", []), ("two", launch)):
+    for ranks, name in ((1, "one"), (2, "two")):
         (tmp_path / name).mkdir()
-        run = subprocess.run(
-            [sys.executable, *how, str(program), str(source), str(tmp_path / name)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert run.returncode == 0, run.stderr
+        done = run(program, source, tmp_path / name, ranks=ranks)
+        assert done.returncode == 0, done.stderr
         outputs[name] = load_file(tmp_path / name / "grams.safetensors")
     assert set(outputs["one"]) == {"0", "1", "hidden"}
     for name, expected in outputs["one"].items():

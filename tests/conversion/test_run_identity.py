@@ -182,6 +182,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[str, str]:
+    """The identities of commands whose options have been changed, which many options share."""
+    return {}
+
+
 def identity_of(monkeypatch: pytest.MonkeyPatch, place: Path, name: str, options: dict[str, Any]) -> str:
     """The identity of a run with these options; files are named relative to a folder."""
     function, module, _ = FUNCTIONS[name]
@@ -201,14 +207,22 @@ def identity_of(monkeypatch: pytest.MonkeyPatch, place: Path, name: str, options
     ("function", "option"), [(name, option) for name, flips in CASES for option in flips], ids=str
 )
 def test_runs_differ_by_the_options_that_decide_the_result(
-    function: str, option: str, place: Path, monkeypatch: pytest.MonkeyPatch
+    function: str, option: str, place: Path, known: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command, value = dict(CASES)[function][option]
-    one, same, other = (
-        identity_of(monkeypatch, place, function, given) for given in (command, command, {**command, option: value})
-    )
-    assert one == same
+    one = known.get(f"{function} {command}") or identity_of(monkeypatch, place, function, command)
+    known[f"{function} {command}"] = one
+    other = identity_of(monkeypatch, place, function, {**command, option: value})
     assert (one != other) is decides(function, option)
+
+
+@pytest.mark.parametrize(("function", "flips"), CASES)
+def test_the_same_command_is_the_same_run(
+    function: str, flips: dict[str, Any], place: Path, known: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in {str(command): command for command, _ in flips.values()}.values():
+        one = known.get(f"{function} {command}") or identity_of(monkeypatch, place, function, command)
+        assert identity_of(monkeypatch, place, function, command) == one
 
 
 def decides(function: str, option: str) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import re
 import shlex
@@ -22,6 +21,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -69,9 +70,9 @@ PUT_IN_PLACE = {
 before."""
 
 REDUCED = {
-    "--calibration-tokens": 1024,
-    "--tokens": 1024,
-    "--heal-tokens": 1024,
+    "--calibration-tokens": 512,
+    "--tokens": 512,
+    "--heal-tokens": 512,
     "--windows": 1,
     "--evaluation-windows": 1,
     "--planted": 160,
@@ -83,7 +84,7 @@ REDUCED = {
 
 ADDED = {
     "frontier": ("--target", ("int8", "mla:0.5"), "tries a ladder of more than twenty sizes"),
-    "heal": ("--tokens", ("1024",), "reads a million tokens"),
+    "heal": ("--tokens", ("512",), "reads a million tokens"),
     "migrate": ("--target", ("mla:0.75",), "makes six conversions, or as many as it takes"),
 }
 """An option that a command gets if it does not have it, its values, and what it would do otherwise."""
@@ -222,6 +223,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("given")
     sizes = {"vocab_size": 324, "max_position_embeddings": 256, "num_attention_heads": 9, "hidden_size": 72}
+    sizes |= {"num_hidden_layers": 1}
     wide = {**sizes, "num_attention_heads": 4, "hidden_size": 128}
     for name, kv_heads, its in (("model", 3, sizes), ("heads", 2, wide)):
         tiny_model("llama", num_key_value_heads=kv_heads, **its).float().save_pretrained(folder / name)
@@ -245,19 +247,9 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def processes() -> Any:
-    """A way to start processes that have imported torch already, which takes longer than most pages."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["headwise.cli.commands.convert", "headwise.conversion", "headwise.measure.evaluation"]
-    )
-    return context
-
-
 @pytest.mark.parametrize("page", RUN)
-def test_the_blocks_of_a_page_run(page: str, given: Path, processes: Any, tmp_path: Path) -> None:
-    process = processes.Process(target=run_page, args=(page, given, tmp_path))
+def test_the_blocks_of_a_page_run(page: str, given: Path, tmp_path: Path) -> None:
+    process = warm.context().Process(target=run_page, args=(page, given, tmp_path))
     process.start()
     process.join()
     assert process.exitcode == 0, (tmp_path / "log").read_text(encoding="utf-8", errors="replace")

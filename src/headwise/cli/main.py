@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+from functools import cache
 from typing import Any
 
 from headwise.cli.printable import printable
@@ -29,9 +30,8 @@ def main(arguments: list[str] | None = None) -> None:
     _let_waiting_threads_sleep()
     import typer
 
-    from headwise.cli.app import StoppedError, app
+    from headwise.cli.app import StoppedError
 
-    register_commands()
     arguments = sys.argv[1:] if arguments is None else arguments
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C, to clean up half-written files
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     usage_error: type[Exception] = typer.BadParameter.__mro__[1]
     word = "interrupted"
     try:
-        status = app(args=arguments, prog_name="headwise", standalone_mode=False)
+        status = _command()(args=arguments, prog_name="headwise", standalone_mode=False)
         sys.stdout.flush()
     except HeadwiseError as error:
         _complain(str(_as_options(error, arguments)))
@@ -73,6 +73,17 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(status if isinstance(status, int) else 0)
 
 
+@cache
+def _command() -> Any:
+    """The command line with all its commands, which typer makes of their signatures in a fifth of a second."""
+    import typer
+
+    from headwise.cli.app import app
+
+    register_commands()
+    return typer.main.get_command(app)
+
+
 def _let_waiting_threads_sleep() -> None:
     """Have threads sleep while they wait for each other, unless the user says otherwise; before torch is imported.
 
@@ -86,11 +97,7 @@ def _as_options(error: HeadwiseError, arguments: list[str]) -> HeadwiseError:
     """An error about arguments of Python, with the names that the command's options have here."""
     if not isinstance(error, ArgumentError):
         return error  # it names keys of configs and tensors
-    import typer
-
-    from headwise.cli.app import app
-
-    command: Any = typer.main.get_command(app)
+    command = _command()
     for word in arguments:
         command = getattr(command, "commands", {}).get(word, command)
     options = {

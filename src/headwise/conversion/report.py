@@ -261,8 +261,7 @@ class Conversion:
         mechanism: the result's mechanism.
         label: the result's mechanism and sizes, in words.
         format: the format of the folder, as the user names it.
-        method: the method that converted the layers: ``copy``, ``repeat``, ``aligned``, ``mean``, ``first_head``, or
-            for mla ``headwise`` or a published method.
+        method: the method that converted the layers, such as ``aligned``, or ``headwise`` for mla.
         dtype: the dtype of the result.
         kv_bytes_per_token_before: cache bytes a token of the source, in the output's dtype, without cross-attention.
         kv_bytes_per_token_after: cache bytes a token of the result, counted so too; in codes where it has them, each

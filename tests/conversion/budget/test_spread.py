@@ -150,6 +150,14 @@ def converted(tmp_path: Path, name: str = "out", *, without: Sequence[str] = (),
     return headwise.convert(tmp_path / "source", tmp_path / name, evaluate=False, **{**given, **options})
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
+    """A conversion of the uneven model that ran to its end; not to be changed."""
+    place = tmp_path_factory.mktemp("whole")
+    uneven(place / "source")
+    return converted(place)
+
+
 class OneHeadChannels(LatentMethod):
     """A method of its own, which does not say how it solves several sizes; counts the sizes that it solves."""
 
@@ -251,10 +259,9 @@ def test_layers_are_tried_on_text_and_on_its_passages_repeated(
         assert trial.weights.tolist() == pytest.approx([1.0] * len(text) + [spread.RECALL_WEIGHT] * len(repeating))
 
 
-def test_an_allocation_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allocation_is_found_once(whole: Conversion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed run has found the allocation: the next run does not search again."""
     uneven(tmp_path / "source")
-    whole = converted(tmp_path, "whole")
     with monkeypatch.context() as patch:
         patch.setattr("headwise.conversion.write_folder._fill", None)
         with pytest.raises(TypeError):
@@ -263,7 +270,7 @@ def test_an_allocation_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     again = converted(tmp_path)
     assert again.spread == whole.spread
     for file in ("model.safetensors", "config.json"):
-        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+        assert (tmp_path / "out" / file).read_bytes() == (Path(whole.output) / file).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -282,12 +289,12 @@ def test_a_search_that_is_killed_goes_on(
     saves: int,
     tried: list[int],
     allocated: list[tuple[int, int]],
+    whole: Conversion,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No trial is repeated: 3 sensitivities are saved, then two files a layer, then one an allocation."""
     uneven(tmp_path / "source")
-    whole = converted(tmp_path, "whole")
     original, count = LayerFiles.save, 0
 
     def stopping(self: LayerFiles, *args: Any) -> None:
@@ -315,7 +322,7 @@ def test_a_search_that_is_killed_goes_on(
     assert (tries, allocations) == (tried, allocated)
     assert again.spread == whole.spread
     for file in ("model.safetensors", "config.json"):
-        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+        assert (tmp_path / "out" / file).read_bytes() == (Path(whole.output) / file).read_bytes()
 
 
 @pytest.mark.parametrize(

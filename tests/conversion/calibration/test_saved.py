@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -42,15 +43,24 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return save_tiny(tmp_path / "source", "qwen2")
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source and its statistics, of which each test has copies."""
+    folder = tmp_path_factory.mktemp("saved")
+    source, text = save_tiny(folder / "source", "qwen2"), folder / "text.txt"
+    text.write_text(TEXT)
+    headwise.calibrate(source, folder / "statistics", calibrate=text, calibration_tokens=512)
+    return folder
 
 
 @pytest.fixture
-def statistics(source: Path, text: Path, tmp_path: Path) -> Path:
-    headwise.calibrate(source, tmp_path / "statistics", calibrate=text, calibration_tokens=512)
-    return tmp_path / "statistics"
+def source(place: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(place / "source", tmp_path / "source"))
+
+
+@pytest.fixture
+def statistics(place: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(place / "statistics", tmp_path / "statistics"))
 
 
 def test_a_disk_without_room_for_what_enters_layers_is_refused(

@@ -41,7 +41,7 @@ def test_a_target_is_always_written_alike(written: str, meant: str) -> None:
     "written",
     [
         *("", "mla", "mla:", "mla:0", "mla:1.01", "mla:nan", "mla:1+", "mla:+2", "gqa", "gqa:x", "mqa:1", "kqa"),
-        *("mla@", "mla@2", "mla@x", "mla:@0.5", "mla:0.5@0.25", "mqa@", "same", "@0.5", "int5", "kivi4/int8"),
+        *("mla@", "mla@2", "mla@x", "mla:@0.5", "mla:0.5@0.25", "mqa@", "same", "@0.5", "int9", "kivi4/int8"),
     ],
 )
 def test_what_is_no_target_is_refused(written: str) -> None:

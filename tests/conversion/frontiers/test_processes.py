@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_torchrun import TEXT, TWO, run
+from tests.cli.test_torchrun import TEXT
 from tests.real_models import save_tiny
+from tests.warm import run
 
 
 def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
@@ -18,22 +19,9 @@ def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
     texts = ("--calibrate", tmp_path / "study.txt", "--evaluate", tmp_path / "exam.txt", "--calibration-tokens", 512)
     sizes = ("--target", "int8", "--target", "mla:0.5", "--target", "mqa", "--window", 48, "--windows", 3)
     documents = []
-    for name, launch in (("one", ()), ("two", TWO)):
-        done = run(
-            *(
-                "-m",
-                "headwise",
-                "frontier",
-                source,
-                "--output",
-                tmp_path / name,
-                *texts,
-                *sizes,
-                "--no-plot",
-                "--json",
-            ),
-            launch=launch,
-        )
+    for name, ranks in (("one", 1), ("two", 2)):
+        options = ("--output", tmp_path / name, *texts, *sizes, "--no-plot", "--json")
+        done = run("-m", "headwise", "frontier", source, *options, ranks=ranks)
         assert done.returncode == 0, done.stderr
         documents.append(json.loads(done.stdout))  # printed once
         assert (tmp_path / name / "frontier.json").exists()

@@ -136,7 +136,7 @@ def test_a_short_text_and_a_target_that_is_no_format_are_refused(place: Path, tm
         ({"calibrate": tmp_path / "short.txt"}, ArgumentError, f"must be at least {LEAST} tokens"),
         ({"calibrate": tmp_path / "none.txt"}, HeadwiseError, "none.txt"),
         ({"calibrate": place / "text.txt", "targets": ["mqa"]}, ArgumentError, "is no format of a cache"),
-        ({"calibrate": place / "text.txt", "targets": ["int5"]}, ArgumentError, "target = 'int5'"),
+        ({"calibrate": place / "text.txt", "targets": ["int9"]}, ArgumentError, "target = 'int9'"),
     ):
         with pytest.raises(error, match=rule):
             headwise.quick_frontier(source, **options)  # type: ignore[arg-type]  # of several types

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-import os
+import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from headwise.conversion.frontiers import run as results
 from headwise.measure.texts.calibration import CalibrationTexts, open_windows
 from headwise.models.checkpoints import open_checkpoint
 from headwise.runtime.quantization.groups import KiviCode
+from tests import warm
 from tests.conversion.test_resumed import StoppedError
 from tests.real_models import save_tiny
 from tests.tiny_families import save_family
@@ -100,6 +100,12 @@ def whole(place: Path) -> Path:
     """The output of an uninterrupted run."""
     climb(place, place / "whole")
     return place / "whole"
+
+
+@pytest.fixture(scope="module")
+def of_mqa(place: Path) -> headwise.Frontier:
+    """A frontier of one target, whose folder is not to be changed."""
+    return climb(place, place / "of mqa", targets=["mqa"])
 
 
 def test_it_is_what_convert_and_evaluate_say(place: Path, tmp_path: Path) -> None:
@@ -208,11 +214,7 @@ climb(Path(sys.argv[2]), Path(sys.argv[3]))
 @pytest.mark.parametrize("moment", [5, 10])  # in the first conversion, and once there is a result
 def test_a_run_that_was_killed_goes_on(moment: int, place: Path, whole: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle of writing a file; nobody cleans up."""
-    run = [sys.executable, "-c", KILLED, str(moment), str(place), str(tmp_path / "out")]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    killed = subprocess.run(
-        run, env=environment, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3]
-    )
+    killed = warm.run("-c", KILLED, moment, place, tmp_path / "out")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert (tmp_path / "out/.headwise-work").is_dir()
     assert (tmp_path / "out/results").is_dir() == (moment == 10)
@@ -244,21 +246,23 @@ def test_what_is_done_is_not_done_again(place: Path, tmp_path: Path, monkeypatch
     ids=str,
 )
 def test_results_of_other_arguments_are_not_mixed(
-    change: dict[str, Any], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], of_mqa: headwise.Frontier, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = climb(place, tmp_path / "out", targets=["mqa"])
+    shutil.copytree(place / "of mqa", tmp_path / "out")
     change = {key: place / value if key == "calibrate" else value for key, value in change.items()}
     conversions = counted(monkeypatch, "convert")
     second = climb(place, tmp_path / "out", targets=["mqa"], **change)
     assert len(conversions) == 1
-    assert second.points[0].perplexity_ratio != first.points[0].perplexity_ratio
+    assert second.points[0].perplexity_ratio != of_mqa.points[0].perplexity_ratio
     again = climb(place, tmp_path / "out", targets=["mqa"])  # those of before are still there
     assert len(conversions) == 1
-    assert again == first
+    assert again == of_mqa
 
 
-def test_models_are_kept_when_asked_for(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    climb(place, tmp_path / "out", targets=["mqa"])
+def test_models_are_kept_when_asked_for(
+    of_mqa: headwise.Frontier, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(place / "of mqa", tmp_path / "out")
     conversions, evaluations = counted(monkeypatch, "convert"), counted(monkeypatch, "evaluate_windows")
     kept = climb(place, tmp_path / "out", targets=["mqa"], keep=True)
     assert (len(conversions), len(evaluations)) == (1, 0)  # the result is there, and the model was not

@@ -7,6 +7,8 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,12 +49,26 @@ def converted(source: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def keywords(source: Path) -> dict[str, Any]:
-    text = source.parent / "text.txt"
+@pytest.fixture(scope="module")
+def coded(source: Path) -> Callable[[str], Path]:
+    """The folder that the source becomes with a cache in codes, made once; not to be changed."""
+
+    def make(to: str) -> Path:
+        text = {"calibrate": source.parent / "text.txt", "calibration_tokens": 1024}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("headwise.conversion.codes.RATIOS", (1.0, 1.6))  # each takes a second
+            headwise.convert(source, source.parent / f"coded {to}", to=to, kv_bytes=0.12, **text, evaluate=False)
+        return source.parent / f"coded {to}"
+
+    return cache(make)
+
+
+@pytest.fixture(scope="module")
+def usual(source: Path) -> dict[str, Any]:
+    """The options of most runs."""
     return {
         "teacher": source,
-        "text": text,
+        "text": source.parent / "text.txt",
         "steps": 12,
         "window": 16,
         "measurements": 4,
@@ -62,16 +78,28 @@ def keywords(source: Path) -> dict[str, Any]:
     }
 
 
+@pytest.fixture
+def keywords(usual: dict[str, Any]) -> dict[str, Any]:
+    """The same, to be changed."""
+    return dict(usual)
+
+
+@pytest.fixture(scope="module")
+def whole(converted: Path, usual: dict[str, Any]) -> Any:
+    """The report of a run with these options, whose folder is not to be changed."""
+    return headwise.heal(converted, converted.parent / "whole", **usual)
+
+
 def test_the_model_gets_nearer_to_its_teacher(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
-    report = headwise.heal(converted, tmp_path / "out", **{**keywords, "steps": 60, "evaluate": True})
+    report = headwise.heal(converted, tmp_path / "out", **{**keywords, "steps": 40, "evaluate": True})
     assert report.before is not None
     assert report.after is not None
     assert report.after.kl is not None
     assert report.before.kl is not None
     assert report.after.kl < 0.8 * report.before.kl
     assert report.held_out[-1][1] < 0.8 * report.held_out[0][1]
-    assert len(report.losses) == report.steps == 60
-    assert report.tokens == 60 * 16
+    assert len(report.losses) == report.steps == 40
+    assert report.tokens == 40 * 16
     assert report.best_step == min(report.held_out, key=lambda pair: pair[1])[0]
 
 
@@ -98,7 +126,7 @@ def test_the_rate_rises_to_it_and_falls_by_a_cosine(keywords: dict[str, Any]) ->
 
 def test_products_in_bfloat16_move_float32_weights(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
     whole, half = (
-        headwise.heal(converted, tmp_path / dtype, **{**keywords, "steps": 60, "dtype": dtype})
+        headwise.heal(converted, tmp_path / dtype, **{**keywords, "steps": 30, "dtype": dtype})
         for dtype in ("float32", "bfloat16")
     )
     assert half.losses != whole.losses
@@ -140,27 +168,23 @@ def test_what_was_measured_is_what_the_folder_holds(
     assert before.kl == pytest.approx(report.before.kl, rel=1e-6)
 
 
-def test_the_folder_is_the_converted_one_with_other_values(
-    converted: Path, keywords: dict[str, Any], tmp_path: Path
-) -> None:
-    headwise.heal(converted, tmp_path / "out", **keywords)
-    before, after = (load_file(folder / "model.safetensors") for folder in (converted, tmp_path / "out"))
+def test_the_folder_is_the_converted_one_with_other_values(converted: Path, whole: Any) -> None:
+    out = Path(whole.output)
+    before, after = (load_file(folder / "model.safetensors") for folder in (converted, out))
     assert {name: (t.shape, t.dtype) for name, t in before.items()} == {
         name: (t.shape, t.dtype) for name, t in after.items()
     }
     assert any(not torch.equal(before[name], after[name]) for name in before)
-    assert json.loads((converted / "config.json").read_text()) == json.loads(
-        (tmp_path / "out" / "config.json").read_text()
-    )
-    assert (tmp_path / "out" / CONVERSION).read_bytes() == (converted / "README.md").read_bytes()
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert str(tmp_path) not in card
+    assert json.loads((converted / "config.json").read_text()) == json.loads((out / "config.json").read_text())
+    assert (out / CONVERSION).read_bytes() == (converted / "README.md").read_bytes()
+    card = (out / "README.md").read_text()
+    assert str(out.parent) not in card
     assert "trained by headwise to behave like `model`" in card
     assert "- distillation" in card
     assert "Not trained" not in card
-    document = json.loads((tmp_path / "out" / "healing.json").read_text())
+    document = json.loads((out / "healing.json").read_text())
     assert document["steps"] == 12
-    assert headwise.load(tmp_path / "out")(torch.tensor([[3, 4, 5]])).logits.isfinite().all()
+    assert headwise.load(out)(torch.tensor([[3, 4, 5]])).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("train", ["attention", "new"])
@@ -180,7 +204,7 @@ def test_what_is_not_trained_keeps_its_bits(
 
 
 def test_changes_of_low_rank_are_merged(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
-    report = headwise.heal(converted, tmp_path / "out", **{**keywords, "steps": 40}, train="lora", lora_rank=2)
+    report = headwise.heal(converted, tmp_path / "out", **keywords, train="lora", lora_rank=2)
     before, after = (load_file(folder / "model.safetensors") for folder in (converted, tmp_path / "out"))
     assert report.held_out[-1][1] < report.held_out[0][1]
     assert before.keys() == after.keys()
@@ -198,12 +222,12 @@ def test_a_killed_run_goes_on_and_computes_the_same(
     method: str,
     call: int,
     after: bool,
+    whole: Any,
     converted: Path,
     keywords: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = headwise.heal(converted, tmp_path / "whole", **keywords)
     with monkeypatch.context() as patch:
         stop_at(patch, TrainingState, method, call, after=after)
         with pytest.raises(StoppedError):
@@ -212,21 +236,20 @@ def test_a_killed_run_goes_on_and_computes_the_same(
     resumed = headwise.heal(converted, tmp_path / "out", **keywords)
     assert resumed.losses == whole.losses
     assert resumed.held_out == whole.held_out
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
+    one, other = (load_file(Path(folder) / "model.safetensors") for folder in (whole.output, tmp_path / "out"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_it_was_killed_in_any_step_and_goes_on(
-    converted: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Any, converted: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = headwise.heal(converted, tmp_path / "whole", **keywords)
     for call in (2, 5, 1, 4, 3):  # steps of each run until it is killed
         with monkeypatch.context() as patch:
             stop_at(patch, loop.Loop, "_step", call, after=True)
             with pytest.raises(StoppedError):
                 headwise.heal(converted, tmp_path / "out", **keywords)
     assert headwise.heal(converted, tmp_path / "out", **keywords).losses == whole.losses
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
+    one, other = (load_file(Path(folder) / "model.safetensors") for folder in (whole.output, tmp_path / "out"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -318,7 +341,7 @@ def test_progress_is_told_how_the_training_goes(converted: Path, keywords: dict[
 
 
 def test_uptraining_needs_no_teachers_logits(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
-    report = headwise.heal(converted, tmp_path / "out", **{**keywords, "steps": 40}, objective="cross-entropy")
+    report = headwise.heal(converted, tmp_path / "out", **keywords, objective="cross-entropy")
     assert report.held_out[-1][1] < report.held_out[0][1]
     card = (tmp_path / "out" / "README.md").read_text()
     assert "trained by headwise to predict text." in card
@@ -339,23 +362,23 @@ def test_a_model_with_nothing_new_is_refused_before_any_work(
     assert not any(tmp_path.iterdir())
 
 
-def test_computing_layers_twice_changes_nothing(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
-    plain = headwise.heal(converted, tmp_path / "plain", **keywords)
+def test_computing_layers_twice_changes_nothing(
+    whole: Any, converted: Path, keywords: dict[str, Any], tmp_path: Path
+) -> None:
     other = headwise.heal(converted, tmp_path / "other", **keywords, checkpointing=True)
-    assert other.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert other.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
 def test_a_teacher_on_disk_teaches_the_same(
-    converted: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Any, converted: Path, keywords: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = headwise.heal(converted, tmp_path / "plain", **keywords)
     loaded = []
     monkeypatch.setattr(StoredTeacher, "top", lambda *a, top=StoredTeacher.top: (loaded.append(1), top(*a))[1])
     stored = headwise.heal(converted, tmp_path / "stored", **keywords, teacher_top=97)  # all of the vocabulary
     assert len(loaded) >= 12
-    assert stored.losses == pytest.approx(plain.losses, rel=0.02)  # probabilities are kept in float16
+    assert stored.losses == pytest.approx(whole.losses, rel=0.02)  # probabilities are kept in float16
     few = headwise.heal(converted, tmp_path / "few", **keywords, teacher_top=8)
-    assert few.held_out[0][1] < plain.held_out[0][1]  # a lower bound
+    assert few.held_out[0][1] < whole.held_out[0][1]  # a lower bound
     assert few.held_out[-1][1] < few.held_out[0][1]
     with pytest.raises(HeadwiseError, match=r"teacher_top = 98: must be at most 97, the vocabulary"):
         headwise.heal(converted, tmp_path / "many", **keywords, teacher_top=98)
@@ -398,10 +421,9 @@ def test_options_of_another_objective_are_refused(
         headwise.heal(converted, tmp_path / "out", **keywords, **options)
 
 
-def test_hidden_states_are_learnt_too(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
-    report = headwise.heal(converted, tmp_path / "out", **{**keywords, "steps": 40}, hidden=1.0)
-    plain = headwise.heal(converted, tmp_path / "plain", **{**keywords, "steps": 40})
-    assert report.losses[0] > plain.losses[0]  # there is a second term
+def test_hidden_states_are_learnt_too(whole: Any, converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
+    report = headwise.heal(converted, tmp_path / "out", **keywords, hidden=1.0)
+    assert report.losses[0] > whole.losses[0]  # there is a second term
     assert report.held_out[-1][1] < report.held_out[0][1]
 
 
@@ -449,26 +471,24 @@ def test_a_healed_stock_folder_stays_stock_and_is_exported(keywords: dict[str, A
 
 @pytest.mark.parametrize(("to", "cached"), [("mla", ("kv_a_proj",)), ("same", ("k_proj", "v_proj"))])
 def test_a_cache_in_codes_is_healed_with_its_codes(
-    to: str, cached: tuple[str, ...], source: Path, keywords: dict[str, Any], tmp_path: Path
+    to: str, cached: tuple[str, ...], coded: Callable[[str], Path], keywords: dict[str, Any], tmp_path: Path
 ) -> None:
-    coded = tmp_path / "coded"
-    headwise.convert(source, coded, to=to, kv_bytes=0.12, calibrate=keywords["text"], evaluate=False)
-    report = headwise.heal(coded, tmp_path / "out", **{**keywords, "steps": 60, "learning_rate": 1e-3})
+    folder = coded(to)
+    report = headwise.heal(folder, tmp_path / "out", **{**keywords, "steps": 60, "learning_rate": 1e-3})
     assert report.held_out[-1][1] < 0.97 * report.held_out[0][1]
-    assert (coded / "kv_cache.safetensors").read_bytes() == (tmp_path / "out" / "kv_cache.safetensors").read_bytes()
-    before, after = (load_file(folder / "model.safetensors") for folder in (coded, tmp_path / "out"))
+    assert (folder / "kv_cache.safetensors").read_bytes() == (tmp_path / "out" / "kv_cache.safetensors").read_bytes()
+    before, after = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "out"))
     for name, tensor in before.items():  # the codes were fitted to what computes the cached values
         assert torch.equal(tensor, after[name]) == any(f".{part}" in name for part in cached), name
 
 
 def test_changes_of_low_rank_leave_what_computes_coded_values_as_it_is(
-    source: Path, keywords: dict[str, Any], tmp_path: Path
+    coded: Callable[[str], Path], keywords: dict[str, Any], tmp_path: Path
 ) -> None:
-    coded = tmp_path / "coded"
-    headwise.convert(source, coded, to="mla", kv_bytes=0.12, calibrate=keywords["text"], evaluate=False)
-    changes = {"train": "lora", "lora_rank": 4, "steps": 60, "learning_rate": 1e-3}
-    assert headwise.heal(coded, tmp_path / "out", **{**keywords, **changes}).best_step > 0
-    before, after = (load_file(folder / "model.safetensors") for folder in (coded, tmp_path / "out"))
+    folder = coded("mla")
+    changes = {"train": "lora", "lora_rank": 4, "steps": 20, "learning_rate": 1e-3}
+    assert headwise.heal(folder, tmp_path / "out", **{**keywords, **changes}).best_step > 0
+    before, after = (load_file(place / "model.safetensors") for place in (folder, tmp_path / "out"))
     for name, tensor in before.items():
         is_changed = "_proj" in name and "kv_a_proj" not in name
         assert torch.equal(tensor, after[name]) != is_changed, name
@@ -476,23 +496,22 @@ def test_changes_of_low_rank_leave_what_computes_coded_values_as_it_is(
 
 def test_changes_that_the_folder_has_no_tensor_for_are_refused(keywords: dict[str, Any], tmp_path: Path) -> None:
     source, coded = save_tiny(tmp_path / "source", "phi3"), tmp_path / "coded"
-    headwise.convert(source, coded, to="same", kv_bytes=0.25, calibrate=keywords["text"], evaluate=False)
+    text = {"calibrate": keywords["text"], "calibration_tokens": 512}
+    headwise.convert(source, coded, to="same", kv_bytes=0.25, **text, evaluate=False)
     with pytest.raises(CheckpointError, match=r"q_proj\.weight.*no tensor of its own"):  # it stores qkv_proj
         headwise.heal(coded, tmp_path / "out", **{**keywords, "teacher": source, "train": "lora"})
 
 
 def test_new_tensors_that_are_all_of_a_coded_cache_are_refused(
-    source: Path, keywords: dict[str, Any], tmp_path: Path
+    coded: Callable[[str], Path], keywords: dict[str, Any], tmp_path: Path
 ) -> None:
-    coded = tmp_path / "coded"
-    headwise.convert(source, coded, to="mqa", kv_bytes=0.12, calibrate=keywords["text"], evaluate=False)
     with pytest.raises(HeadwiseError, match="only what computes the values of a cache in codes"):
-        headwise.heal(coded, tmp_path / "out", **{**keywords, "train": "new"})
+        headwise.heal(coded("mqa"), tmp_path / "out", **{**keywords, "train": "new"})
 
 
 def test_adamw_can_move_everything(converted: Path, keywords: dict[str, Any], tmp_path: Path) -> None:
     muon, adamw = (
-        headwise.heal(converted, tmp_path / name, **{**keywords, "steps": 60, "optimizer": name})
+        headwise.heal(converted, tmp_path / name, **{**keywords, "steps": 30, "optimizer": name})
         for name in ("muon", "adamw")
     )
     assert adamw.losses[0] == muon.losses[0]
@@ -546,7 +565,7 @@ def test_a_larger_teacher_of_the_same_vocabulary_is_learnt_from(
     converted: Path, keywords: dict[str, Any], tmp_path: Path
 ) -> None:
     larger = save_tiny(tmp_path / "larger", hidden_size=96, num_hidden_layers=4, max_position_embeddings=4096)
-    report = headwise.heal(converted, tmp_path / "out", **{**keywords, "teacher": larger, "steps": 60})
+    report = headwise.heal(converted, tmp_path / "out", **{**keywords, "teacher": larger, "steps": 40})
     assert report.held_out[-1][1] < 0.8 * report.held_out[0][1]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,21 +16,12 @@ from tests.closeness import assert_close
 from tests.conversion.healing.test_heal import TEXT
 from tests.conversion.test_resumed import StoppedError, stop_at
 from tests.real_models import save_tiny
+from tests.warm import run
 
-LAUNCHERS = {
-    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node"],
-    "accelerate": [
-        *("accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"),
-        *("--dynamo_backend", "no", "--num_processes"),
-    ],
-}
-
-
-def run(processes: int, *arguments: object, launcher: str = "torchrun") -> subprocess.CompletedProcess[str]:
-    launch = ["-m", *LAUNCHERS[launcher], str(processes)]
-    command = [sys.executable, *(launch if processes > 1 else []), "-m", "headwise", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+ACCELERATE = (
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes", "2"),
+    *("--mixed_precision", "no", "--dynamo_backend", "no"),
+)
 
 
 @pytest.mark.parametrize("train", ["all", "lora"])
@@ -44,7 +34,7 @@ def test_two_processes_learn_what_one_learns(train: str, tmp_path: Path) -> None
         out = tmp_path / f"out{processes}"
         options = ("--teacher", source, "--text", tmp_path / "text.txt", "--steps", 8, "--window", 16, "--batch", 4)
         more = ("--learning-rate", 1e-3, "--dtype", "float32", "--train", train, "--no-evaluate", "--measurements", 2)
-        done = run(processes, "heal", tmp_path / "half", out, *options, *more)
+        done = run("-m", "headwise", "heal", tmp_path / "half", out, *options, *more, ranks=processes)
         assert done.returncode == 0, done.stderr
         document = json.loads((out / "healing.json").read_text())
         results.append((document, load_file(out / "model.safetensors")))
@@ -69,19 +59,24 @@ def test_a_killed_run_goes_on_with_more_processes(tmp_path: Path, monkeypatch: p
             headwise.heal(tmp_path / "half", tmp_path / "out", **keywords)
     options = ("--teacher", source, "--text", tmp_path / "text.txt", "--steps", 8, "--window", 16, "--batch", 4)
     more = ("--learning-rate", 1e-3, "--dtype", "float32", "--no-evaluate", "--measurements", 2)
-    done = run(2, "heal", tmp_path / "half", tmp_path / "out", *options, *more)
+    done = run("-m", "headwise", "heal", tmp_path / "half", tmp_path / "out", *options, *more, ranks=2)
     assert done.returncode == 0, done.stderr
     losses = json.loads((tmp_path / "out" / "healing.json").read_text())["losses"]
     assert losses[:4] == list(whole.losses[:4])  # these were done before, by one process
     assert losses == pytest.approx(whole.losses, rel=1e-4)
 
 
-@pytest.mark.parametrize("launcher", [*LAUNCHERS])
-def test_windows_that_processes_cannot_share_are_refused(launcher: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_real", [False, True], ids=["warm", "accelerate"])
+def test_windows_that_processes_cannot_share_are_refused(is_real: bool, tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "source")
     (tmp_path / "text.txt").write_text(TEXT)
-    arguments = ("--teacher", source, "--text", tmp_path / "text.txt", "--steps", 2, "--window", 16, "--batch", 3)
-    done = run(2, "heal", source, tmp_path / "out", *arguments, launcher=launcher)
+    options = ("--teacher", source, "--text", tmp_path / "text.txt", "--steps", 2, "--window", 16, "--batch", 3)
+    command = ("-m", "headwise", "heal", source, tmp_path / "out", *options)
+    if is_real:
+        words = [sys.executable, *ACCELERATE, *map(str, command)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    else:
+        done = run(*command, ranks=2)
     assert done.returncode != 0
     assert "batch = 3: must be a multiple of 2, the processes" in done.stderr
     assert not (tmp_path / "out").exists()

@@ -98,6 +98,17 @@ def without_headwise(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subpr
         process.kill()
 
 
+SHORT: dict[str, Any] = {**STOCK, "calibration_tokens": 512, "without": ("refine",)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> headwise.Conversion:
+    """Such a conversion that ran to its end; not to be changed."""
+    place = tmp_path_factory.mktemp("whole")
+    (place / "text.txt").write_text(TEXT)
+    return headwise.convert(save_tiny(place / "source"), place / "out", **SHORT, calibrate=place / "text.txt")
+
+
 def plan_of(source: Path, budget: float = 0.5) -> ConversionPlan:
     return make_plan(open_checkpoint(source), parse_target("mla", kv_budget=budget))
 
@@ -125,8 +136,8 @@ def test_it_loads_where_headwise_cannot_be_imported(
         add(writer, checkpoint, *args)
 
     monkeypatch.setattr(formats, "add_deepseek", looking)
-    calibrate: dict[str, Any] = {"calibrate": text, "calibration_tokens": 512} if calibrated else {}
-    done = headwise.convert(source, tmp_path / "out", **STOCK | form, **calibrate)
+    options = {**SHORT, "calibrate": text} if calibrated else STOCK
+    done = headwise.convert(source, tmp_path / "out", **options | form)
     label = "MLA 19 + 6" if form["format"] == "deepseek-longrope" else "MLA 18 + 6"
     assert (done.model_type, done.label) == ("deepseek_v3", label)
     assert without_headwise.stdin is not None
@@ -218,14 +229,12 @@ def test_every_layer_keeps_the_same(text: Path, tmp_path: Path, monkeypatch: pyt
         "deepseek_config",
         lambda config, **options: calls.append(config) or deepseek.deepseek_config(config, **options),
     )
-    headwise.convert(source, tmp_path / "out", **STOCK, calibrate=text, calibration_tokens=512)
+    headwise.convert(source, tmp_path / "out", **SHORT, calibrate=text)
     first, *others = calls[-1]["headwise"]["rope_channels"]
     assert len(first) == 3
     assert all(other == first for other in others)
     # Chosen layer by layer, the lists differ.
-    headwise.convert(
-        source, tmp_path / "own", **{**STOCK, "format": "headwise"}, calibrate=text, calibration_tokens=512
-    )
+    headwise.convert(source, tmp_path / "own", **{**SHORT, "format": "headwise"}, calibrate=text)
     own = json.loads((tmp_path / "own/config.json").read_text())["headwise"]["rope_channels"]
     assert any(channels != own[0] for channels in own)
 
@@ -236,7 +245,7 @@ def test_engines_get_plain_rope_and_names_that_they_read(
     model_type: str, bias_free: bool, text: Path, tmp_path: Path
 ) -> None:
     source = save_tiny(tmp_path / "source", model_type, tie_word_embeddings=bias_free)
-    options = {"to": "mla", "kv_lora_rank": 20, "qk_rope_head_dim": 4, "bias_free": bias_free}
+    options = {"to": "mla", "kv_lora_rank": 20, "qk_rope_head_dim": 4, "bias_free": bias_free, "without": ["refine"]}
     done = headwise.convert(
         source,
         tmp_path / "out",
@@ -318,13 +327,12 @@ def test_it_goes_on(
     name: str,
     call: int,
     after: bool,
-    text: Path,
+    whole: headwise.Conversion,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = save_tiny(tmp_path / "source")
-    options = {**STOCK, "calibrate": text, "calibration_tokens": 512, "without": ("refine",)}
-    whole = headwise.convert(source, tmp_path / "whole", **options)
+    options = {**SHORT, "calibrate": Path(whole.output).parent / "text.txt"}
     with monkeypatch.context() as patch:
         stop_at(patch, owner, name, call, after=after)
         with pytest.raises(StoppedError):
@@ -334,18 +342,17 @@ def test_it_goes_on(
     done = headwise.convert(source, tmp_path / "out", **options, overwrite=True)
     assert done.stock == whole.stock
     assert done.calibration_tokens == 512
-    for path in (tmp_path / "whole").iterdir():
+    for path in Path(whole.output).iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "text.txt", "whole"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
 def test_a_run_whose_account_of_the_calibration_is_lost_begins_anew(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: headwise.Conversion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder in headwise's own format is whole; without that account it says nothing of its tokens and losses."""
     source = save_tiny(tmp_path / "source")
-    options = {**STOCK, "calibrate": text, "calibration_tokens": 512, "without": ("refine",)}
-    whole = headwise.convert(source, tmp_path / "whole", **options)
+    options = {**SHORT, "calibrate": Path(whole.output).parent / "text.txt"}
     with monkeypatch.context() as patch:
         stop_at(patch, FolderWriter, "_move_into_place", 1, after=True)
         with pytest.raises(StoppedError):
@@ -354,7 +361,7 @@ def test_a_run_whose_account_of_the_calibration_is_lost_begins_anew(
     done = headwise.convert(source, tmp_path / "out", **options)
     assert done.calibration_tokens == 512
     assert done.stock == whole.stock
-    for path in (tmp_path / "whole").iterdir():
+    for path in Path(whole.output).iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
 
 

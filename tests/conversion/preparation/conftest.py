@@ -2,7 +2,6 @@
 
 import pytest
 
-from headwise.conversion.preparation.change import OFFSETS
 from tests.cli.conftest import cli, here, refused
 from tests.serving.engines.conftest import interpreter, models
 
@@ -10,6 +9,11 @@ __all__ = ["cli", "here", "interpreter", "models", "refused"]
 
 
 @pytest.fixture
-def few_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a text: once from each offset, and once from random turns; `test_change.py` asks what more are worth."""
-    monkeypatch.setattr("headwise.conversion.preparation.one_layer._STARTS", len(OFFSETS) + 1)
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shortest search, on fewer keys; `test_change.py` and `test_loss.py` ask what it finds in full."""
+    place = "headwise.conversion.preparation"
+    monkeypatch.setattr(f"{place}.change.KEYS", 64)
+    monkeypatch.setattr(f"{place}.change.STEPS", 30)
+    monkeypatch.setattr(f"{place}.change.OFFSETS", (0.0,))
+    monkeypatch.setattr(f"{place}.one_layer.OFFSETS", (0.0,))
+    monkeypatch.setattr(f"{place}.one_layer._STARTS", 2)  # on a text: once from no turns, and once from random ones

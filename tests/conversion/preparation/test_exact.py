@@ -22,7 +22,7 @@ KEYS = ("k_proj", "k_norm", "qkv", "query_key", "c_attn")
 CACHES = ("llama.cpp:q4_0", "llama.cpp:q8_0/q4_0")
 TEXT = "The keys of a cache are rounded, and the text goes on. " * 40
 
-pytestmark = pytest.mark.usefixtures("few_starts")
+pytestmark = pytest.mark.usefixtures("short_search")
 
 
 def make(folder: Path, name: str, head_dim: int, **more: object) -> Path:

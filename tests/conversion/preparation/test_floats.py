@@ -90,6 +90,7 @@ def test_queries_are_kept_in_range_too() -> None:
     assert change.exponents[0, 0] == -2
 
 
+@pytest.mark.usefixtures("short_search")
 def test_several_formats_of_several_engines(tmp_path: Path) -> None:
     source = with_large_keys(tmp_path / "source", 3000.0)
     caches = ["vllm:fp8", "mlx:4", "vllm:int4_per_token_head"]

@@ -18,6 +18,8 @@ from tests.conversion.preparation.test_exact import make
 
 CACHE = "llama.cpp:q4_0"
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 
 def stored(folder: Path, name: str, dtype: torch.dtype) -> Path:
     """A model with uneven keys and a tokenizer that GGUF has a place for."""

@@ -51,7 +51,8 @@ def divergence(source: Path, folder: Path, cache: str, ids: torch.Tensor) -> flo
 
 
 @pytest.mark.parametrize("on_a_text", [False, True])
-def test_it_loses_a_fraction(on_a_text: bool, tmp_path: Path) -> None:
+def test_it_loses_a_fraction(on_a_text: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headwise.conversion.preparation.one_layer._STARTS", 5)  # of 24
     source = uneven(tmp_path / "source")
     text = tmp_path / "text.txt"
     text.write_text(TEXT)

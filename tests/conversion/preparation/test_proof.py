@@ -30,6 +30,7 @@ from tests.conversion.preparation.test_loss import TEXT, uneven
 from tests.serving.engines.conftest import engine_python, interrupted
 
 CACHE = "llama.cpp:q4_0"
+pytestmark = pytest.mark.usefixtures("short_search")
 WAITS = '#!/bin/sh\n[ "$1" = -c ] && exit 0\necho $$ > {file}\nexec sleep 600\n'
 """An interpreter that says it has the engine, and never answers."""
 

@@ -20,6 +20,8 @@ from tests.tiny_families import save_family
 
 D, H, K, W = 32, 4, 2, 40
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 
 def random_layer(rope: RopeSpec | None, *, window: int | None = None) -> Projected:
     layer = GroupedSpec(

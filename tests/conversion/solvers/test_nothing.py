@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,30 @@ def attention_outputs(folder: Path) -> list[torch.Tensor]:
     return outputs
 
 
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """For each part the folder of a source without it, of its statistics and of the text; not to be changed."""
+
+    def make(part: str) -> Path:
+        place = tmp_path_factory.mktemp("nothing")
+        (place / "text.txt").write_text(TEXT)
+        without(place / "source", part)
+        headwise.calibrate(place / "source", place / "known", calibrate=place / "text.txt", calibration_tokens=256)
+        return place
+
+    return cache(make)
+
+
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("part", NOTHING.values(), ids=NOTHING)
-def test_it_converts(tmp_path: Path, part: str, way: dict[str, Any]) -> None:
-    source, text, output = without(tmp_path / "source", part), tmp_path / "text.txt", tmp_path / "out"
-    text.write_text(TEXT)
+def test_it_converts(places: Callable[[str], Path], tmp_path: Path, part: str, way: dict[str, Any]) -> None:
+    place, output = places(part), tmp_path / "out"
     given = dict(way)
     if "calibrate" in way:
-        given |= {"calibrate": text, "calibration_tokens": 256}
+        given |= {"calibrate": place / "text.txt", "calibration_tokens": 256}
     if "statistics" in way:
-        headwise.calibrate(source, tmp_path / "known", calibrate=text, calibration_tokens=256)
-        given["statistics"] = tmp_path / "known"
-    convert(source, output, **given)
+        given["statistics"] = place / "known"
+    convert(place / "source", output, **given)
     for name, tensor in load_file(output / "model.safetensors").items():
         assert torch.isfinite(tensor).all(), name
         assert tensor.abs().max() < 1e5, name  # no weight is large to make up for a tiny one

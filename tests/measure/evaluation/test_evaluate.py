@@ -283,7 +283,7 @@ def test_a_quantised_cache_is_read_in_windows_whole_and_in_pieces(
 
 def test_a_cache_that_cannot_be_is_refused(root: Path) -> None:
     options = {"text": root / "text.txt", "window": 50, "windows": 1, "context": 10}
-    with pytest.raises(headwise.ArgumentError, match=r"^cache = 'int5': must be int8, int4, int3 or int2"):
-        evaluate(root / "source", **options, cache="int5")
+    with pytest.raises(headwise.ArgumentError, match=r"^cache = 'int9': must be int8, int4, int3 or int2"):
+        evaluate(root / "source", **options, cache="int9")
     with pytest.raises(headwise.ArgumentError, match=r"^cache = 'int4': is for keys"):
         evaluate(root / "half", **options, cache="int4")

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import headwise
-from tests.cli.test_torchrun import TEXT, TWO, run
+from tests.cli.test_torchrun import TEXT
 from tests.real_models import save_tiny
+from tests.warm import run
 
 
 def test_two_processes_measure_what_one_measures(tmp_path: Path) -> None:
@@ -19,12 +20,10 @@ def test_two_processes_measure_what_one_measures(tmp_path: Path) -> None:
         (tmp_path / f"{name}.txt").write_text(TEXT if name == "one" else TEXT[::-1])
     texts = ("--text", tmp_path / "one.txt", "--text", tmp_path / "two.txt", "--windows", 3, "--window", 64)
     documents = []
-    for launch in ((), TWO):
-        page = tmp_path / f"page{len(launch)}.html"
-        done = run(
-            *("-m", "headwise", "evaluate", tmp_path / "half", "--against", source, *texts, "--json", "--html", page),
-            launch=launch,
-        )
+    for ranks in (1, 2):
+        page = tmp_path / f"page{ranks}.html"
+        options = ("--against", source, *texts, "--json", "--html", page)
+        done = run("-m", "headwise", "evaluate", tmp_path / "half", *options, ranks=ranks)
         assert done.returncode == 0, done.stderr
         documents.append(json.loads(done.stdout))  # printed once
         assert page.exists()

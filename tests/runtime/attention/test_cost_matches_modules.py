@@ -68,7 +68,7 @@ def call_of(case: Case, layer: AttentionLayer, device: str) -> tuple[Tensor, dic
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_a_training_step(mechanism: str, data: st.DataObject) -> None:
     """Parameters; FLOPs forward and backward, of CPU kernels and on meta; bytes kept between the two."""
@@ -151,7 +151,7 @@ def test_a_training_step_at_the_edges(edge: str, kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_torchs_own_counter_agrees(mechanism: str, data: st.DataObject) -> None:
     """Unfused products on meta need none of our formulas: FlopCounterMode as torch ships it."""
@@ -170,7 +170,7 @@ def test_torchs_own_counter_agrees(mechanism: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data(), batch=st.integers(1, 3), chunks=st.lists(st.integers(1, 9), min_size=1, max_size=4))
 @torch.no_grad()
 def test_chunks_through_a_cache(mechanism: str, data: st.DataObject, batch: int, chunks: list[int]) -> None:
@@ -190,7 +190,7 @@ def test_chunks_through_a_cache(mechanism: str, data: st.DataObject, batch: int,
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data(), tokens=st.integers(1, 9), source=st.integers(1, 9))
 @torch.no_grad()
 def test_cross_attention_from_a_filled_cache(mechanism: str, data: st.DataObject, tokens: int, source: int) -> None:
@@ -205,7 +205,7 @@ def test_cross_attention_from_a_filled_cache(mechanism: str, data: st.DataObject
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data(), tokens=st.integers(2, 16))
 @torch.no_grad()
 def test_a_kernel_told_it_is_causal_computes_the_pairs_it_is_charged_for(
@@ -221,7 +221,7 @@ def test_a_kernel_told_it_is_causal_computes_the_pairs_it_is_charged_for(
         assert flops == cost.forward_flops(spec, tokens, batch=2, causal=is_causal, impl=impl, kernel="padded")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     spec=latent_specs(tiny=True) | expert_latent_specs(tiny=True),
     batch=st.integers(1, 3),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,22 +9,14 @@ import torch
 
 from headwise.runtime.attention.base import Cut
 from headwise.runtime.parallel import cut_tensor
-
-HERE = Path(__file__).parent
+from tests.warm import run
 
 
 def run_on(ranks: int, program: str, *arguments: object) -> str:
     """What a program of this folder prints on several ranks."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    run = subprocess.run(
-        [sys.executable, *launch, str(HERE / program), *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[2])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout
+    done = run(Path(__file__).with_name(program), *arguments, ranks=ranks)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

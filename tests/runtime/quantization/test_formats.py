@@ -43,7 +43,7 @@ def test_every_spelling(spelling: str, expected: Any) -> None:
 @pytest.mark.parametrize(
     "spelling",
     [
-        *("", "int", "int5", "int16", "int4:", "int4:0", "int4:48", "int4:64:64", "INT4", " int4", "int4 ", "int4\n"),
+        *("", "int", "int9", "int16", "int4:", "int4:0", "int4:48", "int4:64:64", "INT4", " int4", "int4 ", "int4\n"),
         *("fp16", "fp8:32", "fp8+hadamard", "int4/", "/int4", "int8/int4/int2", "kivi8", "kivi4/int4", "kivi2:32:"),
         *("kivi2:32:-1", "kivi2+hadamard", "kivi2:32:1234567", "int4+hadamard:32", "int٤", "kivi2:32:٣"),
         *(8, None, True, ["int4"]),

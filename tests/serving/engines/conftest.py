@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ import pytest
 
 from headwise.conversion import export_gguf
 from headwise.measure.texts import language_reference
+from tests import warm
 from tests.byte_level import save_byte_level
 from tests.cli.conftest import cli, here, refused
 from tests.real_models import tiny_model
@@ -64,14 +64,11 @@ def engine_python(module: str, variable: str) -> str:
 
 def interrupted(words: Sequence[str], told: Path) -> str:
     """What headwise says on stderr when it is interrupted, once an engine's process has told who it is."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "headwise", *words], stderr=subprocess.PIPE, text=True, stdout=subprocess.DEVNULL
-    ) as command:
+    with warm.start("-m", "headwise", *words) as command:
         while not (told.exists() and told.read_text().strip()):
             assert command.poll() is None
             time.sleep(0.05)
         command.send_signal(signal.SIGINT)
-        assert command.stderr is not None
-        said = command.stderr.read()
+        _, said = command.communicate()
     assert command.returncode == 130
     return said

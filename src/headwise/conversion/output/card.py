@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
@@ -106,11 +107,17 @@ def rendered_card(template: str, metadata: ModelCardData, **values: Any) -> str:
         metadata: the metadata that the hub reads.
         values: the values that the template shows, by name.
     """
-    text = (files("headwise.conversion") / template).read_text(encoding="utf-8")
     escapes = {"code": as_code, "line": one_line, "last_name": last_name, "named": named}
     # Not by `ModelCard.from_template`, which writes nothing for a name that it is not given.
-    content = Template(text, undefined=StrictUndefined).render(card_data=metadata.to_yaml(), **values, **escapes)
+    content = _template(template).render(card_data=metadata.to_yaml(), **values, **escapes)
     return f"{ModelCard(content)}\n"
+
+
+@cache
+def _template(name: str) -> Template:
+    text = (files("headwise.conversion") / name).read_text(encoding="utf-8")
+    template: Template = Template(text, undefined=StrictUndefined)
+    return template
 
 
 def source_license(source: Path) -> dict[str, str]:

@@ -388,19 +388,21 @@ class Problem:
         seen = [keys @ matrix for matrix in self.maps]
         least = self._losses(moments, seen)
         every = torch.arange(len(keys))
-        # The first move changes nothing; ``least`` stands for it.
-        moves = [(move, turn) for turn in range(4) for move in (0.0, step, -step)]
+        # Every move but the one that changes nothing: ``least`` stands for it.
+        tried = [(move, turn) for turn in range(4) for move in (0.0, step, -step)][1:]
+        moves = [_Moves.of([one for one in tried if may[one[1]]]) for may in self.turns.tolist()]
         for _ in range(sweeps):
             before = least
             for group, (first, second) in enumerate(self.groups.tolist()):
                 pair = [first] if first == second else [first, second]
-                allowed = [(move, turn) for move, turn in moves[1:] if self.turns[group, turn]]
                 old = keys[..., pair]
-                new = torch.stack([_moved(old, move, turn) for move, turn in allowed])  # [moves, K, T, 2]
-                rows = torch.stack([_moved_rows(moments, pair, -move, turn) for move, turn in allowed])
+                new = moves[group].of_keys(old)  # [moves, K, T, 2]
+                rows = moves[group].of_moments(moments, pair)
                 after = [own + (new - old) @ matrix[pair] for own, matrix in zip(seen, self.maps, strict=True)]
                 losses, number = self._losses(rows, after).min(0)  # [heads]
                 improved = losses < least + _GAIN
+                if not bool(improved.any()):
+                    continue
                 least = torch.where(improved, losses, least)
                 kept, which = improved.expand(len(keys)), number.expand(len(keys))
                 keys[..., pair] = torch.where(kept[:, None, None], new[which, every], old)
@@ -409,8 +411,8 @@ class Problem:
                     torch.where(kept[:, None, None], others[which, every], own)
                     for own, others in zip(seen, after, strict=True)
                 ]
-                exponents[:, group] += torch.tensor([move for move, _ in allowed])[number] * improved
-                turns[:, group] += torch.tensor([turn for _, turn in allowed])[number] * improved
+                exponents[:, group] += moves[group].exponents[number] * improved
+                turns[:, group] += moves[group].turns[number] * improved
             if not bool((least < before + _GAIN).any()):
                 break
         return self._change(exponents, turns % 4)
@@ -425,15 +427,36 @@ class Problem:
         return Change(exponents.expand(every).clone(), turns.expand(every).clone())
 
 
-def _moved(pair: Tensor, move: float, turn: int) -> Tensor:
-    """The one or two channels of a group, ``[…, 2]``, times a power of two, and turned by so many quarters."""
-    scaled = pair * ((-1) ** (turn // 2) * 2.0**move)
-    return torch.stack((-scaled[..., 1], scaled[..., 0]), -1) if turn % 2 else scaled
+@dataclass(frozen=True, eq=False)
+class _Moves:
+    """Moves of one group's channels: each multiplies keys by a power of two, and turns them by so many quarters.
 
+    Attributes:
+        exponents: the exponents of the powers of two, ``[moves]``.
+        turns: the quarters, int64 ``[moves]``.
+    """
 
-def _moved_rows(moments: Tensor, pair: list[int], move: float, turn: int) -> Tensor:
-    """Second moments ``[K, D, D]`` after the same move of one group's channels."""
-    moved = moments.clone()
-    moved[..., pair] = _moved(moved[..., pair], move, turn)
-    moved[:, pair] = _moved(moved[:, pair].mT, move, turn).mT
-    return moved
+    exponents: Tensor
+    turns: Tensor
+
+    @classmethod
+    def of(cls, moves: Sequence[tuple[float, int]]) -> _Moves:
+        exponents, turns = zip(*moves, strict=True)
+        return cls(torch.tensor(exponents), torch.tensor(turns))
+
+    def of_keys(self, pair: Tensor) -> Tensor:
+        """The one or two channels of a group of keys, ``[K, T, 2]``, after each move, ``[moves, K, T, 2]``."""
+        return self._moved(pair, self.exponents)
+
+    def of_moments(self, moments: Tensor, pair: list[int]) -> Tensor:
+        """Second moments of queries, ``[K, D, D]``, after each move, ``[moves, K, D, D]``."""
+        moved = moments.repeat(len(self.turns), 1, 1, 1)
+        moved[..., pair] = self._moved(moved[..., pair], -self.exponents)
+        moved[..., pair, :] = self._moved(moved[..., pair, :].mT, -self.exponents).mT
+        return moved
+
+    def _moved(self, pair: Tensor, exponents: Tensor) -> Tensor:
+        quarters = self.turns[:, None, None, None]
+        factors = (1 - quarters // 2 * 2) * exponents.exp2()[:, None, None, None]
+        crossed = torch.cat((-factors, factors), -1)[..., : pair.shape[-1]]
+        return torch.where(quarters % 2 == 1, pair.flip(-1) * crossed, pair * factors)

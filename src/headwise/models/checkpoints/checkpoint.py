@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib.metadata import version
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,9 @@ _STRIDE, _PAGE = 1 << 20, 4096
 _NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path")
 """Fields of a config that say who wrote it, and not what the model is."""
 _LIBRARIES = ("headwise", "torch", "transformers", "safetensors")
+
+version = cache(metadata.version)
+"""The version of an installed package, whose metadata are read once."""
 
 
 def run_identity(checkpoint: Checkpoint, **decides: object) -> str:

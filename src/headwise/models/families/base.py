@@ -13,6 +13,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
@@ -318,12 +319,14 @@ class Family:
         return {f"{prefix}.{name}": tensor for name, tensor in self.layout.pack(state, spec).items()}
 
 
-def family_names() -> list[str]:
+@cache
+def family_names() -> tuple[str, ...]:
     """The model types that have a file in this folder, sorted.
 
     For example ``"llama" in family_names()`` is True.
     """
-    return sorted(file.name for file in pkgutil.iter_modules([str(Path(__file__).parent)]) if file.name != "base")
+    names = (file.name for file in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    return tuple(sorted(name for name in names if name != "base"))
 
 
 def has_family(model_type: object) -> bool:
