@@ -64,11 +64,13 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
     ) -> Batch:
         """See vLLM's base class."""
         batch = common_attn_metadata
-        starts, lengths = batch.query_start_loc_cpu.tolist(), batch.seq_lens.tolist()
-        requests = [Request(starts[at], starts[at + 1], lengths[at]) for at in range(batch.num_reqs)]
-        slots = batch.slot_mapping[: starts[batch.num_reqs]]
-        new = [torch.arange(request.length - request.new, request.length) for request in requests]
-        return Batch(requests, batch.block_table_tensor, slots, torch.cat(new).to(slots.device))
+        starts, lengths = batch.query_start_loc_cpu[: batch.num_reqs + 1], batch.seq_lens[: batch.num_reqs].cpu()
+        bounds = zip(starts[:-1].tolist(), starts[1:].tolist(), lengths.tolist(), strict=True)
+        slots = batch.slot_mapping[: int(starts[-1])]
+        positions = torch.arange(len(slots)) + (lengths - starts[1:]).repeat_interleave(starts.diff())
+        return Batch(
+            [Request(*bound) for bound in bounds], batch.block_table_tensor, slots, positions.to(slots.device)
+        )
 
 
 class Backend(AttentionBackend):
