@@ -9,9 +9,6 @@ from benchmarks.engines.protocol import answer, request
 import headwise
 from headwise.runtime.hf.codes import has_codes
 
-CHUNK = 32
-"""Tokens of a part of a text, where it is computed in parts."""
-
 
 def own_log_probs(logits: torch.Tensor, ids: torch.Tensor) -> list[float]:
     """Of the text's own tokens after the first, ``[S - 1]``."""
@@ -29,12 +26,8 @@ with torch.inference_mode():
     )  # fmt: skip
     cache = model(ids, use_cache=True).past_key_values
     # Codes are chosen among nearly equal ones, so that the last digit of a value decides: headwise itself computes
-    # other log-probabilities where a text comes in parts.
-    parts, past = [], None
-    for part in ids.split(CHUNK, 1) if has_codes(model) else ():
-        done = model(part, past_key_values=past, use_cache=True)
-        parts.append(done.logits[0].float())
-        past = done.past_key_values
+    # other log-probabilities in float64.
+    exact = headwise.load(asked["model"], dtype="float64")(ids).logits[0] if has_codes(model) else None
 held = sum(
     tensor.numel() * tensor.element_size()
     for layer in cache.layers
@@ -48,6 +41,6 @@ answer(
     greedy=made.sequences[0, asked["prompt"] :].tolist(),
     gaps=gaps,
     cache_bytes=held / len(asked["ids"]),
-    in_parts=own_log_probs(torch.cat(parts), ids[0]) if parts else None,
+    in_float64=None if exact is None else own_log_probs(exact, ids[0]),
     version=f"transformers {transformers.__version__}",
 )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headwise.runtime.kernels.mask import Scoring
 from headwise.runtime.kernels.native.abi import TURN
+from headwise.runtime.kernels.native.calls import Pages
 from headwise.runtime.kernels.sdpa import FEW_TOKENS
 from headwise.runtime.quantization import SINKS, TransformCode
 from headwise.runtime.quantization.codec import Stored
@@ -38,9 +39,6 @@ from headwise_vllm.paged import (
     rotated,
 )
 from headwise_vllm.pages import gather_codes, gather_wide, row_bytes, write_codes, write_wide
-
-GATHERED = 2**26
-"""The most bytes of codes of several requests that are gathered to be attended to at once."""
 
 DECODED = 1024
 """Tokens that are decoded at a time, which takes some 30 bytes a value."""
@@ -124,7 +122,7 @@ class CodedPages:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """Attend to codes of several requests, by a kernel.
+        """Attend to codes of several requests as they lie in their pages, by a kernel.
 
         Args:
             query: ``[n, S, H, …]``, of the last S tokens of each request, rotated; of latents, absorbed.
@@ -144,9 +142,10 @@ class CodedPages:
         mask = token <= last
         if window is not None:
             mask = mask & (token > last - window)
-        stored = Stored(self._stored(cache, block_table, longest), (self.code.width, 0), query.dtype)
-        scoring = Scoring(mask, False, scale)
-        return self.format.attend(query.transpose(1, 2), stored, scoring, self.rotation).transpose(1, 2)
+        codes, scoring = cache[..., : self.code.token_bytes], Scoring(mask, False, scale)
+        stored = Stored((codes, codes[..., :0], *self._wide(cache, block_table)), (self.code.width, 0), query.dtype)
+        pages = Pages(block_table, longest)
+        return self.format.attend(query.transpose(1, 2), stored, scoring, self.rotation, pages=pages).transpose(1, 2)
 
     def decoded(self, cache: Tensor, block_table: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """The values of one request's tokens, ``[T, W]``, keys not rotated.
@@ -157,43 +156,33 @@ class CodedPages:
             length: T.
             dtype: of the result.
         """
-        codes, _, wide, first = self._stored(cache, block_table[None], length)
+        codes = gather_codes(cache, block_table[None], length, self.code.token_bytes)
+        wide, first = self._wide(cache, block_table[None])
         values = torch.empty(1, 1, length, self.code.width, dtype=dtype, device=codes.device)
         for at in range(0, length, DECODED):
             values[:, :, at : at + DECODED] = self.code.decode(codes[:, :, at : at + DECODED], dtype)
         return replace_first_tokens(values, wide.to(dtype), first, 0)[0, 0]
 
     def in_groups(self, requests: Sequence[Request], query: Tensor, cache: Tensor) -> list[list[int]]:
-        """Requests of few new tokens that a kernel attends to, in groups to be attended to at once.
-
-        Those of a group have as many new tokens, and are about as long.
+        """Requests that a kernel attends to, those of as many new tokens together: few of them, on a CPU.
 
         Args:
             requests: of the batch.
             query: of the batch.
             cache: uint8 ``[blocks, 1, N, row_bytes(N)]``.
         """
-        if not self.format.can_attend_to(query[None, :1], (cache,) * 4, None, needs_grad=False):
+        if not query.is_cpu or not self.format.can_attend_to(query[None, :1], (cache,) * 4, None, needs_grad=False):
             return []
-        found = [at for at, request in enumerate(requests) if 0 < request.new <= FEW_TOKENS]
-        groups: list[list[int]] = []
-        for at in sorted(found, key=lambda at: (requests[at].new, requests[at].length)):
-            length = requests[at].length
-            if groups:
-                shortest, count = requests[groups[-1][0]], len(groups[-1]) + 1
-                fits = count * length * cache.shape[3] <= GATHERED
-                if requests[at].new == shortest.new and length <= 2 * shortest.length and fits:
-                    groups[-1].append(at)
-                    continue
-            groups.append([at])
-        return groups
+        groups: dict[int, list[int]] = {}
+        for at, request in enumerate(requests):
+            if 0 < request.new <= FEW_TOKENS:
+                groups.setdefault(request.new, []).append(at)
+        return [*groups.values()]
 
-    def _stored(self, cache: Tensor, block_table: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What `TrellisFormat` stores of so many tokens of some requests."""
-        C, W = self.code.token_bytes, self.code.width
-        codes = gather_codes(cache, block_table, length, C)
-        first = torch.zeros(len(codes), dtype=torch.int64, device=codes.device)
-        return codes, codes[..., :0], gather_wide(cache, block_table, SINKS, C, W), first
+    def _wide(self, cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
+        """The values of some requests' first tokens, bfloat16 ``[n, SINKS, W]``, and their slots, 0."""
+        wide = gather_wide(cache, block_table, SINKS, self.code.token_bytes, self.code.width)
+        return wide, torch.zeros(len(wide), dtype=torch.int64, device=wide.device)
 
     def _rotated_keys(self, keys: Tensor) -> Tensor:
         """Keys ``[T, …, P]`` rotated by their slots."""

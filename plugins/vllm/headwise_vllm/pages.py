@@ -80,4 +80,4 @@ def gather_wide(cache: Tensor, block_table: Tensor, tokens: int, code_bytes: int
         width: W.
     """
     area = cache[block_table[:, 0].long(), 0, :, code_bytes:].flatten(1)  # [n, N X]
-    return area[:, : 2 * tokens * width].contiguous().view(torch.bfloat16).view(-1, tokens, width)
+    return area[:, : 2 * tokens * width].reshape(-1).view(torch.bfloat16).view(-1, tokens, width)

@@ -35,7 +35,7 @@ from headwise.runtime.kernels.gpu import LatentLayout, attend_latents, why_not_l
 from headwise.runtime.kernels.mask import Scoring, as_bool_mask
 from headwise.runtime.kernels.native.abi import CHANNELS, SINKS, TURN
 from headwise.runtime.kernels.native.build import are_plain, why_not
-from headwise.runtime.kernels.native.calls import TrellisLayout, attend_trellis, can_encode, choose_gains
+from headwise.runtime.kernels.native.calls import Pages, TrellisLayout, attend_trellis, can_encode, choose_gains
 from headwise.runtime.kernels.sdpa import FEW_TOKENS
 from headwise.runtime.quantization.codec import Codec, Stored
 from headwise.runtime.quantization.groups import is_on_gpu
@@ -332,6 +332,7 @@ class TrellisFormat(Codec):
         rotation: KeyRotation | None = None,
         *,
         has_sums: bool = False,
+        pages: Pages | None = None,
     ) -> Tensor:
         """Attend to codes that `can_attend_to` said yes to; see `attend_trellis` and `attend_latents`.
 
@@ -342,6 +343,7 @@ class TrellisFormat(Codec):
             scoring: that of `headwise.runtime.quantization.codec.Codec.attend`; the mask may be ``[B, T]``.
             rotation: how keys are rotated as they are read; None where P is 0.
             has_sums: add the sum of each row's weights as a last column, of latents.
+            pages: where the codes lie in pages, on a CPU; see `attend_trellis`.
 
         Returns:
             The mixed latents ``[B, H, S, R]``, or ``R + 1``; or the heads' mixed values ``[B, H, S, V]``.
@@ -349,7 +351,8 @@ class TrellisFormat(Codec):
         codes, _, unquantised, first = stored.tensors
         B, H, S, _ = query.shape
         if scoring.mask is not None:
-            scoring = scoring._replace(mask=as_bool_mask(scoring.mask, (B, H, S, codes.shape[2])))
+            T = codes.shape[2] if pages is None else pages.tokens
+            scoring = scoring._replace(mask=as_bool_mask(scoring.mask, (B, H, S, T)))
         layout = self._layout_for(rotation, of_gpu=is_on_gpu(query))
         tokens = query, codes, unquantised, first
         if rotation is None:
@@ -359,7 +362,7 @@ class TrellisFormat(Codec):
             tables, frequency = (rotation.cos, rotation.sin), rotation.frequency
         if isinstance(layout, LatentLayout):
             return attend_latents(*tokens, layout, tables, scoring, has_sums=has_sums)
-        return attend_trellis(*tokens, layout, tables, frequency, scoring, has_sums=has_sums)
+        return attend_trellis(*tokens, layout, tables, frequency, scoring, has_sums=has_sums, pages=pages)
 
     def _layout_for(self, rotation: KeyRotation | None, *, of_gpu: bool) -> LatentLayout | TrellisLayout:
         """How a kernel reads the code; it is kept until frequencies change."""
