@@ -86,11 +86,13 @@ def check(layer: Any, steps: list[Step]) -> dict[str, Any]:
     stored[:WIDE] = wide.double()
     layer.group = steps[0][0].shape[1] // getattr(layer.coded, "heads", 1)
     keys, values, scale = keys_and_values(layer, stored)
+    window = (layer.layer if isinstance(layer, LatentAttention) else layer).window or T
     worst, begin = 0.0, 0
     for query, _, out, _ in steps:
         end = begin + len(query)
         scores = scale * query.double().transpose(0, 1) @ keys[:, :end].mT
-        hidden = torch.arange(end) > torch.arange(begin, end)[:, None]
+        ahead = torch.arange(begin, end)[:, None] - torch.arange(end)  # how far a query's token is of another
+        hidden = (ahead < 0) | (ahead >= window)
         expected = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values[:, :end]).transpose(0, 1)
         worst = max(worst, float((out - expected).abs().max() / expected.abs().max()))
         begin = end
