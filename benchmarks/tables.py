@@ -498,6 +498,9 @@ def _engine_cell(row: Document) -> str:
     if row["engine"] == "transformers":
         return f"the reference, {row['cache_bytes']:,.0f} B"
     wrong = "" if row["holds"] or row["dtype"] != "float32" else "**computes another model**, "
+    if "mean_difference" in row:
+        means = f"{row['mean_difference']:.3f} on average ({row['mean_difference_in_float64']:.3f})"
+        return f"{wrong}{means}{greedy}, {row['cache_bytes']:,.0f} B"
     return f"{wrong}{row['difference']:.0e}{greedy}, {row['cache_bytes']:,.0f} B"
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import headwise
+import headwise_vllm
 
 PACKAGE = Path(headwise.__file__).parent
 
@@ -141,6 +142,14 @@ def test_imports_run_downwards(name: str) -> None:
         assert is_init or not other or other != package, f"{name} imports from the __init__.py of its own package"
         if other:  # the package itself is lazy
             assert place(other) <= place(name), f"{name} imports {other}, which lies below it"
+
+
+def test_the_plugin_for_vllm_imports_codes_and_kernels_alone() -> None:
+    """headwise is installed beside vLLM without the packages that the rest of it needs."""
+    for path in Path(headwise_vllm.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("headwise."):
+                assert str(node.module).startswith(("headwise.runtime.kernels", "headwise.runtime.quantization"))
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

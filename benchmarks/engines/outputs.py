@@ -45,11 +45,13 @@ class Output:
         source: ``smollm2-135m`` or a name in `TOYS`.
         options: of `headwise.convert`, beside the source, the text and the folder.
         calibrated: whether the conversion needs a text.
+        engines: that it is given to; all when None.
     """
 
     source: str
     options: dict[str, Any] = field(default_factory=dict)
     calibrated: bool = False
+    engines: tuple[str, ...] | None = None
 
 
 # The descent is left out: what is measured here is whether two programs compute the same, not how good it is.
@@ -76,6 +78,13 @@ OUTPUTS: dict[str, Output] = {
         for name in ("qwen2", "mistral")
     },
     "qwen2, MLA, headwise": Output("qwen2", _HALF, True),
+    **{
+        name: Output(SMOLLM2, {**options, "without": ["refine", "sequence"]}, True, ("transformers", "vllm"))
+        for name, options in {
+            "MLA in codes": {"to": "mla", "kv_bytes": 0.19},
+            "grouped in codes": {"to": "same", "kv_bytes": 0.28},
+        }.items()
+    },
     # The sizes that vLLM's kernel on a CPU has.
     "32 heads, MLA 512 + 64": Output(
         "32 heads",

@@ -22,8 +22,9 @@ import headwise
 import headwise_vllm
 from headwise.models.families import family_names, family_of
 from headwise.runtime.attention import MultiHeadLatentAttention
+from headwise.runtime.quantization.transform_code import FILE
 from headwise.serving.engines import rules
-from headwise_vllm.config import FAMILIES, ROPES, LatentLayer, latent_layers, register_configs
+from headwise_vllm.config import CODE_FILE, CODED, FAMILIES, ROPES, LatentLayer, latent_layers, register_configs
 from headwise_vllm.paged import Decoders, Request, _absorbed, _expanded, attend, attend_to_latents, store
 from tests.tiny_families import save_family
 
@@ -195,6 +196,8 @@ def test_a_folder_that_is_not_served(folder: Path, change: dict[str, Any], rule:
 def test_what_headwise_engines_says_is_what_the_plugin_serves() -> None:
     families = tuple(name for name in family_names() if family_of(name).deepseek_blocks)
     assert (families, rules.PLUGIN_ROPES) == (FAMILIES, ROPES)
+    stock = tuple(name.removesuffix("ForCausalLM").lower() for name in CODED)
+    assert (stock, CODE_FILE) == (rules.PLUGIN_CODED, FILE)
 
 
 def test_a_config_reaches_another_process(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""headwise's MLA folders in vLLM: each layer has a rank and rotary channels of its own, and may have biases."""
+"""headwise's folders in vLLM: MLA with a rank and rotary channels for each layer, and caches in codes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ RUN_WITH = "0.32"
 def register() -> None:
     """Tell vLLM and transformers of headwise's folders; vLLM calls it in each of its processes."""
     import vllm
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from headwise_vllm.config import register_configs
+    from headwise_vllm.config import CODED, CodedFolder, register_configs
 
     if not vllm.__version__.startswith(f"{RUN_WITH}."):
         warnings.warn(f"headwise-vllm is run with vLLM {RUN_WITH}; this is {vllm.__version__}", stacklevel=2)
     register_configs()
-    for name in ("HeadwiseLlamaForCausalLM", "HeadwiseMistralForCausalLM", "HeadwiseQwen2ForCausalLM"):
+    latent = ("HeadwiseLlamaForCausalLM", "HeadwiseMistralForCausalLM", "HeadwiseQwen2ForCausalLM")
+    for name in (*latent, *(f"HeadwiseCoded{stock}" for stock in CODED)):
         if name not in vllm.ModelRegistry.get_supported_archs():
             vllm.ModelRegistry.register_model(name, f"headwise_vllm.model:{name}")
+    for stock in CODED:
+        MODELS_CONFIG_MAP.setdefault(stock, CodedFolder)

@@ -1,9 +1,9 @@
-"""An MLA layer of headwise's as vLLM's engine sees it: what it caches, how a batch is described, and the call."""
+"""headwise's layers as vLLM's engine sees them: what they cache, how a batch is described, and the call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,28 +23,36 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
 from headwise_vllm.config import LatentLayer
-from headwise_vllm.paged import WORKSPACE, Decoders, Request, attend, store
+from headwise_vllm.paged import WORKSPACE, Decoders, Request, attend, rotated, store
 
-OP = "headwise_latent_attention"
+if TYPE_CHECKING:  # what is coded needs headwise, and nothing else does
+    from headwise_vllm.coded import CodedHeads, CodedLatents
+
+OP = "headwise_attention"
+
+CODED_BLOCK = 256
+"""Tokens of a page of codes where the user names none: first tokens take 8 bytes a value of each page."""
 
 
 @dataclass
-class LatentMetadata:
+class Batch:
     """One batch.
 
     Attributes:
         requests: of the batch.
         block_table: ``[requests, most blocks]``.
         slots: ``[tokens]``, where new tokens are stored.
+        positions: ``[tokens]``, of new tokens in their sequences.
     """
 
     requests: list[Request]
     block_table: Tensor
     slots: Tensor
+    positions: Tensor
 
 
-class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
-    """Turns vLLM's description of a batch into a `LatentMetadata`."""
+class BatchBuilder(AttentionMetadataBuilder[Batch]):
+    """Turns vLLM's description of a batch into a `Batch`."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -53,16 +61,20 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> LatentMetadata:
+    ) -> Batch:
         """See vLLM's base class."""
         batch = common_attn_metadata
-        starts, lengths = batch.query_start_loc_cpu.tolist(), batch.seq_lens.tolist()
-        requests = [Request(starts[at], starts[at + 1], lengths[at]) for at in range(batch.num_reqs)]
-        return LatentMetadata(requests, batch.block_table_tensor, batch.slot_mapping[: starts[batch.num_reqs]])
+        starts, lengths = batch.query_start_loc_cpu[: batch.num_reqs + 1], batch.seq_lens[: batch.num_reqs].cpu()
+        bounds = zip(starts[:-1].tolist(), starts[1:].tolist(), lengths.tolist(), strict=True)
+        slots = batch.slot_mapping[: int(starts[-1])]
+        positions = torch.arange(len(slots)) + (lengths - starts[1:]).repeat_interleave(starts.diff())
+        return Batch(
+            [Request(*bound) for bound in bounds], batch.block_table_tensor, slots, positions.to(slots.device)
+        )
 
 
-class LatentBackend(AttentionBackend):
-    """One tensor a token, of any width; computed in torch."""
+class Backend(AttentionBackend):
+    """One tensor a token, of any width and dtype; the layers compute by themselves."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     forward_includes_kv_cache_update: bool = True
@@ -70,7 +82,7 @@ class LatentBackend(AttentionBackend):
     @staticmethod
     def get_name() -> str:
         """See vLLM's base class."""
-        return "HEADWISE_LATENT"
+        return "HEADWISE"
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
@@ -78,9 +90,9 @@ class LatentBackend(AttentionBackend):
         return AttentionImpl
 
     @staticmethod
-    def get_builder_cls() -> type[LatentMetadataBuilder]:
+    def get_builder_cls() -> type[BatchBuilder]:
         """See vLLM's base class."""
-        return LatentMetadataBuilder
+        return BatchBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
@@ -123,15 +135,96 @@ def _load_rows(parameter: nn.Parameter, whole: Tensor) -> None:
     parameter.data.copy_(whole.narrow(0, get_tensor_model_parallel_rank() * rows, rows))
 
 
-class LatentAttention(nn.Module, AttentionLayerBase):
+class PagedAttention(nn.Module, AttentionLayerBase):
+    """A layer that vLLM gives pages to.
+
+    Args:
+        layer_name: its name in the model; vLLM's own layer of that name, if there is one, is forgotten.
+    """
+
+    coded: CodedHeads | CodedLatents | None = None
+
+    def __init__(self, layer_name: str) -> None:
+        super().__init__()
+        self.layer_name, self.kv_cache = layer_name, torch.tensor([])
+        get_current_vllm_config().compilation_config.static_forward_context[layer_name] = self
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        """See vLLM's base class."""
+        return Backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        """One row a token: its values, or bytes of codes; ranks hold it whole."""
+        cache = vllm_config.cache_config
+        if self.coded is None:
+            tokens, width, dtype = cache.block_size, self.width, vllm_config.model_config.dtype
+        else:
+            tokens = cache.block_size if cache.user_specified_block_size else CODED_BLOCK
+            width, dtype = self.coded.row_bytes(tokens), torch.uint8
+        return MLAAttentionSpec(block_size=tokens, num_kv_heads=1, head_size=width, dtype=dtype, max_tp_shards=1)
+
+    @property
+    def width(self) -> int:
+        """Values that a token caches."""
+        raise NotImplementedError
+
+    def store_and_attend(self, query: Tensor, states: Tensor, batch: Batch) -> Tensor:
+        """Store new tokens, and attend.
+
+        Args:
+            query: ``[Q, H, …]``, rotated.
+            states: what the layer caches of the same tokens, ``[Q, W]``.
+            batch: that the tokens are of.
+
+        Returns:
+            ``[Q, H, V]``.
+        """
+        raise NotImplementedError
+
+    def _mixed(self, query: Tensor, states: Tensor, value_dim: int) -> Tensor:
+        """Call `store_and_attend` for the batch that vLLM computes now; ``[Q, H · V]``."""
+        out = query.new_empty(len(query), query.shape[1] * value_dim)
+        getattr(torch.ops.vllm, OP)(query, states, out, self.layer_name)
+        return out
+
+
+class Rotation(nn.Module):
+    """The rotation of a layer's queries and keys.
+
+    Args:
+        inv_freq: ``[P/2]``, the frequency of each pair.
+        factor: multiplies cos and sin.
+    """
+
+    def __init__(self, inv_freq: Tensor, factor: float) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", inv_freq.clone(), persistent=False)
+        self.factor = factor
+
+    def forward(self, positions: Tensor, states: Tensor) -> Tensor:
+        """Rotate ``[Q, heads, P]`` by positions ``[Q]``."""
+        angles = positions[:, None, None].float() * self.frequencies
+        return rotated(states, angles.cos() * self.factor, angles.sin() * self.factor)
+
+
+class QueryRotation(Rotation):
+    """In the place of a model's rotary embedding: keys, which are coded before rotation, are left as they are."""
+
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Rotate queries ``[Q, H · D]`` by positions ``[Q]``; keys pass."""
+        heads = query.unflatten(-1, (-1, 2 * len(self.frequencies)))
+        return super().forward(positions, heads).flatten(-2), key
+
+
+class LatentAttention(PagedAttention):
     """An MLA layer in the place of a vLLM model's attention.
 
     Args:
         layer: its sizes.
         hidden_size: E.
-        inv_freq: the model's rotary frequencies.
-        rope_factor: multiplies cos and sin.
+        rotation: of queries and keys; None where P is 0.
         prefix: the layer's name in the model.
+        coded: the pages of a layer whose latents are coded; None where they are cached as they are.
         quant_config: vLLM's, of the weights.
 
     Raises:
@@ -143,17 +236,16 @@ class LatentAttention(nn.Module, AttentionLayerBase):
         layer: LatentLayer,
         *,
         hidden_size: int,
-        inv_freq: Tensor,
-        rope_factor: float,
+        rotation: Rotation | None,
         prefix: str,
+        coded: CodedLatents | None = None,
         quant_config: Any = None,
     ) -> None:
-        super().__init__()
+        super().__init__(f"{prefix}.attn")
         ranks = get_tensor_model_parallel_world_size()
         if layer.num_heads % ranks:
             raise ValueError(f"num_heads = {layer.num_heads}: must be a multiple of tensor_parallel_size = {ranks}")
-        self.layer, self.num_heads, self.rope_factor = layer, layer.num_heads // ranks, rope_factor
-        self.layer_name = f"{prefix}.attn"
+        self.layer, self.num_heads, self.rotation, self.coded = layer, layer.num_heads // ranks, rotation, coded
         H, N, P, V = layer.num_heads, layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim
         R, E = layer.kv_lora_rank, hidden_size
 
@@ -165,25 +257,11 @@ class LatentAttention(nn.Module, AttentionLayerBase):
         # A vLLM projection may pack its weights once they are loaded, and these are read by rows.
         self.kv_b_proj = DecoderRows(self.num_heads * (N + V), R, bias="kv_b_proj" in layer.biases)
         self.o_proj = RowParallelLinear(H * V, E, **options("o_proj"))
-        self.register_buffer("frequencies", inv_freq[list(layer.channels)].clone(), persistent=False)
-        self.kv_cache = torch.tensor([])
-        context = get_current_vllm_config().compilation_config.static_forward_context
-        if self.layer_name in context:
-            raise ValueError(f"Duplicate layer name: {self.layer_name}")
-        context[self.layer_name] = self
 
-    def get_attn_backend(self) -> type[AttentionBackend]:
-        """See vLLM's base class."""
-        return LatentBackend
-
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
-        """The latent and the rotary key of a token, once; ranks share it whole."""
-        return MLAAttentionSpec(
-            block_size=vllm_config.cache_config.block_size,
-            num_kv_heads=1,
-            head_size=self.layer.width,
-            dtype=vllm_config.model_config.dtype,
-        )
+    @property
+    def width(self) -> int:
+        """Values that a token caches."""
+        return self.layer.width
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """As vLLM calls a model's attention.
@@ -195,18 +273,25 @@ class LatentAttention(nn.Module, AttentionLayerBase):
         Returns:
             ``[Q, E]``.
         """
-        R = self.layer.kv_lora_rank
+        N, R = self.layer.qk_nope_head_dim, self.layer.kv_lora_rank
         query = self.q_proj(hidden_states)[0].unflatten(-1, (self.num_heads, -1))
         latent = self.kv_a_proj_with_mqa(hidden_states)[0]
-        if self.layer.qk_rope_head_dim:
-            angles = positions[:, None].float() * self.frequencies
-            cos, sin = angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
-            N = self.layer.qk_nope_head_dim
-            query = torch.cat((query[..., :N], _rotated(query[..., N:], cos[:, None], sin[:, None])), dim=-1)
-            latent = torch.cat((latent[..., :R], _rotated(latent[..., R:], cos, sin)), dim=-1)
-        out = query.new_empty(len(query), self.num_heads * self.layer.v_head_dim)
-        getattr(torch.ops.vllm, OP)(query, latent, out, self.layer_name)
-        return self.o_proj(out)[0]  # type: ignore[no-any-return]
+        if self.rotation is not None:
+            query = torch.cat((query[..., :N], self.rotation(positions, query[..., N:])), dim=-1)
+            if self.coded is None:  # codes are of keys before rotation
+                key = self.rotation(positions, latent[:, None, R:])[:, 0]
+                latent = torch.cat((latent[..., :R], key), dim=-1)
+        return self.o_proj(self._mixed(query, latent, self.layer.v_head_dim))[0]  # type: ignore[no-any-return]
+
+    def store_and_attend(self, query: Tensor, states: Tensor, batch: Batch) -> Tensor:
+        """See the base class."""
+        tokens = self.kv_cache, batch.block_table, batch.requests, self.decoders()
+        options: dict[str, Any] = {"scale": self.layer.scale, "window": self.layer.window}
+        if self.coded is not None:
+            self.coded.store(self.kv_cache, states, batch.slots, batch.positions)
+            return self.coded.attend(query, *tokens, **options)
+        store(self.kv_cache, states, batch.slots)
+        return attend(query, *tokens, **options)
 
     def decoders(self) -> Decoders:
         """The rows of kv_b_proj of this rank's heads."""
@@ -218,38 +303,57 @@ class LatentAttention(nn.Module, AttentionLayerBase):
         return Decoders(rows[:, :N], rows[:, N:], biases[:, :N], biases[:, N:])
 
 
-def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs ``(i, i + P/2)`` of the last dim."""
-    first, second = states.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(states.dtype)
+class CodedAttention(PagedAttention):
+    """Attention to heads in codes, in the place of vLLM's own in a model's attention.
+
+    Args:
+        layer_name: its name in the model.
+        coded: the pages of the layer.
+        scale: multiplies the scores.
+        window: the latest tokens that are attended to; None for all.
+    """
+
+    coded: CodedHeads
+
+    def __init__(self, layer_name: str, coded: CodedHeads, scale: float, window: int | None) -> None:
+        super().__init__(layer_name)
+        self.coded, self.scale, self.window = coded, scale, window
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As a vLLM model calls its attention.
+
+        Args:
+            query: ``[Q, H · D]``, rotated.
+            key: ``[Q, K · D]``, not rotated.
+            value: ``[Q, K · V]``.
+
+        Returns:
+            ``[Q, H · V]``.
+        """
+        heads = query.unflatten(-1, (-1, self.coded.head_dim))
+        return self._mixed(heads, torch.cat((key, value), dim=-1), self.coded.value_dim)
+
+    def store_and_attend(self, query: Tensor, states: Tensor, batch: Batch) -> Tensor:
+        """See the base class."""
+        self.coded.store(self.kv_cache, states, batch.slots, batch.positions)
+        tokens = self.kv_cache, batch.block_table, batch.requests
+        return self.coded.attend(query, *tokens, scale=self.scale, window=self.window)
 
 
-def _latent_attention(query: Tensor, latent: Tensor, out: Tensor, layer_name: str) -> None:
+def _attention(query: Tensor, states: Tensor, out: Tensor, layer_name: str) -> None:
     context = get_forward_context()
     metadata = context.attn_metadata
     if metadata is None:  # vLLM measures memory, and has no cache yet
         query.new_empty(2 * WORKSPACE)
         out.zero_()
         return
-    batch: LatentMetadata = (metadata[0] if isinstance(metadata, list) else metadata)[layer_name]
-    layer = context.no_compile_layers[layer_name]
-    store(layer.kv_cache, latent[: len(batch.slots)], batch.slots)
-    mixed = attend(
-        query,
-        layer.kv_cache,
-        batch.block_table,
-        batch.requests,
-        layer.decoders(),
-        scale=layer.layer.scale,
-        window=layer.layer.window,
-    )
-    out.copy_(mixed.flatten(1))
+    batch: Batch = (metadata[0] if isinstance(metadata, list) else metadata)[layer_name]
+    layer: PagedAttention = context.no_compile_layers[layer_name]
+    out.copy_(layer.store_and_attend(query, states[: len(batch.slots)], batch).flatten(1))
 
 
-def _latent_attention_fake(query: Tensor, latent: Tensor, out: Tensor, layer_name: str) -> None:
+def _attention_fake(query: Tensor, states: Tensor, out: Tensor, layer_name: str) -> None:
     return
 
 
-direct_register_custom_op(
-    op_name=OP, op_func=_latent_attention, mutates_args=["out"], fake_impl=_latent_attention_fake
-)
+direct_register_custom_op(op_name=OP, op_func=_attention, mutates_args=["out"], fake_impl=_attention_fake)

@@ -1,12 +1,19 @@
-"""What a folder's ``config.json`` says of its layers."""
+"""What a folder says of its layers, and which class of vLLM's serves it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 FAMILIES = ("llama", "mistral", "qwen2")
-"""Families whose folders are served, by the ``model_type`` of their sources."""
+"""Families whose MLA folders are served, by the ``model_type`` of their sources."""
+
+CODED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Stock classes whose folders are served with their heads in codes, where they hold some."""
+
+CODE_FILE = "kv_cache.safetensors"
+"""The file of a folder whose cache is coded."""
 
 ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of RoPE whose frequencies do not depend on the length of the text."""
@@ -67,6 +74,21 @@ def register_configs() -> None:
     for family in FAMILIES:
         if f"headwise_{family}" not in CONFIG_MAPPING:
             AutoConfig.register(f"headwise_{family}", __getattr__(f"Headwise{CONFIG_MAPPING[family].__name__}"))
+
+
+class CodedFolder:
+    """What vLLM asks once it has read the config of a folder of one of `CODED`."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: Any) -> None:
+        """Have the plugin's class serve the model, where it is a folder that holds codes."""
+        if (Path(model_config.model) / CODE_FILE).is_file():
+            config = model_config.hf_config
+            config.architectures = [f"HeadwiseCoded{config.architectures[0]}"]
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        """Nothing."""
 
 
 def latent_layers(headwise: dict[str, Any], num_layers: int, frequencies: int) -> list[LatentLayer]:

@@ -27,6 +27,11 @@ class Request:
     end: int
     length: int
 
+    @property
+    def new(self) -> int:
+        """S, its new tokens."""
+        return self.end - self.begin
+
 
 @dataclass(frozen=True)
 class Decoders:
@@ -109,7 +114,7 @@ def attend(
         tables = block_table[torch.tensor(together, device=block_table.device)]
         out[rows] = _next_tokens(query[rows], cache, tables, lengths, decoders, scale=scale)
     for at, (table, request) in enumerate(zip(block_table, requests, strict=False)):
-        if request.begin == request.end or at in together:
+        if not request.new or at in together:
             continue
         blocks = table[: -(-request.length // cache.shape[2])].long()
         latents = cache[blocks, 0].flatten(0, 1)[: request.length].to(query.dtype)  # [T, W]
@@ -120,7 +125,7 @@ def attend(
 
 def _one_token_each(requests: list[Request], width: int, window: int | None) -> list[int]:
     """The requests of one new token, where they are several, short and about as long: attended to at once."""
-    found = [at for at, request in enumerate(requests) if request.end == request.begin + 1]
+    found = [at for at, request in enumerate(requests) if request.new == 1]
     lengths = [requests[at].length for at in found]
     if len(found) < 2 or (window is not None and max(lengths) > window):
         return []
@@ -157,19 +162,19 @@ def _next_tokens(
     token = torch.arange(longest, device=query.device)
     hidden = token >= lengths[:, None]
     latents.masked_fill_(hidden[..., None], 0)  # a request's last block may hold anything behind its end
-    whole = _absorbed_query(query, decoders)[:, None]  # [n, 1, H, W]
+    whole = absorbed_query(query, decoders)[:, None]  # [n, 1, H, W]
     seen, states = ~hidden[:, None, None], latents[:, None]
     mixed = F.scaled_dot_product_attention(whole, states, states, attn_mask=seen, scale=scale)[:, 0, :, :R]
-    return _decoded_values(mixed, decoders)
+    return decoded_values(mixed, decoders)
 
 
-def _absorbed_query(query: Tensor, decoders: Decoders) -> Tensor:
+def absorbed_query(query: Tensor, decoders: Decoders) -> Tensor:
     """Queries ``[S, H, N + P]`` as queries of latents, ``[S, H, W]``."""
     N = decoders.keys.shape[1]
     return torch.cat((torch.einsum("shn,hnr->shr", query[..., :N], decoders.keys), query[..., N:]), dim=-1)
 
 
-def _decoded_values(mixed: Tensor, decoders: Decoders) -> Tensor:
+def decoded_values(mixed: Tensor, decoders: Decoders) -> Tensor:
     """The values ``[S, H, V]`` of mixed latents ``[S, H, R]``."""
     out = torch.einsum("shr,hvr->shv", mixed, decoders.values)
     return out if decoders.value_bias is None else out + decoders.value_bias
@@ -209,7 +214,7 @@ def _absorbed(query: Tensor, latents: Tensor, decoders: Decoders, window: int | 
     they are further queries of one head: torch's fused kernel then reads the latents once, with scores in float32.
     """
     S, T, (H, _, R) = len(query), len(latents), decoders.keys.shape
-    whole = _absorbed_query(query, decoders)
+    whole = absorbed_query(query, decoders)
     size = max(1, WORKSPACE // (H * T))
     parts = []
     for at in range(0, S, size):
@@ -217,7 +222,7 @@ def _absorbed(query: Tensor, latents: Tensor, decoders: Decoders, window: int | 
         seen = _visible(range(T - S + at, T - S + at + len(rows)), range(T), window, query.device)
         seen = None if seen is None else seen.repeat_interleave(H, dim=0)
         parts.append(_mixed_latents(rows.flatten(0, 1), latents, seen, scale)[:, :R].unflatten(0, (-1, H)))
-    return _decoded_values(torch.cat(parts), decoders)
+    return decoded_values(torch.cat(parts), decoders)
 
 
 def _mixed_latents(rows: Tensor, latents: Tensor, seen: Tensor | None, scale: float) -> Tensor:
@@ -254,7 +259,7 @@ def _expanded(query: Tensor, latents: Tensor, decoders: Decoders, window: int | 
 
 
 def _expanded_heads(query: Tensor, latents: Tensor, decoders: Decoders, window: int | None, scale: float) -> Tensor:
-    S, T, (H, _, R), V = len(query), len(latents), decoders.keys.shape, decoders.values.shape[1]
+    H, _, R = decoders.keys.shape
     keys = torch.einsum("tr,hnr->htn", latents[:, :R], decoders.keys)
     if decoders.key_bias is not None:
         keys = keys + decoders.key_bias[:, None]
@@ -262,6 +267,35 @@ def _expanded_heads(query: Tensor, latents: Tensor, decoders: Decoders, window: 
     if decoders.value_bias is not None:
         values = values + decoders.value_bias[:, None]
     keys = torch.cat((keys, latents[None, :, R:].expand(H, -1, -1)), dim=-1)
+    return _causal(query, keys, values, window, scale)
+
+
+def attend_to_heads(query: Tensor, keys: Tensor, values: Tensor, *, window: int | None, scale: float) -> Tensor:
+    """Attend to the keys and values of one request, a few key–value heads at a time.
+
+    Args:
+        query: ``[S, H, D]``, of the last S tokens.
+        keys: ``[T, K, D]``, rotated.
+        values: ``[T, K, V]``.
+        window: the latest tokens that a query attends to; None for all.
+        scale: multiplies the scores.
+
+    Returns:
+        ``[S, H, V]``.
+    """
+    T, K, D = keys.shape
+    group = query.shape[1] // K  # query heads of a key–value head
+    heads = max(1, WORKSPACE // (2 * T * group * max(D, values.shape[2])))
+    parts = []
+    for at in range(0, K, heads):
+        own = (x[:, at : at + heads].transpose(0, 1).repeat_interleave(group, 0) for x in (keys, values))
+        parts.append(_causal(query[:, at * group : (at + heads) * group], *own, window, scale))
+    return torch.cat(parts, dim=1)
+
+
+def _causal(query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float) -> Tensor:
+    """Attend with queries ``[S, H, D]`` to keys ``[H, T, D]`` and values ``[H, T, V]``: ``[S, H, V]``."""
+    S, T, V = len(query), keys.shape[1], values.shape[2]
     # torch's fused kernel for CPUs takes keys and values of one width.
     width = max(keys.shape[-1], V)
     query, keys, values = (
@@ -278,6 +312,12 @@ def _expanded_heads(query: Tensor, latents: Tensor, decoders: Decoders, window: 
         states = (query[:, :, at : at + QUERIES], *(x[:, :, tokens.start : tokens.stop] for x in (keys, values)))
         parts.append(F.scaled_dot_product_attention(*states, attn_mask=seen, scale=scale))
     return torch.cat(parts, dim=2)[0, ..., :V].transpose(0, 1)
+
+
+def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs ``(i, i + P/2)`` of the last dim of ``[…, P]``, by cos and sin ``[…, P/2]`` in float32."""
+    first, second = states.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(states.dtype)
 
 
 def _visible(queries: range, tokens: range, window: int | None, device: torch.device) -> Tensor | None:

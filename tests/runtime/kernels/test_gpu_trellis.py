@@ -13,7 +13,6 @@ from torch import Tensor
 from headwise.runtime.attention.rope import rotate
 from headwise.runtime.kernels.gpu import (
     ChannelLayout,
-    Pages,
     attend_trellis,
     decode_trellis,
     encode_windows,
@@ -22,6 +21,7 @@ from headwise.runtime.kernels.gpu import (
 from headwise.runtime.kernels.gpu import trellis as calls
 from headwise.runtime.kernels.mask import Scoring
 from headwise.runtime.kernels.native.abi import TURN
+from headwise.runtime.kernels.pages import Pages
 from headwise.runtime.quantization import SINKS, TransformCode
 from headwise.runtime.quantization.transform_code import channel_layout
 from headwise.runtime.quantization.trellis import decode, encode, tables
@@ -105,7 +105,7 @@ def in_pages(codes: Tensor, lengths: Tensor, noise: torch.Generator) -> tuple[Te
             table[row, page] = next(taken)
             tokens = codes[row, 0, page * PAGE : min((page + 1) * PAGE, length)]
             cache[int(table[row, page]), 0, : len(tokens)] = tokens
-    return moved(cache), Pages(moved(table), moved(lengths.int()))
+    return moved(cache), Pages(moved(table), moved(lengths.int()), int(lengths.max()))
 
 
 @with_triton

@@ -13,10 +13,12 @@ from headwise.runtime.kernels.mask import Scoring
 from headwise.runtime.kernels.native import built
 from headwise.runtime.kernels.native.abi import TURN
 from headwise.runtime.kernels.native.calls import attend_trellis
+from headwise.runtime.kernels.pages import Pages
 from headwise.runtime.quantization import SINKS, TransformCode
 from headwise.runtime.quantization.transform_code import blocks, trellis_layout
 from tests.runtime.kernels.test_affine import allowed, reference
 from tests.runtime.kernels.test_coded import CLOSE, draw_mask
+from tests.runtime.kernels.test_coded import random_code as latent_code
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")
 
@@ -81,6 +83,39 @@ def check(seed: int) -> None:
 def test_it_is_attention_to_the_decoded_values(part: int) -> None:
     for seed in range(200 * part, 200 * (part + 1)):
         check(seed)
+
+
+def in_pages(codes: Tensor, tokens: int, noise: torch.Generator) -> tuple[Tensor, Pages]:
+    """Codes ``[B, 1, T, bytes]`` in pages of so many tokens in any order; whatever is behind them is 255."""
+    (B, _, T, size), spare = codes.shape, 3
+    count = -(-T // tokens)
+    table = torch.randperm(B * count, generator=noise).view(B, count)
+    pages = torch.full((B * count, 1, tokens, size + spare), 255, dtype=torch.uint8)
+    slots = torch.arange(T)
+    for row in range(B):
+        pages[table[row, slots // tokens], 0, slots % tokens, :size] = codes[row, 0]
+    return pages[..., :size], Pages(table.int(), torch.full((B,), T, dtype=torch.int32), T)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64, 256])
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_codes_in_pages_are_read_as_those_in_a_row(tokens: int, is_latent: bool) -> None:
+    pick, noise = random.Random(tokens), torch.Generator().manual_seed(tokens)
+    B, T, K, D = 3, 200, 2, 48
+    code = latent_code(pick, noise, 33, 32) if is_latent else random_code(pick, noise, K, D, D)
+    codes = torch.randint(0, 256, (B, 1, T, code.token_bytes), generator=noise, dtype=torch.uint8)
+    codes[..., 0] = (codes[..., 0] & 0x77) + 1
+    query = torch.randn(B, 6, 2, 65 if is_latent else D, generator=noise)
+    wide, first = torch.randn(B, SINKS, code.width, generator=noise).bfloat16(), torch.zeros(B, dtype=torch.int64)
+    lengths = torch.tensor([T, 7, 130])[:, None, None, None]
+    scoring = Scoring(torch.arange(T) < lengths, False, 0.05)
+    frequency = torch.randint(0, FREQUENCIES, (16 if is_latent else D // 2,), generator=noise)
+    angles = torch.arange(T)[:, None] * torch.rand(FREQUENCIES, generator=noise)
+    cos, sin = angles.cos(), angles.sin()
+    layout = trellis_layout(code, (cos[:TURN, frequency], sin[:TURN, frequency]))
+    others = wide, first, layout, (cos, sin), frequency, scoring
+    pages, table = in_pages(codes, tokens, noise)
+    assert torch.equal(attend_trellis(query, pages, *others, pages=table), attend_trellis(query, codes, *others))
 
 
 @pytest.mark.parametrize("bias", [3, 30, 300, 3000])

@@ -79,6 +79,19 @@ int main() {
       c.turn_sin = turn.data() + TURN * half;
       c.cos = angles.data(), c.sin = angles.data() + T * FREQUENCIES, c.frequency = frequency.data();
       c.count = blocks.size(), c.P = P, c.bytes = bytes, c.frequencies = FREQUENCIES, c.heads = K;
+      // Of one type the codes lie in pages, the first of which is at the end of memory.
+      constexpr int64_t PAGE = 5;
+      const int64_t count = (T + PAGE - 1) / PAGE;
+      std::vector<uint8_t> pages(B * count * PAGE * bytes);
+      std::vector<int32_t> table(B * count);
+      if (type) {
+        for (int64_t i = 0; i < B * count; i++) table[i] = int32_t(B * count - 1 - i);
+        for (int64_t b = 0; b < B; b++)
+          for (int64_t t = 0; t < T; t++)
+            memcpy(&pages[(table[b * count + t / PAGE] * PAGE + t % PAGE) * bytes], &codes[(b * T + t) * bytes], bytes);
+        a.key = pages.data(), a.key_stride[0] = PAGE * bytes;
+        c.table = table.data(), c.table_stride = count, c.page = PAGE, c.pages = B * count;
+      }
       headwise_heads(&c, type);
 
       for (int64_t row = 0; row < B * H * S; row++) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,26 @@ def test_mla_in_a_gguf_is_not_to_be_shifted(outputs: dict[str, Path]) -> None:
     (verdict,) = (verdict for verdict in engines(outputs["gguf"]).verdicts if verdict.engine == "llama.cpp")
     assert verdict.caution is not None
     assert "--no-context-shift" in verdict.caution
+
+
+def test_codes_of_heads(outputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's loader takes the file of codes for weights, so that the plugin's classes alone serve such a folder."""
+    folder = tmp_path / "coded"
+    shutil.copytree(outputs["mqa"], folder)
+    (folder / "kv_cache.safetensors").touch()
+
+    def of_vllm(devices: int = 1) -> Any:
+        found = engines(folder, tensor_parallel=devices).verdicts
+        return next(verdict for verdict in found if verdict.engine == "vLLM")
+
+    assert of_vllm().serves
+    assert "--no-deps . ./plugins/vllm" in of_vllm().caution
+    assert "does not share codes of heads out" in of_vllm(2).why
+    monkeypatch.setattr(rules, "PLUGIN_ROPES", ())
+    assert "no rope_type default" in of_vllm().why
+    monkeypatch.setattr(rules, "PLUGIN_CODED", ())
+    assert "reads no codes of type llama" in of_vllm().why
+    assert "move kv_cache.safetensors out" in of_vllm().instead
 
 
 def test_the_command(outputs: dict[str, Path], cli: Callable[..., Any], refused: Callable[..., str]) -> None:

@@ -21,6 +21,7 @@ import torch
 import headwise
 from headwise.conversion import export_gguf
 from headwise.measure.evaluation import score_window
+from headwise.runtime.quantization.transform_code import read_codes
 from headwise.serving.engines import worker
 from tests.byte_level import save_byte_level
 from tests.cli.conftest import Result
@@ -195,6 +196,31 @@ def test_mlx_lm(models: Path) -> None:
     assert eight.reference.perplexity == pytest.approx(ours.perplexity, rel=1e-3)
     assert 0 < eight.kl < four.kl
     assert four.cache_bytes / eight.cache_bytes == pytest.approx((4 * HEAD + 64) / (8 * HEAD + 64))
+
+
+@pytest.mark.parametrize("to", ["same", "mla"])
+def test_codes_in_vllm(models: Path, tmp_path: Path, to: str) -> None:
+    """A cache in codes takes the bytes of its rows, and each layer computes what these stand for.
+
+    Whole models are compared by perplexity: which codes are nearest depends on the last digits of values.
+    """
+    python = engine_python("vllm", "HEADWISE_VLLM_PYTHON")
+    sizes = {"text": models / "text.txt", "window": 600, "windows": 1, "context": 16}
+    folder = tmp_path / "coded"
+    headwise.convert(
+        models / "folder", folder, to=to, kv_bytes=0.3, calibrate=models / "text.txt", evaluate=False,
+        calibration_tokens=1024, without=["refine", "sequence"],
+    )  # fmt: skip
+    ours = headwise.evaluate(folder, **sizes)
+    result = headwise.evaluate_in_engine(folder, engine="vllm", engine_python=python, **sizes)
+    assert result.perplexity == pytest.approx(ours.perplexity, rel=0.1)  # it runs float32 in 16 bits
+    rows = [code.token_bytes + -(-8 * code.width // 256) for code in read_codes(folder).values()]
+    assert result.cache_bytes_per_token == pytest.approx(sum(rows), rel=0.01)
+    script = Path(__file__).parent / "codes_in_vllm.py"
+    done = subprocess.run([python, str(script), str(folder)], check=True, capture_output=True, text=True)
+    layers = json.loads(done.stdout.splitlines()[-1])
+    assert [layer["tokens"] for layer in layers] == [110] * len(rows)
+    assert all(layer["equal"] and layer["difference"] < 1e-5 for layer in layers)
 
 
 def test_vllm(models: Path, refused: Callable[..., str]) -> None:

@@ -36,6 +36,7 @@ from headwise.runtime.kernels.mask import Scoring, as_bool_mask
 from headwise.runtime.kernels.native.abi import CHANNELS, SINKS, TURN
 from headwise.runtime.kernels.native.build import are_plain, why_not
 from headwise.runtime.kernels.native.calls import TrellisLayout, attend_trellis, can_encode, choose_gains
+from headwise.runtime.kernels.pages import Pages
 from headwise.runtime.kernels.sdpa import FEW_TOKENS
 from headwise.runtime.quantization.codec import Codec, Stored
 from headwise.runtime.quantization.groups import is_on_gpu
@@ -329,6 +330,7 @@ class TrellisFormat(Codec):
         rotation: KeyRotation | None = None,
         *,
         has_sums: bool = False,
+        pages: Pages | None = None,
     ) -> Tensor:
         """Attend to codes that `can_attend_to` said yes to; see `attend_trellis`.
 
@@ -339,6 +341,7 @@ class TrellisFormat(Codec):
             scoring: that of `headwise.runtime.quantization.codec.Codec.attend`; the mask may be ``[B, T]``.
             rotation: how keys are rotated as they are read; None where P is 0.
             has_sums: add the sum of each row's weights as a last column, of latents.
+            pages: where the codes lie in pages; None where each sequence's lie in a row.
 
         Returns:
             The mixed latents ``[B, H, S, R]``, or ``R + 1``; or the heads' mixed values ``[B, H, S, V]``.
@@ -346,7 +349,8 @@ class TrellisFormat(Codec):
         codes, _, unquantised, first = stored.tensors
         B, H, S, _ = query.shape
         if scoring.mask is not None:
-            scoring = scoring._replace(mask=as_bool_mask(scoring.mask, (B, H, S, codes.shape[2])))
+            T = codes.shape[2] if pages is None else pages.tokens
+            scoring = scoring._replace(mask=as_bool_mask(scoring.mask, (B, H, S, T)))
         layout = self._layout_for(rotation, of_gpu=is_on_gpu(query))
         tokens = query, codes, unquantised, first
         if rotation is None:
@@ -355,8 +359,8 @@ class TrellisFormat(Codec):
         else:
             tables, frequency = (rotation.cos, rotation.sin), rotation.frequency
         if isinstance(layout, gpu.ChannelLayout):
-            return gpu.attend_trellis(*tokens, layout, tables, scoring, has_sums=has_sums)
-        return attend_trellis(*tokens, layout, tables, frequency, scoring, has_sums=has_sums)
+            return gpu.attend_trellis(*tokens, layout, tables, scoring, has_sums=has_sums, pages=pages)
+        return attend_trellis(*tokens, layout, tables, frequency, scoring, has_sums=has_sums, pages=pages)
 
     def _layout_for(self, rotation: KeyRotation | None, *, of_gpu: bool) -> gpu.ChannelLayout | TrellisLayout:
         """How a kernel reads the code; it is kept until frequencies change."""

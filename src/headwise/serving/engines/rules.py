@@ -119,6 +119,11 @@ class ModelFacts:
         return sorted(names)
 
     @property
+    def has_codes(self) -> bool:
+        """Whether the folder says how its cache is coded."""
+        return (self.path / FILE).is_file()
+
+    @property
     def has_head(self) -> bool:
         """Whether the output head is a tensor of its own."""
         return "lm_head.weight" in self.checkpoint.tensors
@@ -141,6 +146,11 @@ _LATENT_ON_CPU = (512, 64)
 
 PLUGIN_ROPES = ("default", "linear", "llama3", "yarn")
 """Kinds of RoPE that it computes: frequencies that do not depend on the length of the text."""
+
+PLUGIN_CODED = ("llama", "mistral", "qwen2", "qwen3")
+"""Types of stock folders whose heads it stores in codes."""
+
+_WITHOUT_CODES = f"move {FILE} out of the folder: the cache is then in the model's dtype"
 
 
 @dataclass(frozen=True)
@@ -203,7 +213,7 @@ def _transformers_command(facts: ModelFacts) -> str:
 
 
 def _transformers_caution(facts: ModelFacts) -> str | None:
-    if (facts.path / FILE).is_file():
+    if facts.has_codes:
         return (
             "its cache is stored in codes by headwise.load and headwise serve alone; from_pretrained keeps it in 16 "
             "or 32 bits, and so does transformers serve, in silence"
@@ -295,8 +305,6 @@ def _plugin(facts: ModelFacts) -> Refusal | None:
     """Why vLLM with headwise's plugin does not serve a folder of headwise's own (plugins/vllm/headwise_vllm)."""
     if facts.family is None or not facts.family.deepseek_blocks:
         return f"headwise's plugin for it has no model of type {facts.model_type}", _instead_of_own(facts)
-    if (facts.path / FILE).is_file():
-        return "headwise's plugin for it reads no cache in codes", _convert(facts, "without --kv-bytes and --bits")
     if not all(isinstance(layer, LatentSpec) for layer in facts.spec.layers):
         return "headwise's plugin for it has MLA alone", _instead_of_own(facts)
     if facts.rope_type not in PLUGIN_ROPES:
@@ -304,10 +312,21 @@ def _plugin(facts: ModelFacts) -> Refusal | None:
     return None
 
 
+def _coded(facts: ModelFacts) -> Refusal | None:
+    """Why vLLM with headwise's plugin does not serve a stock folder whose heads are in codes."""
+    if facts.model_type not in PLUGIN_CODED:
+        return f"headwise's plugin for it reads no codes of type {facts.model_type}", _WITHOUT_CODES
+    if facts.rope_type not in PLUGIN_ROPES:
+        return f"headwise's plugin for it has no rope_type {facts.rope_type}", _WITHOUT_CODES
+    if facts.tensor_parallel > 1:
+        return "headwise's plugin for it does not share codes of heads out over devices", "start it on one device"
+    return None
+
+
 def _vllm(facts: ModelFacts) -> Refusal | None:
     if facts.is_own:
         return _plugin(facts) or _shares(facts)
-    return _stock_vllm(facts)
+    return (_coded(facts) if facts.has_codes else None) or _stock_vllm(facts)
 
 
 def _no_stock_folder(facts: ModelFacts) -> Refusal | None:
@@ -342,6 +361,8 @@ def _vllm_command(facts: ModelFacts) -> str:
 
 
 def _vllm_caution(facts: ModelFacts) -> str | None:
+    if facts.has_codes:
+        return "with headwise and its plugin beside it: pip install --no-deps . ./plugins/vllm in its repository"
     if facts.is_own:
         return "with headwise's plugin installed beside it: pip install ./plugins/vllm of headwise's repository"
     first = facts.spec.layers[0]

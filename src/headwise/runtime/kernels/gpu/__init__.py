@@ -4,7 +4,6 @@ from headwise.runtime.kernels.gpu.codes import attend_codes, why_not_codes, why_
 from headwise.runtime.kernels.gpu.split import attend_split, why_not_split
 from headwise.runtime.kernels.gpu.trellis import (
     ChannelLayout,
-    Pages,
     attend_trellis,
     decode_trellis,
     encode_windows,

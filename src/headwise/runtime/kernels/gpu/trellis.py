@@ -7,7 +7,6 @@ P rotary dims, F frequencies of the model; W cached values of a token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from headwise.runtime.kernels.gpu.split import (
     part_strides,
 )
 from headwise.runtime.kernels.mask import Scoring, mask_strides
+from headwise.runtime.kernels.pages import Pages
 
 _MEMORY = 2**27
 """Bytes of predecessors of the tokens that are coded at a time; each has 128 a value."""
@@ -82,18 +82,6 @@ class ChannelLayout:
     def first_part(self) -> int:
         """The channels that have a token's first gain: R of latents, K · D of heads."""
         return self.heads * (self.content + self.rotary) if self.heads else self.value_dim
-
-
-class Pages(NamedTuple):
-    """Where the tokens of sequences lie in a paged cache. Nothing of it is read on the host.
-
-    Attributes:
-        table: int32 ``[B, most pages]``, the numbers of each sequence's pages, in order.
-        lengths: int32 ``[B]``, T of each sequence.
-    """
-
-    table: Tensor
-    lengths: Tensor
 
 
 def why_not_trellis(
@@ -186,7 +174,7 @@ def _fill_parts(
     sizes |= {"ROWS": ROWS, "TOKENS": _TOKENS} | dict(zip(("MAIN", "PAIRS", "WIDTH"), widths, strict=True))
     flags = {"SHARED": not layout.heads, "HAS_CONTENT": content > 0 and layout.rotary < D}
     flags |= {"HAS_MASK": mask is not None, "CAUSAL": is_causal, "WIDEN": must_widen(query)}
-    table, lengths = (first, first) if pages is None else pages
+    table, lengths = (first, first) if pages is None else (pages.table, pages.lengths)
     attend_part_of_trellis[(B * K * tiles, len(parts[0]))](
         *(query, codes, wide, first.contiguous(), query if mask is None else mask),
         *(layout.ends, layout.bits, layout.tables, layout.gains, layout.scale, layout.offset, layout.turn),

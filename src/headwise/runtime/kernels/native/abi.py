@@ -43,6 +43,7 @@ def _pointer(to: str) -> type[c_void_p]:
 
 _INPUT, _OUTPUT = _pointer("const void"), _pointer("void")
 _FLOATS, _BYTES, _WHOLE = _pointer("const float"), _pointer("const uint8_t"), _pointer("const int64_t")
+_PAGES = _pointer("const int32_t")
 _HALVES, _LEVELS, _BLOCKS = _pointer("const uint16_t"), _pointer("const int8_t"), _pointer("const CodedBlock")
 _NEW_FLOATS, _NEW_BYTES = _pointer("float"), _pointer("uint8_t")
 _STRIDES = c_int64 * 3
@@ -96,7 +97,8 @@ class TrellisArguments(Arguments):
     """Tokens in trellis codes.
 
     K is 1 and G all query heads. The keys are the codes, uint8 ``[B, T, bytes]``, and the values those without codes,
-    bfloat16 ``[B, SINKS, values of a token]``.
+    bfloat16 ``[B, SINKS, values of a token]``. Codes in pages are ``[pages, page, bytes]``, and the stride of a
+    batch is then that of a page.
     """
 
     _fields_: ClassVar[Any] = [
@@ -112,6 +114,8 @@ class TrellisArguments(Arguments):
         ("sin", _FLOATS),
         ("frequency", _WHOLE),  # [P / 2], each pair's column in those
         *((size, c_int64) for size in ("count", "P", "bytes", "frequencies")),
+        ("table", _PAGES),  # [B, table_stride], the pages of each sequence in their order, or null
+        *((size, c_int64) for size in ("table_stride", "page", "pages")),  # a page's tokens, and all pages
     ]
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from headwise.runtime.kernels.mask import Scoring, mask_strides
 from headwise.runtime.kernels.native.abi import SINKS, TURN, RowFormat
 from headwise.runtime.kernels.native.build import built, call
+from headwise.runtime.kernels.pages import Pages
 
 
 def attend_fused(
@@ -223,13 +224,14 @@ def attend_trellis(
     scoring: Scoring,
     *,
     has_sums: bool = False,
+    pages: Pages | None = None,
 ) -> Tensor:
     """Attend to latents, or to keys and values of heads, that are stored as trellis codes.
 
     Args:
         query: rotated. Of latents absorbed, ``[B, H, S, R + P]``, or ``[B, H, S, P]`` where it has no content; of
             heads ``[B, H, S, D]``.
-        codes: uint8 ``[B, 1, T, bytes]``.
+        codes: uint8 ``[B, 1, T, bytes]``; or, in pages, ``[all pages, 1, tokens of a page, bytes]``.
         wide: bfloat16 ``[B, SINKS, W]``, unquantised values of each sequence's first tokens, which replace their
             codes; W is R + P of latents, and K · (D + V) of heads.
         first: int64 ``[B]``, the slot of each sequence's first token.
@@ -238,6 +240,7 @@ def attend_trellis(
         frequency: int64 ``[P/2]``, each rotary pair's index among the model's frequencies.
         scoring: which tokens queries attend to, and the factor of their scores.
         has_sums: add the sum of each row's weights, 1 or 0, as a last column; of latents.
+        pages: where the sequences' codes lie in pages; None where each one's lie in a row.
 
     Returns:
         The mixed latents ``[B, H, S, R]``, or ``R + 1``; of heads the mixed values ``[B, H, S, V]``. Zeros where a
@@ -269,8 +272,11 @@ def attend_trellis(
         "sin": sin,
         "frequency": frequency,
     }
-    sizes = 1, codes.shape[2], layout.value_dim, layout.value_dim + has_sums
-    return attend_stored(kernel, tensors, own, sizes, scoring)
+    T = codes.shape[2]
+    if pages is not None:
+        T, tensors["table"] = pages.tokens, pages.table.contiguous()
+        own |= {"table_stride": pages.table.shape[1], "page": codes.shape[2], "pages": len(codes)}
+    return attend_stored(kernel, tensors, own, (1, T, layout.value_dim, layout.value_dim + has_sums), scoring)
 
 
 @dataclass(frozen=True, eq=False)

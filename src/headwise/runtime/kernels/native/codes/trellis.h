@@ -315,14 +315,28 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
       mix_values(head, at.wide + head * value_, heads_ * value_, count, at, partial);
   }
 
+  // Where the codes of a slot are: in their sequence's row, or in one of its pages.
+  const uint8_t* codes_of(int64_t b, int64_t slot) const {
+    const uint8_t* codes = (const uint8_t*)a_.key;
+    if (!a_.table) return codes + b * a_.key_stride[0] + slot * a_.key_stride[2];
+    const int64_t page = a_.table[b * a_.table_stride + slot / a_.page];
+    return codes + page * a_.key_stride[0] + slot % a_.page * a_.key_stride[2];
+  }
+
+  // The last codes in memory.
+  const uint8_t* last_codes(int64_t b) const {
+    if (!a_.table) return codes_of(b, a_.T - 1);
+    return (const uint8_t*)a_.key + (a_.pages - 1) * a_.key_stride[0] + (a_.page - 1) * a_.key_stride[2];
+  }
+
   // Where the codes of a block of tokens are, with the last one's three times more behind them, and both gains of each
   // token.
   void find_tokens(int64_t from, int count, const uint8_t** token, Tokens& at) const {
-    const uint8_t* codes = (const uint8_t*)a_.key + at.b * a_.key_stride[0];
-    for (int t = 0; t < count; t++) token[t] = codes + (from + t) * a_.key_stride[2];
+    for (int t = 0; t < count; t++) token[t] = codes_of(at.b, from + t);
     // What lies behind the last token may be no memory of this process.
-    const uint8_t* end = codes + (a_.T - 1) * a_.key_stride[2] + a_.bytes;
-    for (int t = count - 1; t >= 0 && token[t] + a_.bytes + OVERRUN > end; t--) {
+    const uint8_t* end = last_codes(at.b) + a_.bytes;
+    for (int t = 0; t < count; t++) {
+      if (token[t] + a_.bytes + OVERRUN <= end) continue;
       uint8_t* copy = at.copies + t * (a_.bytes + OVERRUN);
       memcpy(copy, token[t], a_.bytes);
       memset(copy + a_.bytes, 0, OVERRUN);
