@@ -151,7 +151,7 @@ PANELS = {
     "Decide": ("inspect", "compare", "complexity", "predict", "advise", "design", "guide", "report"),
     "Change": ("prepare", "convert", "heal", "frontier", "migrate", "calibrate", "sample"),
     "Measure": ("evaluate", "generate", "profile", "doctor"),
-    "Serve": ("engines", "export"),
+    "Serve": ("engines", "export", "serve"),
     "Study": ("audit", "bench", "count", "demo"),
 }
 
