@@ -245,8 +245,8 @@ def test_convert_ends_as_deepseek_v3(
     evaluation = headwise.evaluate(
         root / "converted stock", against=shallow, text=text, window=512, windows=1, context=64
     )
-    assert evaluation.perplexity_ratio is not None
-    assert 1 < evaluation.perplexity_ratio < 2
+    assert evaluation.kl is not None
+    assert 0 < evaluation.kl < 0.2  # six layers alone predict nothing, so that perplexity would say little
 
 
 def test_stock_cache_of_the_original_is_twice_as_large(shallow: Path, ids: torch.Tensor) -> None:
