@@ -133,11 +133,12 @@ NOT_RUN = {
     "llama-server -m mqa.gguf": "another program, and a server",
     "llama-server -m prepared.gguf -fa on -ctk q4_0 -ctv q4_0": "another program, and a server",
     "vllm serve ./mla": "another program, and a server",
+    "headwise serve ./half --port 8000": "a server",
     "vllm serve ./coded": "another program, and a server",
 }
 """Commands that are not run, as a page has them but for what stands behind them as a comment, and why."""
 
-OTHER_PROGRAMS = {"pip": "installs", "torchrun": "starts processes"}
+OTHER_PROGRAMS = {"pip": "installs", "torchrun": "starts processes", "curl": "asks a server"}
 """Programs that no page's test starts, whatever their arguments."""
 
 BEFORE = {
