@@ -215,8 +215,8 @@ def _transformers_command(facts: ModelFacts) -> str:
 def _transformers_caution(facts: ModelFacts) -> str | None:
     if facts.has_codes:
         return (
-            "its cache is stored in codes by headwise.load and headwise serve alone; from_pretrained keeps it in 16 "
-            "or 32 bits, and so does transformers serve, in silence"
+            "here its cache is stored in codes by headwise.load and headwise serve alone; from_pretrained keeps it "
+            "in 16 or 32 bits, and so does transformers serve, in silence"
         )
     if facts.is_own:  # cli/serving/model_manager.py, _load_model
         return "transformers serve looks for its class in transformers itself; headwise serve serves it"
