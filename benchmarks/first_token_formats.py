@@ -32,8 +32,7 @@ from torch import Tensor
 from benchmarks import data
 from headwise.measure.evaluation import Pair, open_pair, score_window
 from headwise.measure.texts import cut_windows, read_text, token_ids
-from headwise.runtime.kernels.native.abi import SINKS
-from headwise.runtime.quantization.transform_code import TransformCode, TrellisFormat
+from headwise.runtime.quantization.transform_code import SINKS, TransformCode, TrellisFormat
 
 Way = Callable[[TransformCode, Tensor], Tensor]
 """The values ``[SINKS, W]`` of a text's first tokens as a way gives them back."""

@@ -193,7 +193,7 @@ class TransformCode:
         changed, own = change(self, rows), self.of_first
         if own is None or is_first is None:
             return changed
-        if rows.is_cuda:  # which of them are first is not asked: that would wait for the GPU
+        if is_on_gpu(rows):  # which of them are first is not asked: that would wait for the GPU
             return torch.where(is_first[..., None], change(own, rows), changed)
         if bool(is_first.any()):
             changed[is_first] = change(own, rows[is_first])
@@ -211,6 +211,10 @@ class TransformCode:
             rows, exact = codes.reshape(-1, codes.shape[-1]), dtype if dtype == torch.bfloat16 else torch.float32
             values = decode_trellis(rows, self._layout, exact, self.width, self.parts[0])
             return values.view(*codes.shape[:-1], self.width).to(dtype)
+        if is_on_gpu(codes) and gpu.why_not_plain(codes, self.offset) is None:
+            rows = codes.reshape(-1, codes.shape[-1])
+            places = torch.arange(len(rows), device=codes.device) * rows.stride(0)
+            return gpu.decode_trellis(rows, places, self._gpu_layout, dtype).view(*codes.shape[:-1], self.width)
         starts = codes[..., 0]
         levels = decode(codes[..., 1:], self.channel_bits, starts)
         return (levels * self._gains(starts) * self.scale + self.offset).to(dtype)
@@ -218,6 +222,10 @@ class TransformCode:
     @cached_property
     def _layout(self) -> TrellisLayout:
         return trellis_layout(self, None)
+
+    @cached_property
+    def _gpu_layout(self) -> gpu.ChannelLayout:
+        return channel_layout(self, None, None)
 
     def _rounded(self, states: Tensor) -> Tensor:
         normal, gains, starts = self.normalised(states)
@@ -438,9 +446,8 @@ class TrellisFormat(Codec):
         """
         codes, _, unquantised, first = stored.tensors
         B, H, S, _ = query.shape
-        if scoring.mask is not None:
-            T = codes.shape[2] if pages is None else pages.tokens
-            scoring = scoring._replace(mask=as_bool_mask(scoring.mask, (B, H, S, T)))
+        if scoring.mask is not None:  # sequences in pages have lengths instead
+            scoring = scoring._replace(mask=as_bool_mask(scoring.mask, (B, H, S, codes.shape[2])))
         layout = self._layout_for(rotation, of_gpu=is_on_gpu(query))
         tokens = query, codes, self.first_values(codes, unquantised, first, pages), first
         if rotation is None:

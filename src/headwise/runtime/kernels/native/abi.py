@@ -39,7 +39,7 @@ def _pointer(to: str) -> type[c_void_p]:
 
 _INPUT, _OUTPUT = _pointer("const void"), _pointer("void")
 _FLOATS, _BYTES, _WHOLE = _pointer("const float"), _pointer("const uint8_t"), _pointer("const int64_t")
-_PAGES = _pointer("const int32_t")
+_INTEGERS = _pointer("const int32_t")
 _HALVES, _LEVELS, _BLOCKS = _pointer("const uint16_t"), _pointer("const int8_t"), _pointer("const CodedBlock")
 _NEW_FLOATS, _NEW_BYTES = _pointer("float"), _pointer("uint8_t")
 _STRIDES = c_int64 * 3
@@ -71,6 +71,8 @@ class Arguments(Structure):
         ("key_stride", _STRIDES),
         ("value_stride", _STRIDES),
         ("mask_stride", c_int64 * 4),  # batch, query head, new token, token
+        ("lengths", _INTEGERS),  # [B], the tokens of each sequence, or null where all have T
+        ("behind", c_int64),  # new tokens behind the S ones
         ("causal", c_int64),  # a new token sees those up to itself
         ("window", c_int64),  # the latest so many, or all when 0
         ("threads", c_int64),
@@ -111,7 +113,7 @@ class TrellisArguments(Arguments):
         ("frequency", _WHOLE),  # [P / 2], each pair's column in those
         *((size, c_int64) for size in ("count", "P", "bytes", "frequencies")),
         ("wide", c_int64),  # the first tokens whose values replace their codes
-        ("table", _PAGES),  # [B, table_stride], the pages of each sequence in their order, or null
+        ("table", _INTEGERS),  # [B, table_stride], the pages of each sequence in their order, or null
         *((size, c_int64) for size in ("table_stride", "page", "pages")),  # a page's tokens, and all pages
     ]
 

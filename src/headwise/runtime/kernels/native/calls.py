@@ -274,7 +274,8 @@ def attend_trellis(
     }
     T = codes.shape[2]
     if pages is not None:
-        T, tensors["table"] = pages.tokens, pages.table.contiguous()
+        T = pages.table.shape[1] * codes.shape[2]  # at most; each sequence has a length of its own
+        tensors |= {"table": pages.table.contiguous(), "lengths": pages.lengths.contiguous()}
         own |= {"table_stride": pages.table.shape[1], "page": codes.shape[2], "pages": len(codes)}
     return attend_stored(kernel, tensors, own, (1, T, layout.value_dim, layout.value_dim + has_sums), scoring)
 
