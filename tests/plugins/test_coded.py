@@ -29,6 +29,7 @@ from headwise.runtime.hf.attention import (
     HostedLatentAttention,
     SlotRotation,
 )
+from headwise.runtime.kernels.gpu import codes as gpu_codes
 from headwise.runtime.kernels.gpu import trellis as gpu_trellis
 from headwise.runtime.quantization import TransformCode, transform_code
 from headwise.runtime.quantization.transform_code import TrellisFormat, blocks, code_shape, heads_shape
@@ -316,6 +317,7 @@ def test_a_step_on_a_gpu_reads_nothing_on_the_host(name: str, monkeypatch: pytes
     layer = LAYERS[name]()
     monkeypatch.setattr(transform_code, "is_on_gpu", lambda _: True)
     monkeypatch.setattr(gpu_trellis, "_PARTS_OF_PAGES", 2)
+    monkeypatch.setattr(gpu_codes, "is_watched", lambda *_: False)  # the mode below watches operations too
     pages, paged, lengths = pages_of(layer), Paged([20, 7], 16, pages_of(layer).row_bytes), [20, 1]
     slots = torch.cat([paged.slots(at, torch.tensor([length - 1])) for at, length in enumerate(lengths)])
     query = layer._states_to_cache(torch.randn(1, 2, E), None)[0][0, 0]

@@ -180,11 +180,23 @@ class TransformCode:
 
     def rounded(self, states: Tensor, is_first: Tensor | None = None) -> Tensor:
         """What becomes of values ``[…, W]`` when they are coded, without the bytes; see `encode` and `decode`."""
-        return self._by_token(TransformCode._rounded, states, is_first)
+
+        def change(code: TransformCode, rows: Tensor) -> Tensor:
+            values = code._rounded(rows)
+            return values if code is self else values.bfloat16().to(values.dtype)
+
+        return self._by_token(change, states, is_first)
 
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32, is_first: Tensor | None = None) -> Tensor:
-        """The values ``[…, W]`` that codes ``[…, token_bytes]`` stand for; see `encode`."""
-        return self._by_token(lambda code, rows: code._decode(rows, dtype), codes, is_first)
+        """The values ``[…, W]`` that codes ``[…, token_bytes]`` stand for, a first token's rounded to bfloat16.
+
+        See `encode`.
+        """
+
+        def change(code: TransformCode, rows: Tensor) -> Tensor:
+            return code._decode(rows, dtype) if code is self else code._decode(rows, torch.bfloat16).to(dtype)
+
+        return self._by_token(change, codes, is_first)
 
     def _by_token(
         self, change: Callable[[TransformCode, Tensor], Tensor], rows: Tensor, is_first: Tensor | None
@@ -392,11 +404,9 @@ class TrellisFormat(Codec):
             begin: the slot of the first of the values.
         """
         own = states.detach()
-        values, wide = self.code.rounded(own, _are_first(own, first, begin)), self.code.wide_tokens
-        # First tokens are read in bfloat16, in codes or not.
-        none = own.new_zeros(len(own), wide or 1, own.shape[-1], dtype=torch.bfloat16)
-        kept = keep_first_tokens(none, own if wide else values, first, begin).to(own.dtype)
-        values = replace_first_tokens(values, kept, first, begin)
+        none = own.new_zeros(len(own), self.code.wide_tokens, own.shape[-1], dtype=torch.bfloat16)
+        kept = keep_first_tokens(none, own, first, begin).to(own.dtype)
+        values = replace_first_tokens(self.code.rounded(own, _are_first(own, first, begin)), kept, first, begin)
         return states + (values - own) if states.requires_grad else values
 
     def can_attend_to(

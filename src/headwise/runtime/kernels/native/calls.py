@@ -50,7 +50,7 @@ def attend_fused(
     Raises:
         MemoryError: the kernel could not allocate its working memory.
     """
-    tensors, own = {"query": query, "key": key, "value": value}, dict[str, Any](window=scoring.window or 0)
+    tensors, own = {"query": query, "key": key, "value": value}, dict[str, Any]()
     if key_scale is not None and value_scale is not None:
         tensors |= {"key_scale": key_scale, "value_scale": value_scale}
         own |= {"key_scale_stride": key_scale.stride(), "value_scale_stride": value_scale.stride()}
@@ -88,7 +88,7 @@ def attend_stored(
     strides = {f"{name}_stride": tensor.stride()[:3] for name, tensor in states.items()}
     letters = dict(zip("BKGSTDV", (B, K, H // K, S, T, D, V), strict=True))
     numbers = own | letters | strides | {"mask_stride": mask_strides(scoring.mask)}
-    numbers |= {"causal": scoring.is_causal, "scale": scoring.scale}
+    numbers |= {"causal": scoring.is_causal, "window": scoring.window or 0, "scale": scoring.scale}
     call(kernel, tensors | states | {"mask": scoring.mask}, numbers, query.dtype)
     return out
 
