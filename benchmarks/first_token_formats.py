@@ -28,7 +28,8 @@ from torch import Tensor
 from benchmarks import data
 from headwise.measure.evaluation import open_pair, score_window
 from headwise.measure.texts import cut_windows, read_text, token_ids
-from headwise.runtime.quantization.transform_code import SINKS, TransformCode, TrellisFormat
+from headwise.runtime.quantization.transform_code import SINKS, TransformCode
+from headwise.runtime.quantization.trellis_format import TrellisFormat
 
 Way = Callable[[TransformCode, Tensor], Tensor]
 """The values ``[SINKS, W]`` of a text's first tokens as a way gives them back."""

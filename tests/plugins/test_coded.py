@@ -31,8 +31,9 @@ from headwise.runtime.hf.attention import (
 )
 from headwise.runtime.kernels.gpu import codes as gpu_codes
 from headwise.runtime.kernels.gpu import trellis as gpu_trellis
-from headwise.runtime.quantization import TransformCode, transform_code
-from headwise.runtime.quantization.transform_code import TrellisFormat, blocks, code_shape, heads_shape
+from headwise.runtime.quantization import TransformCode, transform_code, trellis_format
+from headwise.runtime.quantization.transform_code import blocks, code_shape, heads_shape
+from headwise.runtime.quantization.trellis_format import TrellisFormat
 from headwise_vllm.coded import CodedHeads, CodedLatents, CodedPages, key_rotation, slot_tables
 from headwise_vllm.config import CODE_FILE, CodedFolder
 from headwise_vllm.paged import Batch, Decoders
@@ -292,8 +293,9 @@ def test_without_kernels_torch_does_the_same(name: str, monkeypatch: pytest.Monk
 def test_the_kernel_for_gpus_reads_pages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, sequences = LAYERS[name](), [torch.randn(length, E) for length in (40, 12)]
     expected = served(layer, sequences, 20, together=True)
-    monkeypatch.setattr(transform_code, "is_on_gpu", lambda _: True)
-    monkeypatch.setattr(transform_code, "attend_trellis", None)
+    for module in (transform_code, trellis_format):
+        monkeypatch.setattr(module, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(trellis_format, "attend_trellis", None)
     monkeypatch.setattr(gpu_trellis, "_PARTS_OF_PAGES", 2)
     for one, other in zip(expected, served(layer, sequences, 20, together=True), strict=True):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=2e-5 * float(one.abs().max()))
@@ -315,7 +317,8 @@ class NothingWaits(TorchDispatchMode):
 @torch.inference_mode()
 def test_a_step_on_a_gpu_reads_nothing_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LAYERS[name]()
-    monkeypatch.setattr(transform_code, "is_on_gpu", lambda _: True)
+    for module in (transform_code, trellis_format):
+        monkeypatch.setattr(module, "is_on_gpu", lambda _: True)
     monkeypatch.setattr(gpu_trellis, "_PARTS_OF_PAGES", 2)
     monkeypatch.setattr(gpu_codes, "is_watched", lambda *_: False)  # the mode below watches operations too
     pages, paged, lengths = pages_of(layer), Paged([20, 7], 16, pages_of(layer).row_bytes), [20, 1]

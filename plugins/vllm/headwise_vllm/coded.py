@@ -25,7 +25,8 @@ from headwise.runtime.kernels.pages import Pages
 from headwise.runtime.kernels.sdpa import FEW_TOKENS
 from headwise.runtime.quantization import TransformCode
 from headwise.runtime.quantization.codec import Stored
-from headwise.runtime.quantization.transform_code import KeyRotation, TrellisFormat, heads_shape, latent_shape
+from headwise.runtime.quantization.transform_code import heads_shape, latent_shape
+from headwise.runtime.quantization.trellis_format import KeyRotation, TrellisFormat
 from headwise_vllm.paged import (
     Batch,
     Decoders,

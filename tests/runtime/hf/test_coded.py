@@ -27,7 +27,8 @@ import headwise
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.runtime.hf import HeadwiseCache
 from headwise.runtime.hf.attention import CodedAttention
-from headwise.runtime.quantization.transform_code import FILE, SINKS, TrellisFormat, codes_content, read_codes
+from headwise.runtime.quantization.transform_code import FILE, SINKS, codes_content, read_codes
+from headwise.runtime.quantization.trellis_format import TrellisFormat
 from tests.tiny_families import save_family
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40

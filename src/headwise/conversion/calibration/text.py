@@ -49,6 +49,9 @@ from headwise.measure.texts import CalibrationTexts, open_windows
 from headwise.runtime.hf import LayerwiseModel
 from headwise.runtime.kernels.native import built
 
+_LEAST_WIDTH = 5
+"""The fewest tokens of a window that a code is designed on."""
+
 
 class TextCalibrator(Calibrator):
     """Calibration on the windows of a text, which go through the model with the conversion.
@@ -256,7 +259,7 @@ def open_calibration(plan: ConversionPlan, texts: CalibrationTexts) -> Calibrati
             windows = recall_windows(ids, held, plan.before, begin=begin)
         if "starts" in plan.stages:
             windows = replace(windows, first_tokens=first_token_ids(windows))
-    if plan.token_bytes is not None and windows.width == 1:
-        rule = "are too few to design a code on, which needs windows of two tokens at least"
+    if plan.token_bytes is not None and windows.width < _LEAST_WIDTH:
+        rule = f"are too few to design a code on, which needs two windows of at least {_LEAST_WIDTH} tokens"
         raise ArgumentError("calibrate", f"{windows.tokens} tokens", rule)
     return windows.to(plan.device)

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from headwise.errors import ArgumentError
 from headwise.runtime.quantization.codec import Codec, Stored, StoredKeys
-from headwise.runtime.quantization.transform_code import TrellisFormat, keep_first_tokens
+from headwise.runtime.quantization.trellis_format import TrellisFormat, keep_first_tokens
 
 _LEAST_TOKENS = 256
 """Tokens for which a growing cache has memory at first."""
