@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +45,7 @@ class LatentModel(nn.Module):
         own: set[str] = set()
 
         def others() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in _without_codes(weights):
+            for name, tensor in weights:
                 if ".self_attn." not in name:
                     yield name, tensor
                 elif name in parameters:
@@ -70,15 +69,6 @@ class CodedModel(nn.Module):
             raise ValueError(f"tensor_parallel_size = {ranks}: must be 1: codes of heads are not split over ranks")
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         install_heads(self.model, vllm_config)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """See vLLM's classes."""
-        return super().load_weights(_without_codes(weights))  # type: ignore[no-any-return]
-
-
-def _without_codes(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """A model's tensors; vLLM reads those of every file of a folder, and so offsets and scales of codes too."""
-    return ((name, tensor) for name, tensor in weights if not re.fullmatch(r"\d+\.(first_)?(offset|scale)", name))
 
 
 def _refuse(vllm_config: VllmConfig) -> None:

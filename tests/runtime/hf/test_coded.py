@@ -336,6 +336,8 @@ def test_a_new_process_can_be_sent_the_model(model: Any, ids: Tensor) -> None:
 def same_folder(one: Path, other: Path) -> bool:
     """Whether two folders have the same tensors, codes and class."""
     tensors = [load_file(folder / "model.safetensors") for folder in (one, other)]
+    indexes = [json.loads((folder / "model.safetensors.index.json").read_text()) for folder in (one, other)]
+    assert all(index["weight_map"] == dict.fromkeys(tensors[0], "model.safetensors") for index in indexes)
     codes = [(folder / FILE).read_bytes() for folder in (one, other)]
     classes = [json.loads((folder / "config.json").read_text())["architectures"] for folder in (one, other)]
     same = tensors[0].keys() == tensors[1].keys() and codes[0] == codes[1] and classes[0] == classes[1]
