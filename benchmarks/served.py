@@ -2,7 +2,7 @@
 
     python -m benchmarks.served ./mla ./same
 
-Each folder is served by a process of its own. Its prompts are beginnings of WikiText-2's test lines, of 4 to 400
+Each folder is served by a process of its own. Its prompts are pieces of WikiText-2 test of 4 to 400
 words; every second answer is streamed, and two requests, one of each kind, are given up by their client after a
 second. Those ask for as many tokens as the model has positions. Kept in benchmarks/results/served.json.
 """
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
     options = parser.parse_args(arguments)
     kept = Kept(options.json, {"requests": REQUESTS, "new": NEW})
-    lines = [line for line in data.wikitext("test", options.cache).read_text().splitlines() if len(line) > 3000]
-    prompts = [" ".join(lines[at].split()[: 4 + at * 396 // REQUESTS]) for at in range(REQUESTS)]
+    words = data.wikitext("test", options.cache).read_text().split()
+    prompts = [" ".join(words[400 * at : 400 * at + 4 + at * 396 // REQUESTS]) for at in range(REQUESTS)]
     for folder in options.folders:
         if folder.name not in kept.rows:
             with serving(folder) as (process, url):

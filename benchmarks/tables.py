@@ -402,6 +402,26 @@ def beginnings(document: Document) -> str:
     return table(head, lines)
 
 
+def first_tokens(document: Document) -> str:
+    """The table of ways to store first tokens: perplexities, beside four tokens in bfloat16."""
+    rows = []
+    for name, row in document["rows"].items():
+        perplexity = row["perplexity"]
+        ratios = {way: perplexity[way] / perplexity["four wide"] for way in FIRST_TOKENS if way != "four wide"}
+        rows.append([name, _number(perplexity["four wide"]), *(f"×{ratio:.4f}" for ratio in ratios.values())])
+    return table(["conversion and text", *FIRST_TOKENS.values()], rows)
+
+
+FIRST_TOKENS = {
+    "four wide": "four in bfloat16",
+    "own code": "the first in a code of its own",
+    "one wide": "the first in bfloat16",
+    "8 bits": "four in 8 bits",
+    "none": "all in one code",
+}
+"""The ways to store first tokens, and their headings."""
+
+
 def frontier(results: Path) -> str:
     """The table of budgets: headwise's conversion, and the best format and published method of no more bytes."""
     own, plain, published = joined.samples(results), joined.formats(results), joined.published(results)
@@ -586,6 +606,7 @@ def trained(document: Document) -> str:
 
 
 TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
+    "first-tokens": ("first-token-formats.json", first_tokens),
     "conversion": ("conversion.json", conversion),
     "retrieval": ("retrieval.json", retrieval),
     "positions": ("long.json", positions),

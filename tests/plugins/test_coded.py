@@ -35,7 +35,7 @@ from headwise.runtime.quantization import TransformCode, transform_code, trellis
 from headwise.runtime.quantization.transform_code import blocks, code_shape, heads_shape
 from headwise.runtime.quantization.trellis_format import TrellisFormat
 from headwise_vllm.coded import CodedHeads, CodedLatents, CodedPages, key_rotation, slot_tables
-from headwise_vllm.config import CODE_FILE, CodedFolder
+from headwise_vllm.config import CODE_FILE, Folders
 from headwise_vllm.paged import Batch, Decoders
 
 E, POISON = 40, 255
@@ -367,11 +367,43 @@ def test_a_code_that_pages_cannot_hold_is_refused() -> None:
 def test_stock_folders_with_codes_have_a_class_of_their_own(tmp_path: Path) -> None:
     config = SimpleNamespace(architectures=["LlamaForCausalLM"])
     model = SimpleNamespace(model=str(tmp_path), hf_config=config)
-    CodedFolder.verify_and_update_model_config(model)
+    Folders.verify_and_update_model_config(model)
     assert config.architectures == ["LlamaForCausalLM"]
     (tmp_path / CODE_FILE).touch()
-    CodedFolder.verify_and_update_model_config(model)
+    Folders.verify_and_update_model_config(model)
     assert config.architectures == ["HeadwiseCodedLlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("architecture", ["HeadwiseLlamaForCausalLM", "HeadwiseCodedLlamaForCausalLM"])
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({}, None),
+        ({"cache_dtype": "float16"}, None),
+        ({"cache_dtype": "fp8"}, "kv_cache_dtype = 'fp8': must be auto"),
+        ({"rope_type": "dynamic"}, "rope_type = 'dynamic': must be one of default, linear"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size = 2: must be 1"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size = 3: must be 1: codes of heads"),
+    ],
+)
+def test_what_is_not_served_is_refused_before_it_is_loaded(
+    architecture: str, change: dict[str, Any], line: str | None
+) -> None:
+    given = SimpleNamespace(
+        **({"cache_dtype": "auto", "decode_context_parallel_size": 1, "tensor_parallel_size": 1} | change)
+    )
+    config = SimpleNamespace(
+        architectures=[architecture], rope_parameters={"rope_type": change.get("rope_type", "yarn")}
+    )
+    model = SimpleNamespace(hf_config=config, dtype=torch.float16)
+    asked = SimpleNamespace(model_config=model, cache_config=given, parallel_config=given)
+    if line is None or ("tensor" in line and "Coded" not in architecture):
+        Folders.verify_and_update_config(asked)
+        return
+    with pytest.raises(ValueError, match=line):
+        Folders.verify_and_update_config(asked)
+    config.architectures = ["LlamaForCausalLM"]
+    Folders.verify_and_update_config(asked)  # another's folder
 
 
 def test_codes_are_read_without_transformers() -> None:

@@ -13,14 +13,13 @@ def register() -> None:
     import vllm
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from headwise_vllm.config import CODED, CodedFolder, register_configs
+    from headwise_vllm.config import CODED, OWN, OWN_CODED, Folders, register_configs
 
     if not vllm.__version__.startswith(f"{RUN_WITH}."):
         warnings.warn(f"headwise-vllm is run with vLLM {RUN_WITH}; this is {vllm.__version__}", stacklevel=2)
     register_configs()
-    latent = ("HeadwiseLlamaForCausalLM", "HeadwiseMistralForCausalLM", "HeadwiseQwen2ForCausalLM")
-    for name in (*latent, *(f"HeadwiseCoded{stock}" for stock in CODED)):
+    for name in (*OWN, *OWN_CODED):
         if name not in vllm.ModelRegistry.get_supported_archs():
             vllm.ModelRegistry.register_model(name, f"headwise_vllm.model:{name}")
-    for stock in CODED:
-        MODELS_CONFIG_MAP.setdefault(stock, CodedFolder)
+    for name in (*CODED, *OWN, *OWN_CODED):
+        MODELS_CONFIG_MAP.setdefault(name, Folders)

@@ -76,19 +76,43 @@ def register_configs() -> None:
             AutoConfig.register(f"headwise_{family}", __getattr__(f"Headwise{CONFIG_MAPPING[family].__name__}"))
 
 
-class CodedFolder:
-    """What vLLM asks once it has read the config of a folder of one of `CODED`."""
+OWN = ("HeadwiseLlamaForCausalLM", "HeadwiseMistralForCausalLM", "HeadwiseQwen2ForCausalLM")
+"""The classes of MLA folders."""
+
+OWN_CODED = tuple(f"HeadwiseCoded{stock}" for stock in CODED)
+"""The classes that take the place of those of `CODED`."""
+
+
+class Folders:
+    """What vLLM asks before it loads a folder of `CODED` or of the plugin's own classes."""
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Have the plugin's class serve the model, where it is a folder that holds codes."""
-        if (Path(model_config.model) / CODE_FILE).is_file():
-            config = model_config.hf_config
+        """Have the plugin's class serve a stock model, where it is a folder that holds codes."""
+        config = model_config.hf_config
+        if config.architectures[0] in CODED and (Path(model_config.model) / CODE_FILE).is_file():
             config.architectures = [f"HeadwiseCoded{config.architectures[0]}"]
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Nothing."""
+        """Refuse what the plugin does not serve, by its name.
+
+        Raises:
+            ValueError: with the field, its value and the rule.
+        """
+        config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
+        if config.architectures[0] not in (*OWN, *OWN_CODED):
+            return
+        rope = (config.rope_parameters or {}).get("rope_type", "default")
+        if rope not in ROPES:
+            raise ValueError(f"rope_type = {rope!r}: must be one of {', '.join(ROPES)}")
+        kind = vllm_config.cache_config.cache_dtype
+        if kind != "auto" and kind != str(vllm_config.model_config.dtype).removeprefix("torch."):
+            raise ValueError(f"kv_cache_dtype = {kind!r}: must be auto: the folder says how its cache is stored")
+        if (ranks := parallel.decode_context_parallel_size) > 1:
+            raise ValueError(f"decode_context_parallel_size = {ranks}: must be 1: caches are not split over ranks")
+        if (ranks := parallel.tensor_parallel_size) > 1 and config.architectures[0] in OWN_CODED:
+            raise ValueError(f"tensor_parallel_size = {ranks}: must be 1: codes of heads are not split over ranks")
 
 
 def latent_layers(headwise: dict[str, Any], num_layers: int, frequencies: int) -> list[LatentLayer]:

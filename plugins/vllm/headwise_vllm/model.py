@@ -18,7 +18,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from headwise_vllm.attention import OP, CodedAttention, LatentAttention, QueryRotation, Rotation
-from headwise_vllm.config import CODE_FILE, ROPES, latent_layers
+from headwise_vllm.config import CODE_FILE, latent_layers
 
 if TYPE_CHECKING:
     from headwise.runtime.quantization import TransformCode
@@ -31,7 +31,6 @@ class LatentModel(nn.Module):
     packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}  # noqa: RUF012 # as vLLM declares it
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        _refuse(vllm_config)
         # The family's attention is made first. What it asks of key–value heads and of windows does not hold for MLA.
         config = vllm_config.model_config.hf_config
         config.num_key_value_heads = config.num_attention_heads
@@ -64,27 +63,8 @@ class CodedModel(nn.Module):
     """What the classes of stock folders with codes share: the family's model, whose attention reads codes."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        _refuse(vllm_config)
-        if (ranks := vllm_config.parallel_config.tensor_parallel_size) > 1:
-            raise ValueError(f"tensor_parallel_size = {ranks}: must be 1: codes of heads are not split over ranks")
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         install_heads(self.model, vllm_config)
-
-
-def _refuse(vllm_config: VllmConfig) -> None:
-    """Refuse what is not served here, by its name.
-
-    Raises:
-        ValueError: with the field, its value and the rule.
-    """
-    rope = (vllm_config.model_config.hf_config.rope_parameters or {}).get("rope_type", "default")
-    if rope not in ROPES:
-        raise ValueError(f"rope_type = {rope!r}: must be one of {', '.join(ROPES)}")
-    kind = vllm_config.cache_config.cache_dtype
-    if kind != "auto" and kind != str(vllm_config.model_config.dtype).removeprefix("torch."):
-        raise ValueError(f"kv_cache_dtype = {kind!r}: must be auto: the folder says how its cache is stored")
-    if (ranks := vllm_config.parallel_config.decode_context_parallel_size) > 1:
-        raise ValueError(f"decode_context_parallel_size = {ranks}: must be 1: caches are not split over ranks")
 
 
 def _codes(vllm_config: VllmConfig) -> dict[int, TransformCode]:
