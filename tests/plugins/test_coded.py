@@ -392,9 +392,8 @@ def test_what_is_not_served_is_refused_before_it_is_loaded(
     given = SimpleNamespace(
         **({"cache_dtype": "auto", "decode_context_parallel_size": 1, "tensor_parallel_size": 1} | change)
     )
-    config = SimpleNamespace(
-        architectures=[architecture], rope_parameters={"rope_type": change.get("rope_type", "yarn")}
-    )
+    rope = {"rope_type": change.get("rope_type", "yarn")}
+    config = SimpleNamespace(architectures=[architecture], rope_parameters=rope)
     model = SimpleNamespace(hf_config=config, dtype=torch.float16)
     asked = SimpleNamespace(model_config=model, cache_config=given, parallel_config=given)
     if line is None or ("tensor" in line and "Coded" not in architecture):
