@@ -55,7 +55,8 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
         """See vLLM's base class; a step of one token reads nothing on the host where caches are coded."""
-        is_coded = kv_cache_spec.dtype == torch.uint8
+        specs = getattr(kv_cache_spec, "kv_cache_specs", {"": kv_cache_spec})  # those of layers whose rows differ
+        is_coded = all(spec.dtype == torch.uint8 for spec in specs.values())
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if is_coded else AttentionCGSupport.NEVER
 
 
@@ -142,8 +143,9 @@ class PagedAttention(nn.Module, AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """One row a token: its values, or bytes of codes; ranks hold it whole."""
         cache = vllm_config.cache_config
-        width, dtype = self.width, vllm_config.model_config.dtype
-        if self.coded is not None:
+        if self.coded is None:
+            width, dtype = self.width, vllm_config.model_config.dtype
+        else:
             width, dtype = self.coded.row_bytes, torch.uint8
         return MLAAttentionSpec(cache.block_size, num_kv_heads=1, head_size=width, dtype=dtype, max_tp_shards=1)
 
