@@ -1,9 +1,8 @@
-"""Ask `headwise serve` fifty times with OpenAI's client: texts beside `headwise.generate`, and the process's memory.
+"""Ask `headwise serve` fifty times with OpenAI's client: texts beside ``generate``'s, and the process's memory.
 
     python -m benchmarks.served ./mla ./same
 
-Each folder is served by a process of its own. Its prompts are pieces of WikiText-2 test of 4 to 400
-words; every second answer is streamed, and two requests, one of each kind, are given up by their client after a
+Each folder is served by a process of its own. Its prompts are pieces of WikiText-2 test of 4 to 400 words; every second answer is streamed, and two requests, one of each kind, are given up by their client after a
 second. Those ask for as many tokens as the model has positions. Kept in benchmarks/results/served.json.
 """
 
@@ -25,6 +24,7 @@ from benchmarks.kept import Kept, say
 
 import headwise
 from benchmarks import data
+from headwise.models.checkpoints import load_tokenizer
 
 REQUESTS, GIVEN_UP = 50, {11: False, 30: True}
 """Requests a folder, and those that are given up: by their number, whether they are streamed."""
@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     kept = Kept(options.json, {"requests": REQUESTS, "new": NEW})
     words = data.wikitext("test", options.cache).read_text().split()
-    prompts = [" ".join(words[400 * at : 400 * at + 4 + at * 396 // REQUESTS]) for at in range(REQUESTS)]
+    counts = [4 + at * 17 % REQUESTS * 8 for at in range(REQUESTS)]  # in no order, so that memory says nothing of it
+    prompts = [" ".join(words[400 * at : 400 * at + count]) for at, count in enumerate(counts)]
     for folder in options.folders:
         if folder.name not in kept.rows:
             with serving(folder) as (process, url):
@@ -62,7 +63,7 @@ def serving(folder: Path) -> Iterator[tuple[int, str]]:
 
 
 def ask(process: int, client: openai.OpenAI, folder: Path, prompts: Sequence[str]) -> dict[str, Any]:
-    """Every request in turn, and what `headwise.generate` continues each prompt with."""
+    """Every request in turn, and what ``generate`` continues each prompt with."""
     texts: dict[int, str] = {}
     memory = []
     for at, prompt in enumerate(prompts):
@@ -75,9 +76,15 @@ def ask(process: int, client: openai.OpenAI, folder: Path, prompts: Sequence[str
         else:
             texts[at] = client.completions.create(max_tokens=NEW, **asked).choices[0].text
         memory.append(resident(process))
-    wanted = {at: headwise.generate(folder, prompts[at], max_new_tokens=NEW, dtype="float32").text for at in texts}
-    equal = sum(text == wanted[at] for at, text in texts.items())
-    return {"answered": len(texts), "equal": equal, "mib": memory}
+    model, tokenizer = headwise.load(folder, dtype="float32"), load_tokenizer(folder)
+    different = []
+    for at, text in texts.items():
+        ids = tokenizer(prompts[at], return_tensors="pt").input_ids
+        whole = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        wanted = tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
+        if text != wanted:
+            different.append({"request": at, "answered": text, "generated": wanted})
+    return {"answered": len(texts), "equal": len(texts) - len(different), "different": different, "mib": memory}
 
 
 def give_up(client: openai.OpenAI, asked: dict[str, Any]) -> None:
