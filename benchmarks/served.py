@@ -2,8 +2,9 @@
 
     python -m benchmarks.served ./mla ./same
 
-Each folder is served by a process of its own. Its prompts are pieces of WikiText-2 test of 4 to 400 words; every second answer is streamed, and two requests, one of each kind, are given up by their client after a
-second. Those ask for as many tokens as the model has positions. Kept in benchmarks/results/served.json.
+Each folder is served by a process of its own. Its prompts are pieces of WikiText-2 test of 4 to 400 words; every
+second answer is streamed, and two requests for more tokens than the rest, one of each kind, are given up by their
+client after a second. Kept in benchmarks/results/served.json.
 """
 
 from __future__ import annotations
