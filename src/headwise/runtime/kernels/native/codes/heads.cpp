@@ -119,9 +119,7 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
   // Scores of a block of tokens. Without words, keys of all heads are decoded at once, and then rotated a few tokens at
   // a time, so that what rotates them is read once.
   void score_codes(int64_t from, int count, const uint8_t* const* token, int64_t end, Place& at) const {
-    const int64_t next = from + count;
-    at.ahead = Ahead((const uint8_t*)a_.key + at.b * a_.key_stride[0] + next * a_.key_stride[2], a_.key_stride[2],
-                     std::min<int64_t>(BLOCK, end - next), a_.bytes, a_.count + rows_, 0);
+    at.ahead = this->ahead_of(at.b, from + count, end, a_.count + rows_);
     const BlockPlan* plan = at.plans;
     const auto decode_keys = [&](int8_t* levels) {
       for (int64_t d = 0; d < D_; d += CHANNELS, plan++) {

@@ -246,6 +246,13 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
   }
 
  protected:
+  // Prefetches a block of tokens from a slot on, as far as they lie behind each other, in so many steps.
+  Ahead ahead_of(int64_t b, int64_t slot, int64_t end, int64_t steps) const {
+    if (slot >= end) return {};
+    return Ahead(codes_of(b, slot), a_.key_stride[2], std::min<int64_t>({BLOCK, end - slot, neighbours(slot)}), a_.bytes,
+                 steps, 0);
+  }
+
   // Scores of all rows with a block's tokens; read(head, t, n) computes a head's keys of n of them.
   template <class Place, class F>
   void score_tokens(int64_t from, int count, Place& at, F read) const {
@@ -323,6 +330,9 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
     return codes + page * a_.key_stride[0] + slot % a_.page * a_.key_stride[2];
   }
 
+  // How many slots from one on lie behind each other in memory.
+  int64_t neighbours(int64_t slot) const { return a_.table ? a_.page - slot % a_.page : a_.T - slot; }
+
   // The last codes in memory.
   const uint8_t* last_codes(int64_t b) const {
     if (!a_.table) return codes_of(b, a_.T - 1);
@@ -332,7 +342,11 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
   // Where the codes of a block of tokens are, with the last one's three times more behind them, and both gains of each
   // token.
   void find_tokens(int64_t from, int count, const uint8_t** token, Tokens& at) const {
-    for (int t = 0; t < count; t++) token[t] = codes_of(at.b, from + t);
+    for (int t = 0; t < count;) {
+      const uint8_t* codes = codes_of(at.b, from + t);
+      for (int to = int(std::min<int64_t>(count, t + neighbours(from + t))); t < to; t++, codes += a_.key_stride[2])
+        token[t] = codes;
+    }
     // What lies behind the last token may be no memory of this process.
     const uint8_t* end = last_codes(at.b) + a_.bytes;
     for (int t = 0; t < count; t++) {
