@@ -154,7 +154,7 @@ INLINE void decode_block(const BlockPlan& block, const int8_t* tables, const uin
 }
 #endif
 
-#if HAS_MATRIX_TILES
+#if HAS_WHOLE_SUMS
 // Decodes a block of channels to quads, and when ROWS to rows of levels too that are `row` bytes apart.
 template <bool ROWS>
 INLINE void decode_quads(const BlockPlan& block, const int8_t* tables, const uint8_t* const* at, int count,
@@ -249,8 +249,8 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
   // Prefetches a block of tokens from a slot on, as far as they lie behind each other, in so many steps.
   Ahead ahead_of(int64_t b, int64_t slot, int64_t end, int64_t steps) const {
     if (slot >= end) return {};
-    return Ahead(codes_of(b, slot), a_.key_stride[2], std::min<int64_t>({BLOCK, end - slot, neighbours(slot)}), a_.bytes,
-                 steps, 0);
+    const int64_t stride = a_.key_stride[2], bytes = stride < a_.bytes + 64 ? stride : a_.bytes;
+    return Ahead(codes_of(b, slot), stride, std::min<int64_t>({BLOCK, end - slot, neighbours(slot)}), bytes, steps, 0);
   }
 
   // Scores of all rows with a block's tokens; read(head, t, n) computes a head's keys of n of them.
@@ -264,6 +264,16 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
         kernel().score_keys(head, t, n, at);
       }
     }
+  }
+
+  // Rotates the queries back by `slot`.
+  template <class Place>
+  void turn_back(int64_t slot, Place& at) const {
+    if (!a_.P || at.turn == slot) return;
+    at.turn = slot;
+    const float *cos = a_.cos + slot * a_.frequencies, *sin = a_.sin + slot * a_.frequencies;
+    for (int64_t d = 0; d < a_.P / 2; d++) at.cos[d] = cos[a_.frequency[d]], at.sin[d] = sin[a_.frequency[d]];
+    kernel().turn(at);
   }
 
   // Writes the key of a token without codes that rotates, the halves `half` numbers apart.
@@ -361,16 +371,6 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
       const uint8_t numbers = *token[std::min(t, count - 1)];
       at.gain[t] = a_.gains[numbers & 15], at.second_gain[t] = a_.gains[numbers >> 4];
     }
-  }
-
-  // Rotates the queries back by `slot`.
-  template <class Place>
-  void turn_back(int64_t slot, Place& at) const {
-    if (!a_.P || at.turn == slot) return;
-    at.turn = slot;
-    const float *cos = a_.cos + slot * a_.frequencies, *sin = a_.sin + slot * a_.frequencies;
-    for (int64_t d = 0; d < a_.P / 2; d++) at.cos[d] = cos[a_.frequency[d]], at.sin[d] = sin[a_.frequency[d]];
-    kernel().turn(at);
   }
 };
 
