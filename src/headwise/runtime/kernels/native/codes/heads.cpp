@@ -15,7 +15,7 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
   using A = Single;
   using Q = Query;
   static constexpr int PIECES = std::is_same_v<Q, float> ? 3 : 2;  // of a whole weight
-  static constexpr int MOST_OF_SUMS = 8;  // rows of a head that are mixed without tiles
+  static constexpr int MOST_OF_SUMS = 6;  // rows of a head that are mixed without tiles
   const int64_t D_, V_;  // columns of a head's levels
   const int64_t query_;  // numbers of a row of queries
   const int64_t key_;    // numbers of a row of keys: what is written of it may end behind it
