@@ -28,10 +28,10 @@ from headwise.runtime.kernels import attend
 from headwise.runtime.kernels.mask import Scoring
 from headwise.runtime.kernels.native.abi import TURN
 from headwise.runtime.kernels.native.calls import attend_trellis
-from headwise.runtime.quantization import SINKS, TransformCode
+from headwise.runtime.quantization import TransformCode
 from headwise.runtime.quantization.codec import Stored
 from headwise.runtime.quantization.formats import parse_format
-from headwise.runtime.quantization.transform_code import blocks, trellis_layout
+from headwise.runtime.quantization.transform_code import SINKS, blocks, trellis_layout
 
 LATENT_HEADS, FREQUENCIES = 9, 32
 LATENTS = {"191+192": (191, 192), "240+96": (240, 96)}

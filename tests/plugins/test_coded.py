@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -26,14 +29,14 @@ from headwise.runtime.hf.attention import (
     HostedLatentAttention,
     SlotRotation,
 )
+from headwise.runtime.kernels.gpu import codes as gpu_codes
 from headwise.runtime.kernels.gpu import trellis as gpu_trellis
-from headwise.runtime.quantization import SINKS, TransformCode, transform_code
-from headwise.runtime.quantization.transform_code import TrellisFormat, blocks, code_shape
-from headwise_vllm import coded as coded_pages
+from headwise.runtime.quantization import TransformCode, transform_code, trellis_format
+from headwise.runtime.quantization.transform_code import blocks, code_shape, heads_shape
+from headwise.runtime.quantization.trellis_format import TrellisFormat
 from headwise_vllm.coded import CodedHeads, CodedLatents, CodedPages, key_rotation, slot_tables
 from headwise_vllm.config import CODE_FILE, CodedFolder
-from headwise_vllm.paged import Decoders, Request
-from headwise_vllm.pages import gather_codes, gather_wide, row_bytes, write_codes, write_wide
+from headwise_vllm.paged import Batch, Decoders
 
 E, POISON = 40, 255
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
@@ -45,8 +48,8 @@ class Paged:
 
     def __init__(self, lengths: list[int], tokens: int, row: int) -> None:
         counts = [-(-length // tokens) for length in lengths]
-        order = torch.randperm(sum(counts) + 2)
-        self.tokens, self.cache = tokens, torch.full((len(order), 1, tokens, row), POISON, dtype=torch.uint8)
+        order = 1 + torch.randperm(sum(counts) + 2)  # the first page is given to no sequence
+        self.tokens, self.cache = tokens, torch.full((len(order) + 1, 1, tokens, row), POISON, dtype=torch.uint8)
         self.table, used = torch.full((len(lengths), max(counts) + 1), -1, dtype=torch.int32), 0
         for at, count in enumerate(counts):
             self.table[at, :count] = order[used : used + count]
@@ -60,34 +63,40 @@ class Paged:
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     tokens=st.sampled_from([4, 5, 16, 32]),
-    code_bytes=st.integers(1, 9),
-    width=st.integers(1, 11),
     seed=st.integers(0, 2**31),
 )
-def test_pages_give_back_what_was_written(
-    lengths: list[int], tokens: int, code_bytes: int, width: int, seed: int
-) -> None:
-    """Tokens of all sequences, some at a time and in any order of sequences; later ones leave first values alone."""
+def test_pages_hold_the_codes_of_each_sequence(lengths: list[int], tokens: int, seed: int) -> None:
+    """Some new tokens of some sequences at a time, in any order; whatever was not written is left alone."""
     torch.manual_seed(seed)
-    pages = Paged(lengths, tokens, row_bytes(code_bytes, 2 * SINKS * width, tokens))
-    codes = [torch.randint(0, 256, (length, code_bytes), dtype=torch.uint8) for length in lengths]
-    wide = [torch.randn(length, width).to(torch.bfloat16) for length in lengths]
+    sections, parts = heads_shape(1, 9, 11)
+    offset, scale, first_offset, first_scale = torch.rand(4, 20) + 0.1
+    code = TransformCode(offset, scale, (3, 2), sections, parts, 9 * first_offset, first_scale)
+    pages = CodedHeads(code, None, 1, 9, 11)
+    paged, values = Paged(lengths, tokens, pages.row_bytes), [torch.randn(length, 20) for length in lengths]
     written = [0] * len(lengths)
     while any(done < length for done, length in zip(written, lengths, strict=True)):
-        at = int(torch.randint(len(lengths), (1,)))
-        begin, end = written[at], min(lengths[at], written[at] + int(torch.randint(1, 9, (1,))))
-        positions = torch.arange(begin, end)
-        slots, first = pages.slots(at, positions), positions < SINKS
-        write_codes(pages.cache, codes[at][begin:end], slots)
-        write_wide(pages.cache, wide[at][begin:end][first], slots[first], positions[first], code_bytes)
-        written[at] = end
-    found = gather_codes(pages.cache, pages.table, max(lengths), code_bytes)
-    values = gather_wide(pages.cache, pages.table, SINKS, code_bytes, width)
-    for at, length in enumerate(lengths):
-        assert torch.equal(found[at, 0, :length], codes[at])
-        assert torch.equal(values[at, : min(length, SINKS)], wide[at][:SINKS])
-    unused = [block for block in range(len(pages.cache)) if block not in pages.table]
-    assert bool((pages.cache[unused] == POISON).all())
+        some = [at for at in torch.randperm(len(lengths)).tolist() if torch.rand(()) < 0.7]
+        new = [min(lengths[at] - written[at], int(torch.randint(0, 9, ()))) for at in some]
+        parts_of = [range(written[at], written[at] + count) for at, count in zip(some, new, strict=True)]
+        slots = [
+            paged.slots(at, torch.arange(part.start, part.stop)) for at, part in zip(some, parts_of, strict=True)
+        ]
+        counts = torch.tensor([part.stop for part in parts_of], dtype=torch.int32)
+        batch = Batch(
+            torch.tensor([0, *new]).cumsum(0), counts, paged.table[some], torch.cat([torch.arange(0), *slots])
+        )
+        states = [values[at][part.start : part.stop] for at, part in zip(some, parts_of, strict=True)]
+        pages.store(paged.cache, torch.cat([*states, torch.empty(0, 20)]), batch)
+        for at, part in zip(some, parts_of, strict=True):
+            written[at] = part.stop
+    for at, (length, states) in enumerate(zip(lengths, values, strict=True)):
+        slots, is_first = paged.slots(at, torch.arange(length)), torch.arange(length) == 0
+        codes = code.encode(states, is_first)
+        assert torch.equal(paged.cache[slots // tokens, 0, slots % tokens], codes)
+        found = pages.decoded(paged.cache, paged.table[at], length, torch.float32)
+        assert torch.equal(found, code.decode(codes, is_first=is_first))
+    unused = [page for page in range(1, len(paged.cache)) if page not in paged.table]
+    assert bool((paged.cache[unused] == POISON).all())
 
 
 def hosted(spec: LatentSpec | GroupedSpec, pairs: int, dtype: torch.dtype = torch.float32) -> CodedAttention:
@@ -103,7 +112,8 @@ def hosted(spec: LatentSpec | GroupedSpec, pairs: int, dtype: torch.dtype = torc
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
     sections, parts = code_shape(spec)
     bits, width = tuple(1 + i * 3 % 8 for i in range(len(list(blocks(sections))))), sum(sections)
-    code = TransformCode(torch.randn(width) / 10, torch.rand(width) / 5 + 0.1, bits, sections, parts)
+    first = torch.randn(width) * 3, torch.rand(width) / 5 + 0.1
+    code = TransformCode(torch.randn(width) / 10, torch.rand(width) / 5 + 0.1, bits, sections, parts, *first)
     layer.set_code(code, SlotRotation(LlamaRotaryEmbedding(config)))
     return layer
 
@@ -166,7 +176,9 @@ def pages_of(layer: CodedAttention) -> CodedPages:
     rotary: Any = slots._rotary
     keys = key_rotation(slot_tables(rotary.inv_freq, rotary.attention_scaling, 512), layer.channels)
     if isinstance(spec, LatentSpec):
-        return CodedLatents(code, keys, spec.kv_lora_rank, spec.qk_rope_head_dim)
+        pages = CodedLatents(code, keys, spec.kv_lora_rank, spec.qk_rope_head_dim)
+        pages.decoders = lambda: decoders_of(layer)
+        return pages
     assert isinstance(spec, GroupedSpec)
     return CodedHeads(code, keys, spec.num_kv_heads, spec.head_dim, spec.value_dim)
 
@@ -176,7 +188,7 @@ def step(layer: CodedAttention, pages: CodedPages, paged: Paged, inputs: list[tu
 
     Each input is a sequence, its tokens so far, and states ``[S, E]``.
     """
-    queries, values, slots, positions, requests, begin = [], [], [], [], [], 0
+    queries, values, slots, starts, lengths = [], [], [], [0], []
     for sequence, former, states in inputs:
         S = len(states)
         rotation = layer._slot_rotation(states, former, former + S)
@@ -188,18 +200,13 @@ def step(layer: CodedAttention, pages: CodedPages, paged: Paged, inputs: list[tu
             query = rotated(heads, rotation, layer.rope)
         queries.append(query[0].transpose(0, 1))
         values.append(layer._states_to_cache(states[None], None)[0][0, 0])
-        positions.append(torch.arange(former, former + S))
-        slots.append(paged.slots(sequence, positions[-1]))
-        requests.append(Request(begin, begin + S, former + S))
-        begin += S
-    pages.store(paged.cache, torch.cat(values), torch.cat(slots), torch.cat(positions))
+        slots.append(paged.slots(sequence, torch.arange(former, former + S)))
+        starts.append(starts[-1] + S)
+        lengths.append(former + S)
     table = paged.table[[sequence for sequence, _, _ in inputs]]
-    options: dict[str, Any] = {"scale": scale_of(layer), "window": layer.window}
-    if isinstance(pages, CodedLatents):
-        mixed = pages.attend(torch.cat(queries), paged.cache, table, requests, decoders_of(layer), **options)
-    else:
-        assert isinstance(pages, CodedHeads)
-        mixed = pages.attend(torch.cat(queries), paged.cache, table, requests, **options)
+    batch = Batch(torch.tensor(starts), torch.tensor(lengths, dtype=torch.int32), table, torch.cat(slots))
+    pages.store(paged.cache, torch.cat(values), batch)
+    mixed = pages.attend(torch.cat(queries), paged.cache, batch, scale=scale_of(layer), window=layer.window)
     out: Tensor = layer.o_proj(merge_heads(mixed.transpose(0, 1)[None])[0])  # type: ignore[operator]
     return out
 
@@ -220,7 +227,7 @@ def decoders_of(layer: CodedAttention) -> Decoders:
 def served(layer: CodedAttention, sequences: list[Tensor], chunk: int, *, together: bool) -> list[Tensor]:
     """The plugin's outputs of sequences: a chunk of each at a time, and at the end single tokens."""
     pages, lengths = pages_of(layer), [len(states) for states in sequences]
-    paged = Paged(lengths, 16, pages.row_bytes(16))
+    paged = Paged(lengths, 16, pages.row_bytes)
     done, outputs = [0] * len(lengths), [list[Tensor]() for _ in lengths]
     while any(at < length for at, length in zip(done, lengths, strict=True)):
         inputs = []
@@ -275,7 +282,6 @@ def test_without_kernels_torch_does_the_same(name: str, monkeypatch: pytest.Monk
     expected = by_headwise(layer, states, 9)
     monkeypatch.setattr(TrellisFormat, "can_attend_to", lambda *_, **__: False)
     monkeypatch.setattr(TrellisFormat, "attend", None)
-    monkeypatch.setattr(coded_pages, "DECODED", 7)
     (found,) = served(layer, [states], 9, together=True)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5 * float(expected.abs().max()))
 
@@ -287,12 +293,45 @@ def test_without_kernels_torch_does_the_same(name: str, monkeypatch: pytest.Monk
 def test_the_kernel_for_gpus_reads_pages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, sequences = LAYERS[name](), [torch.randn(length, E) for length in (40, 12)]
     expected = served(layer, sequences, 20, together=True)
-    for module in (transform_code, coded_pages):
+    for module in (transform_code, trellis_format):
         monkeypatch.setattr(module, "is_on_gpu", lambda _: True)
-    monkeypatch.setattr(transform_code, "attend_trellis", None)
+    monkeypatch.setattr(trellis_format, "attend_trellis", None)
     monkeypatch.setattr(gpu_trellis, "_PARTS_OF_PAGES", 2)
     for one, other in zip(expected, served(layer, sequences, 20, together=True), strict=True):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=2e-5 * float(one.abs().max()))
+
+
+class NothingWaits(TorchDispatchMode):
+    """Refuses operations for which a GPU's results are waited for."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket.__name__ not in self.WAITING, f"waits for {func}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is then compiled, for tensors on the GPU")
+@pytest.mark.parametrize("name", ["latents", "GQA, window"])
+@torch.inference_mode()
+def test_a_step_on_a_gpu_reads_nothing_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = LAYERS[name]()
+    for module in (transform_code, trellis_format):
+        monkeypatch.setattr(module, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(gpu_trellis, "_PARTS_OF_PAGES", 2)
+    monkeypatch.setattr(gpu_codes, "is_watched", lambda *_: False)  # the mode below watches operations too
+    pages, paged, lengths = pages_of(layer), Paged([20, 7], 16, pages_of(layer).row_bytes), [20, 1]
+    slots = torch.cat([paged.slots(at, torch.tensor([length - 1])) for at, length in enumerate(lengths)])
+    query = layer._states_to_cache(torch.randn(1, 2, E), None)[0][0, 0]
+    width = pages.rank + 12 if isinstance(pages, CodedLatents) else pages.head_dim
+    heads = torch.randn(2, layer.spec.num_heads, width)
+    for counted in (False, True):  # what is computed once is computed before a graph is captured
+        batch = Batch(torch.arange(3), torch.tensor(lengths, dtype=torch.int32), paged.table, slots)
+        with NothingWaits() if counted else nullcontext():
+            pages.store(paged.cache, query, batch)
+            pages.attend(heads, paged.cache, batch, scale=1.0, window=layer.window)
+        assert "requests" not in vars(batch)
 
 
 @pytest.mark.parametrize("name", ["latents", "GQA"])
@@ -305,20 +344,22 @@ def test_bytes_are_those_of_headwise(name: str) -> None:
     assert own is not None
     own.append(values, values[..., :0], torch.zeros(1, dtype=torch.int64))
     pages = pages_of(layer)
-    paged, positions = Paged([30], 16, pages.row_bytes(16)), torch.arange(30)
-    padded = torch.cat((paged.slots(0, positions), torch.tensor([-1, -1])))
-    pages.store(paged.cache, torch.cat((values[0, 0], values[0, 0, :2])), padded, torch.arange(32))
-    codes, _, wide, _ = own.stored
-    size = pages.code.token_bytes
-    assert torch.equal(gather_codes(paged.cache, paged.table, 30, size), codes)
-    assert torch.equal(gather_wide(paged.cache, paged.table, SINKS, size, pages.code.width), wide)
-    blocks_written = {int(block) for block in paged.table[0] if block >= 0}
-    assert bool((paged.cache[[b for b in range(len(paged.cache)) if b not in blocks_written]] == POISON).all())
+    paged = Paged([30], 16, pages.row_bytes)
+    padded = torch.cat((paged.slots(0, torch.arange(30)), torch.tensor([-1, -1])))
+    batch = Batch(torch.tensor([0, 30, 31, 32]), torch.tensor([30, 0, 0]), paged.table, padded)
+    pages.store(paged.cache, torch.cat((values[0, 0], values[0, 0, :2])), batch)
+    written = paged.table[0, :2].long()
+    assert torch.equal(paged.cache[written, 0].flatten(0, 1)[:30], own.stored[0][0, 0])
+    others = [page for page in range(1, len(paged.cache)) if page not in written]
+    assert bool((paged.cache[others] == POISON).all())
+    assert bool((paged.cache[written, 0].flatten(0, 1)[30:] == POISON).all())
 
 
-def test_a_code_of_another_layer_is_refused() -> None:
+def test_a_code_that_pages_cannot_hold_is_refused() -> None:
     code = latents().code
     assert code is not None
+    with pytest.raises(ValueError, match="is of format 1, which pages cannot hold; convert the model again"):
+        CodedLatents(replace(code, first_offset=None, first_scale=None), None, 20, 12)
     with pytest.raises(ValueError, match=r"sections = \(20, 6, 6\): must be \(21, 6, 6\)"):
         CodedLatents(code, None, 21, 12)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,6 +14,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLi
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
@@ -23,36 +23,16 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
 from headwise_vllm.config import LatentLayer
-from headwise_vllm.paged import WORKSPACE, Decoders, Request, attend, rotated, store
+from headwise_vllm.paged import WORKSPACE, Batch, Decoders, attend, rotated, store
 
 if TYPE_CHECKING:  # what is coded needs headwise, and nothing else does
-    from headwise_vllm.coded import CodedHeads, CodedLatents
+    from headwise_vllm.coded import CodedHeads, CodedLatents, CodedPages
 
 OP = "headwise_attention"
 
-CODED_BLOCK = 256
-"""Tokens of a page of codes where the user names none: first tokens take 8 bytes a value of each page."""
-
-
-@dataclass
-class Batch:
-    """One batch.
-
-    Attributes:
-        requests: of the batch.
-        block_table: ``[requests, most blocks]``.
-        slots: ``[tokens]``, where new tokens are stored.
-        positions: ``[tokens]``, of new tokens in their sequences.
-    """
-
-    requests: list[Request]
-    block_table: Tensor
-    slots: Tensor
-    positions: Tensor
-
 
 class BatchBuilder(AttentionMetadataBuilder[Batch]):
-    """Turns vLLM's description of a batch into a `Batch`."""
+    """Turns vLLM's description of a batch into a `Batch`, which layers of differing rows share."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -63,14 +43,20 @@ class BatchBuilder(AttentionMetadataBuilder[Batch]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Batch:
         """See vLLM's base class."""
-        batch = common_attn_metadata
-        starts, lengths = batch.query_start_loc_cpu[: batch.num_reqs + 1], batch.seq_lens[: batch.num_reqs].cpu()
-        bounds = zip(starts[:-1].tolist(), starts[1:].tolist(), lengths.tolist(), strict=True)
-        slots = batch.slot_mapping[: int(starts[-1])]
-        positions = torch.arange(len(slots)) + (lengths - starts[1:]).repeat_interleave(starts.diff())
-        return Batch(
-            [Request(*bound) for bound in bounds], batch.block_table_tensor, slots, positions.to(slots.device)
-        )
+        about, count = common_attn_metadata, common_attn_metadata.num_reqs
+        made: Batch | None = vars(about).get(OP)
+        if made is None or made.block_table is not about.block_table_tensor:
+            starts = about.query_start_loc_cpu[: count + 1]
+            slots = about.slot_mapping[: int(starts[-1])]
+            made = Batch(starts, about.seq_lens[:count], about.block_table_tensor, slots)
+            vars(about)[OP] = made
+        return made
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        """See vLLM's base class; a step of one token reads nothing on the host where caches are coded."""
+        is_coded = kv_cache_spec.dtype == torch.uint8
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if is_coded else AttentionCGSupport.NEVER
 
 
 class Backend(AttentionBackend):
@@ -142,7 +128,7 @@ class PagedAttention(nn.Module, AttentionLayerBase):
         layer_name: its name in the model; vLLM's own layer of that name, if there is one, is forgotten.
     """
 
-    coded: CodedHeads | CodedLatents | None = None
+    coded: CodedPages | None = None
 
     def __init__(self, layer_name: str) -> None:
         super().__init__()
@@ -156,12 +142,10 @@ class PagedAttention(nn.Module, AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """One row a token: its values, or bytes of codes; ranks hold it whole."""
         cache = vllm_config.cache_config
-        if self.coded is None:
-            tokens, width, dtype = cache.block_size, self.width, vllm_config.model_config.dtype
-        else:
-            tokens = cache.block_size if cache.user_specified_block_size else CODED_BLOCK
-            width, dtype = self.coded.row_bytes(tokens), torch.uint8
-        return MLAAttentionSpec(block_size=tokens, num_kv_heads=1, head_size=width, dtype=dtype, max_tp_shards=1)
+        width, dtype = self.width, vllm_config.model_config.dtype
+        if self.coded is not None:
+            width, dtype = self.coded.row_bytes, torch.uint8
+        return MLAAttentionSpec(cache.block_size, num_kv_heads=1, head_size=width, dtype=dtype, max_tp_shards=1)
 
     @property
     def width(self) -> int:
@@ -246,6 +230,8 @@ class LatentAttention(PagedAttention):
         if layer.num_heads % ranks:
             raise ValueError(f"num_heads = {layer.num_heads}: must be a multiple of tensor_parallel_size = {ranks}")
         self.layer, self.num_heads, self.rotation, self.coded = layer, layer.num_heads // ranks, rotation, coded
+        if coded is not None:
+            coded.decoders = self.decoders
         H, N, P, V = layer.num_heads, layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim
         R, E = layer.kv_lora_rank, hidden_size
 
@@ -285,13 +271,12 @@ class LatentAttention(PagedAttention):
 
     def store_and_attend(self, query: Tensor, states: Tensor, batch: Batch) -> Tensor:
         """See the base class."""
-        tokens = self.kv_cache, batch.block_table, batch.requests, self.decoders()
         options: dict[str, Any] = {"scale": self.layer.scale, "window": self.layer.window}
         if self.coded is not None:
-            self.coded.store(self.kv_cache, states, batch.slots, batch.positions)
-            return self.coded.attend(query, *tokens, **options)
+            self.coded.store(self.kv_cache, states, batch)
+            return self.coded.attend(query, self.kv_cache, batch, **options)
         store(self.kv_cache, states, batch.slots)
-        return attend(query, *tokens, **options)
+        return attend(query, self.kv_cache, batch.block_table, batch.requests, self.decoders(), **options)
 
     def decoders(self) -> Decoders:
         """The rows of kv_b_proj of this rank's heads."""
@@ -335,9 +320,8 @@ class CodedAttention(PagedAttention):
 
     def store_and_attend(self, query: Tensor, states: Tensor, batch: Batch) -> Tensor:
         """See the base class."""
-        self.coded.store(self.kv_cache, states, batch.slots, batch.positions)
-        tokens = self.kv_cache, batch.block_table, batch.requests
-        return self.coded.attend(query, *tokens, scale=self.scale, window=self.window)
+        self.coded.store(self.kv_cache, states, batch)
+        return self.coded.attend(query, self.kv_cache, batch, scale=self.scale, window=self.window)
 
 
 def _attention(query: Tensor, states: Tensor, out: Tensor, layer_name: str) -> None:
@@ -349,7 +333,9 @@ def _attention(query: Tensor, states: Tensor, out: Tensor, layer_name: str) -> N
         return
     batch: Batch = (metadata[0] if isinstance(metadata, list) else metadata)[layer_name]
     layer: PagedAttention = context.no_compile_layers[layer_name]
-    out.copy_(layer.store_and_attend(query, states[: len(batch.slots)], batch).flatten(1))
+    used = len(batch.slots)  # behind them is what pads the batch
+    out[:used] = layer.store_and_attend(query[:used], states[:used], batch).flatten(1)
+    out[used:] = 0
 
 
 def _attention_fake(query: Tensor, states: Tensor, out: Tensor, layer_name: str) -> None:

@@ -1,5 +1,8 @@
 """Attention to tokens in headwise's codes, in the pages of a paged cache; torch and headwise's codes and kernels.
 
+A page is ``[N, C]`` bytes: the codes of each of its N tokens. A page says all that a cache knows of its tokens:
+engines may share it among sequences, move it and store it without knowing what it means.
+
 Keys are coded before they are rotated, and rotated by their slots when they are read. A kernel of headwise's attends
 to few new tokens of several requests at once, from codes; for many, a request's codes are decoded first. New tokens
 too are attended to as their codes are decoded, so that a token's result depends neither on how a prompt is cut nor on
@@ -11,7 +14,7 @@ heads, D head dim, V value dim, R latent rank, P rotary dims, W values of a toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,29 +23,19 @@ from headwise.runtime.kernels.mask import Scoring
 from headwise.runtime.kernels.native.abi import TURN
 from headwise.runtime.kernels.pages import Pages
 from headwise.runtime.kernels.sdpa import FEW_TOKENS
-from headwise.runtime.quantization import SINKS, TransformCode
+from headwise.runtime.quantization import TransformCode
 from headwise.runtime.quantization.codec import Stored
-from headwise.runtime.quantization.groups import is_on_gpu
-from headwise.runtime.quantization.transform_code import (
-    KeyRotation,
-    TrellisFormat,
-    heads_shape,
-    latent_shape,
-    replace_first_tokens,
-)
+from headwise.runtime.quantization.transform_code import heads_shape, latent_shape
+from headwise.runtime.quantization.trellis_format import KeyRotation, TrellisFormat
 from headwise_vllm.paged import (
+    Batch,
     Decoders,
-    Request,
     absorbed_query,
     attend_to_heads,
     attend_to_latents,
     decoded_values,
     rotated,
 )
-from headwise_vllm.pages import gather_codes, gather_wide, row_bytes, write_codes, write_wide
-
-DECODED = 1024
-"""Tokens that are decoded at a time, which takes some 30 bytes a value."""
 
 
 def slot_tables(inv_freq: Tensor, factor: float, slots: int) -> tuple[Tensor, Tensor]:
@@ -80,7 +73,7 @@ class CodedPages:
         shape: sections and parts that the code must have.
 
     Raises:
-        ValueError: the code is one of another layer.
+        ValueError: the code is one of another layer, or stores first tokens without codes.
     """
 
     def __init__(
@@ -91,103 +84,98 @@ class CodedPages:
     ) -> None:
         if (code.sections, code.parts) != shape:
             raise ValueError(f"kv_cache.safetensors: sections = {code.sections}: must be {shape[0]}")
+        if code.wide_tokens:
+            raise ValueError("kv_cache.safetensors: is of format 1, which pages cannot hold; convert the model again")
         self.code, self.rotation, self.format = code, rotation, TrellisFormat(code)
 
-    def row_bytes(self, tokens: int) -> int:
-        """Bytes of a token's row in pages of so many tokens."""
-        return row_bytes(self.code.token_bytes, 2 * SINKS * self.code.width, tokens)
+    @property
+    def row_bytes(self) -> int:
+        """C, the bytes of a token's row in a page."""
+        return self.code.token_bytes
 
-    def store(self, cache: Tensor, states: Tensor, slots: Tensor, positions: Tensor) -> None:
+    def store(self, cache: Tensor, states: Tensor, batch: Batch) -> None:
         """Code and write new tokens.
 
         Args:
-            cache: uint8 ``[blocks, 1, N, row_bytes(N)]``.
+            cache: uint8 ``[pages, 1, N, C]``.
             states: ``[Q, W]``, keys not rotated.
-            slots: ``[Q]``, the number of a page times N, plus the place in it; below 0 for none.
-            positions: ``[Q]``, of the tokens in their sequences.
+            batch: the batch that the tokens are of.
         """
-        kept = slots >= 0
-        states, slots, positions = states[kept], slots[kept].long(), positions[kept].long()
-        write_codes(cache, self.code.encode(states), slots)
-        first = positions < SINKS
-        if bool(first.any()):
-            write_wide(cache, states[first], slots[first], positions[first], self.code.token_bytes)
+        # Tokens that pad a batch go to the first page, which vLLM gives to no request.
+        slots, tokens = batch.slots.long().clamp_min(0), cache.shape[2]
+        cache[:, 0][slots // tokens, slots % tokens] = self.code.encode(states, batch.are_first)
 
-    def attend_to_codes(
+    def attend(
         self,
         query: Tensor,
         cache: Tensor,
-        block_table: Tensor,
-        length: Sequence[int],
+        batch: Batch,
         *,
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """Attend to codes of several requests as they lie in their pages, by a kernel.
+        """Attend to the codes of each request, causally.
 
         Args:
-            query: ``[n, S, H, …]``, of the last S tokens of each request, rotated; of latents, absorbed.
-            cache: uint8 ``[blocks, 1, N, row_bytes(N)]``.
-            block_table: ``[n, most blocks]``.
-            length: T of each request.
+            query: ``[Q, H, …]``, rotated.
+            cache: uint8 ``[pages, 1, N, C]``; it holds the new tokens.
+            batch: the batch that the new tokens are of.
             scale: multiplies the scores.
             window: the latest tokens that a query attends to; None for all.
 
         Returns:
-            Mixed latents or values, ``[n, S, H, R or V]``.
+            ``[Q, H, V]``; rows of no request are 0.
         """
-        S, longest = query.shape[1], max(length)
-        lengths = torch.tensor(length, dtype=torch.int32, device=query.device)
-        if is_on_gpu(query):
-            scoring = Scoring(None, True, scale, window)
-        else:
-            last = lengths[:, None, None, None] - S + torch.arange(S)[:, None]  # that a query sees, [n, 1, S, 1]
-            token = torch.arange(longest)
-            mask = token <= last
-            if window is not None:
-                mask = mask & (token > last - window)
-            scoring = Scoring(mask, False, scale)
-        codes = cache[..., : self.code.token_bytes]
-        stored = Stored((codes, codes[..., :0], *self._wide(cache, block_table)), (self.code.width, 0), query.dtype)
-        pages = Pages(block_table.int(), lengths, longest)
-        return self.format.attend(query.transpose(1, 2), stored, scoring, self.rotation, pages=pages).transpose(1, 2)
+        S, reads_codes = batch.new, self._reads_codes(query, cache)
+        if reads_codes and 0 < S <= FEW_TOKENS:
+            rows = self._absorbed(query).unflatten(0, (-1, S))
+            pages = Pages(batch.block_table.int(), batch.lengths)
+            mixed = self._attend_to_codes(rows, cache, pages, scale, window)
+            return self._values(mixed.flatten(0, 1))
+        out = query.new_zeros(*query.shape[:2], self._value_dim())
+        groups = batch.groups(FEW_TOKENS if reads_codes else 0)
+        for new, group in groups.items():
+            requests = torch.tensor(group, device=query.device)
+            rows = torch.tensor([batch.requests[at].begin for at in group], device=query.device)[:, None]
+            rows = rows + torch.arange(new, device=query.device)  # [n, S]
+            absorbed = self._absorbed(query[rows].flatten(0, 1)).unflatten(0, rows.shape)
+            pages = Pages(batch.block_table[requests].int(), batch.lengths[requests])
+            mixed = self._attend_to_codes(absorbed, cache, pages, scale, window)
+            out[rows] = self._values(mixed.flatten(0, 1)).unflatten(0, rows.shape)
+        together = {at for group in groups.values() for at in group}
+        for at, request in enumerate(batch.requests):
+            if request.new and at not in together:
+                own = query[request.begin : request.end]
+                values = self.decoded(cache, batch.block_table[at], request.length, query.dtype)
+                out[request.begin : request.end] = self._attend_to_values(own, values, scale=scale, window=window)
+        return out
 
-    def decoded(self, cache: Tensor, block_table: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    def decoded(self, cache: Tensor, pages: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """The values of one request's tokens, ``[T, W]``, keys not rotated.
 
         Args:
-            cache: uint8 ``[blocks, 1, N, row_bytes(N)]``.
-            block_table: ``[most blocks]``.
+            cache: uint8 ``[pages, 1, N, C]``.
+            pages: ``[most pages]``, those of the request in their order.
             length: T.
-            dtype: of the result.
+            dtype: the dtype of the values.
         """
-        codes = gather_codes(cache, block_table[None], length, self.code.token_bytes)
-        wide, first = self._wide(cache, block_table[None])
-        values = torch.empty(1, 1, length, self.code.width, dtype=dtype, device=codes.device)
-        for at in range(0, length, DECODED):
-            values[:, :, at : at + DECODED] = self.code.decode(codes[:, :, at : at + DECODED], dtype)
-        return replace_first_tokens(values, wide.to(dtype), first, 0)[0, 0]
+        own = pages[: -(-length // cache.shape[2])].long()
+        codes = cache[own, 0].flatten(0, 1)[:length]
+        return self.code.decode(codes, dtype, torch.arange(length, device=codes.device) == 0)
 
-    def in_groups(self, requests: Sequence[Request], query: Tensor, cache: Tensor) -> list[list[int]]:
-        """Requests that a kernel attends to, those of as many new tokens together: few of them.
+    def _reads_codes(self, query: Tensor, cache: Tensor) -> bool:
+        """Whether a kernel attends to codes of few new tokens."""
+        return self.format.can_attend_to(query[None, :1], (cache, cache), None, needs_grad=False)
 
-        Args:
-            requests: of the batch.
-            query: of the batch.
-            cache: uint8 ``[blocks, 1, N, row_bytes(N)]``.
-        """
-        if not self.format.can_attend_to(query[None, :1], (cache,) * 4, None, needs_grad=False):
-            return []
-        groups: dict[int, list[int]] = {}
-        for at, request in enumerate(requests):
-            if 0 < request.new <= FEW_TOKENS:
-                groups.setdefault(request.new, []).append(at)
-        return [*groups.values()]
-
-    def _wide(self, cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
-        """The values of some requests' first tokens, bfloat16 ``[n, SINKS, W]``, and their slots, 0."""
-        wide = gather_wide(cache, block_table, SINKS, self.code.token_bytes, self.code.width)
-        return wide, torch.zeros(len(wide), dtype=torch.int64, device=wide.device)
+    def _attend_to_codes(
+        self, query: Tensor, cache: Tensor, pages: Pages, scale: float, window: int | None
+    ) -> Tensor:
+        """Attend to codes of several requests as they lie in their pages: ``[n, S, H, …]``, as the queries come."""
+        nothing = torch.empty(len(query), 0, self.code.width, dtype=torch.bfloat16, device=query.device)
+        first = torch.zeros(len(query), dtype=torch.int64, device=query.device)
+        stored = Stored((cache, cache[..., :0], nothing, first), (self.code.width, 0), query.dtype)
+        scoring = Scoring(None, True, scale, window)
+        return self.format.attend(query.transpose(1, 2), stored, scoring, self.rotation, pages=pages).transpose(1, 2)
 
     def _rotated_keys(self, keys: Tensor) -> Tensor:
         """Keys ``[T, …, P]`` rotated by their slots."""
@@ -196,6 +184,22 @@ class CodedPages:
         cos, sin = (table[: len(keys), self.rotation.frequency] for table in self.rotation[:2])
         between = (1,) * (keys.dim() - 2)
         return rotated(keys, *(table.unflatten(0, (-1, *between)) for table in (cos, sin)))
+
+    def _value_dim(self) -> int:
+        """V."""
+        raise NotImplementedError
+
+    def _absorbed(self, query: Tensor) -> Tensor:
+        """Queries ``[Q, H, …]`` as the kernel takes them."""
+        return query
+
+    def _values(self, mixed: Tensor) -> Tensor:
+        """The values ``[Q, H, V]`` of what the kernel returns."""
+        return mixed
+
+    def _attend_to_values(self, query: Tensor, values: Tensor, *, scale: float, window: int | None) -> Tensor:
+        """Attend to the decoded values ``[T, W]`` of one request's tokens: ``[S, H, V]``."""
+        raise NotImplementedError
 
 
 class CodedLatents(CodedPages):
@@ -207,39 +211,31 @@ class CodedLatents(CodedPages):
         rank: R.
         rotary: P.
 
+    Attributes:
+        decoders: gives the decoders of the layer's latents as they are now; whoever attends sets it.
+
     Raises:
         ValueError: the code is one of another layer.
     """
+
+    decoders: Callable[[], Decoders]
 
     def __init__(self, code: TransformCode, rotation: KeyRotation | None, rank: int, rotary: int) -> None:
         super().__init__(code, rotation, latent_shape(rank, rotary))
         self.rank = rank
 
-    def attend(
-        self,
-        query: Tensor,
-        cache: Tensor,
-        block_table: Tensor,
-        requests: Sequence[Request],
-        decoders: Decoders,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        """Attend to the latents of each request, causally; see `headwise_vllm.paged.attend`."""
-        out = query.new_zeros(len(query), *decoders.values.shape[:2])
-        groups = self.in_groups(requests, query, cache)
-        for group in groups:
-            rows, lengths = rows_of(requests, group, query.device), [requests[at].length for at in group]
-            absorbed = absorbed_query(query[rows].flatten(0, 1), decoders).unflatten(0, rows.shape)
-            mixed = self.attend_to_codes(absorbed, cache, block_table[group], lengths, scale=scale, window=window)
-            out[rows] = decoded_values(mixed.flatten(0, 1), decoders).unflatten(0, rows.shape)
-        for at in others(requests, groups):
-            begin, end = requests[at].begin, requests[at].end
-            values = self.decoded(cache, block_table[at], requests[at].length, query.dtype)
-            latents = torch.cat((values[:, : self.rank], self._rotated_keys(values[:, self.rank :])), dim=-1)
-            out[begin:end] = attend_to_latents(query[begin:end], latents, decoders, window=window, scale=scale)
-        return out
+    def _value_dim(self) -> int:
+        return self.decoders().values.shape[1]
+
+    def _absorbed(self, query: Tensor) -> Tensor:
+        return absorbed_query(query, self.decoders())
+
+    def _values(self, mixed: Tensor) -> Tensor:
+        return decoded_values(mixed, self.decoders())
+
+    def _attend_to_values(self, query: Tensor, values: Tensor, *, scale: float, window: int | None) -> Tensor:
+        latents = torch.cat((values[:, : self.rank], self._rotated_keys(values[:, self.rank :])), dim=-1)
+        return attend_to_latents(query, latents, self.decoders(), window=window, scale=scale)
 
 
 class CodedHeads(CodedPages):
@@ -262,56 +258,12 @@ class CodedHeads(CodedPages):
         super().__init__(code, rotation, heads_shape(heads, head_dim, value_dim))
         self.heads, self.head_dim, self.value_dim = heads, head_dim, value_dim
 
-    def attend(
-        self,
-        query: Tensor,
-        cache: Tensor,
-        block_table: Tensor,
-        requests: Sequence[Request],
-        *,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        """Attend to the keys and values of each request, causally; see `headwise_vllm.paged.attend`.
+    def _value_dim(self) -> int:
+        return self.value_dim
 
-        Args:
-            query: ``[Q, H, D]``, rotated.
-            cache: uint8 ``[blocks, 1, N, row_bytes(N)]``; it holds the new tokens.
-            block_table: ``[requests, most blocks]``, the blocks of each request in their order.
-            requests: of the batch.
-            scale: multiplies the scores.
-            window: the latest tokens that are attended to; None for all.
-
-        Returns:
-            ``[Q, H, V]``.
-        """
-        out = query.new_zeros(*query.shape[:2], self.value_dim)
-        groups = self.in_groups(requests, query, cache)
-        for group in groups:
-            rows, lengths = rows_of(requests, group, query.device), [requests[at].length for at in group]
-            out[rows] = self.attend_to_codes(
-                query[rows], cache, block_table[group], lengths, scale=scale, window=window
-            )
-        for at in others(requests, groups):
-            begin, end = requests[at].begin, requests[at].end
-            values = self.decoded(cache, block_table[at], requests[at].length, query.dtype)
-            keys, values = (
-                part.unflatten(-1, (self.heads, -1))
-                for part in values.split_with_sizes((self.heads * self.head_dim, self.heads * self.value_dim), -1)
-            )
-            out[begin:end] = attend_to_heads(
-                query[begin:end], self._rotated_keys(keys), values, window=window, scale=scale
-            )
-        return out
-
-
-def rows_of(requests: Sequence[Request], group: list[int], device: torch.device) -> Tensor:
-    """The new tokens of a group of requests, which have as many, by their numbers in the batch, ``[n, S]``."""
-    begin = torch.tensor([requests[at].begin for at in group], device=device)
-    return begin[:, None] + torch.arange(requests[group[0]].new, device=device)
-
-
-def others(requests: Sequence[Request], groups: list[list[int]]) -> list[int]:
-    """Requests with new tokens that are in no group."""
-    taken = {at for group in groups for at in group}
-    return [at for at, request in enumerate(requests) if request.new and at not in taken]
+    def _attend_to_values(self, query: Tensor, values: Tensor, *, scale: float, window: int | None) -> Tensor:
+        keys, values = (
+            part.unflatten(-1, (self.heads, -1))
+            for part in values.split_with_sizes((self.heads * self.head_dim, self.heads * self.value_dim), -1)
+        )
+        return attend_to_heads(query, self._rotated_keys(keys), values, window=window, scale=scale)

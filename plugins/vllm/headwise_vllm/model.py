@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from vllm.config import VllmConfig
@@ -45,7 +45,7 @@ class LatentModel(nn.Module):
         own: set[str] = set()
 
         def others() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in _without_codes(weights):
+            for name, tensor in weights:
                 if ".self_attn." not in name:
                     yield name, tensor
                 elif name in parameters:
@@ -70,15 +70,6 @@ class CodedModel(nn.Module):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         install_heads(self.model, vllm_config)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """See vLLM's classes."""
-        return super().load_weights(_without_codes(weights))  # type: ignore[no-any-return]
-
-
-def _without_codes(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """A model's tensors; vLLM reads those of every file of a folder, and so offsets and scales of codes too."""
-    return ((name, tensor) for name, tensor in weights if not re.fullmatch(r"\d+\.(offset|scale)", name))
-
 
 def _refuse(vllm_config: VllmConfig) -> None:
     """Refuse what is not served here, by its name.
@@ -100,21 +91,21 @@ def _codes(vllm_config: VllmConfig) -> dict[int, TransformCode]:
     """The code of each layer, from the model's folder; none where its cache is not coded.
 
     Raises:
-        ValueError: headwise is not installed, or a page is too small.
+        ValueError: headwise is not installed, or a GPU cannot read pages of so many tokens.
     """
     folder, config = Path(vllm_config.model_config.model), vllm_config.model_config.hf_config
     if not (folder / CODE_FILE).is_file():
         return {}
     try:
+        from headwise.runtime.kernels.gpu import TILE
         from headwise.runtime.kernels.native.build import built
-        from headwise.runtime.quantization import SINKS
         from headwise.runtime.quantization.transform_code import read_codes
     except ImportError as error:
         raise ValueError(f"{CODE_FILE}: needs headwise: pip install --no-deps headwise ({error})") from error
-    if (tokens := vllm_config.cache_config.block_size) < SINKS:
-        raise ValueError(f"block_size = {tokens}: must be at least {SINKS}: a cache's first tokens share a page")
+    tokens, device = vllm_config.cache_config.block_size, vllm_config.device_config.device
+    if torch.device(device).type == "cuda" and tokens % TILE:
+        raise ValueError(f"block_size = {tokens}: must be a multiple of {TILE} on a GPU, whose kernels read so many")
     built()  # compiles the kernels, which would else keep the first request waiting
-    device = vllm_config.device_config.device
     return {layer: code.to(device) for layer, code in read_codes(folder, config.num_hidden_layers).items()}
 
 

@@ -7,6 +7,7 @@ P rotary dims, V value dim, W = R + P.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,56 @@ class Request:
     def new(self) -> int:
         """S, its new tokens."""
         return self.end - self.begin
+
+
+@dataclass
+class Batch:
+    """The new tokens of some requests, and the pages that each one's tokens are in.
+
+    What only the device knows, the lengths, is read on the host where requests have differing numbers of new tokens,
+    and nowhere else: a CUDA graph may hold a step in which each has as many.
+
+    Attributes:
+        starts: ``[n + 1]``, on the host, where each request's new tokens begin in the batch, and their end.
+        lengths: int32 ``[n]``, T of each request; 0 for one that pads the batch.
+        block_table: int32 ``[n, most pages]``, the pages of each request in their order; behind its end anything.
+        slots: ``[Q]``, where new tokens are stored: the number of a page times its tokens, plus the place in it;
+            below 0 for tokens that pad the batch.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    block_table: Tensor
+    slots: Tensor
+
+    @cached_property
+    def new(self) -> int:
+        """S, where all requests have as many new tokens; 0 where they differ."""
+        counts = self.starts.diff()
+        return int(counts[0]) if len(counts) and bool((counts == counts[0]).all()) else 0
+
+    @cached_property
+    def requests(self) -> list[Request]:
+        """Each request."""
+        bounds = zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), self.lengths.tolist(), strict=True)
+        return [Request(*bound) for bound in bounds]
+
+    @cached_property
+    def are_first(self) -> Tensor:
+        """Which of the new tokens are the first of their requests, bool ``[Q]``."""
+        if S := self.new:
+            return (self.lengths[:, None] - S + torch.arange(S, device=self.lengths.device) == 0).flatten()
+        ahead = self.starts[1:].repeat_interleave(self.starts.diff()) - torch.arange(int(self.starts[-1]))
+        counts = self.starts.diff().to(self.lengths.device)
+        return self.lengths.repeat_interleave(counts, output_size=len(ahead)) == ahead.to(self.lengths.device)
+
+    def groups(self, most: int) -> dict[int, list[int]]:
+        """The numbers of the requests that have up to so many new tokens, by how many they have."""
+        groups: dict[int, list[int]] = {}
+        for at, request in enumerate(self.requests):
+            if 0 < request.new <= most:
+                groups.setdefault(request.new, []).append(at)
+        return groups
 
 
 @dataclass(frozen=True)

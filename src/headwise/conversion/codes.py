@@ -26,7 +26,7 @@ from headwise.conversion.solvers.layer import Layer, Rotation, grouped_spec, lat
 from headwise.conversion.solvers.refit import OUTLIER
 from headwise.models.specs import GroupedSpec, LatentSpec
 from headwise.runtime.kernels.native.abi import CHANNELS
-from headwise.runtime.quantization import SINKS, TransformCode
+from headwise.runtime.quantization import TransformCode
 from headwise.runtime.quantization.transform_code import blocks, code_shape
 from headwise.runtime.quantization.trellis import encode
 
@@ -37,7 +37,7 @@ class _Tap:
     def __init__(self) -> None:
         self.values = torch.empty(0)
 
-    def rounded(self, values: Tensor) -> Tensor:
+    def rounded(self, values: Tensor, is_first: Tensor) -> Tensor:
         self.values = values.detach().requires_grad_()
         return self.values
 
@@ -47,19 +47,28 @@ class ChannelStatistics:
     """The measurements that the code of a layer is designed by.
 
     Attributes:
-        values: the cached values of tokens behind the sinks, before rotation, float32 ``[n, W]``.
+        values: the cached values of all but first tokens, before rotation, float32 ``[n, W]``.
+        first: the cached values of tokens that each begin a text, float32 ``[m, W]``.
+        usual_first: the value about which those of first tokens lie, float32 ``[W]``.
         metric: the mean outer product of the derivative of the output's cost by these values, float64 ``[W, W]``.
         importance: the cost of an error of each token over the mean, float32 ``[n]``: the squared length of its
             derivative, whitened by the metric. That of the tokens that attention rests on is far above the mean.
     """
 
     values: Tensor
+    first: Tensor
+    usual_first: Tensor
     metric: Tensor
     importance: Tensor
 
 
 def channel_statistics(
-    layer: Layer, windows: Iterable[tuple[Tensor, Rotation | None]], root: Tensor
+    layer: Layer,
+    windows: Iterable[tuple[Tensor, Rotation | None]],
+    root: Tensor,
+    alone: Tensor | None = None,
+    *,
+    begin_alike: bool = False,
 ) -> ChannelStatistics:
     """Collect a layer's cached values, and the metric of errors in them, on some windows.
 
@@ -70,6 +79,9 @@ def channel_statistics(
         layer: the layer, float32: MLA, MHA, GQA or MQA.
         windows: the inputs ``[T, E]`` of the layer on each window, and the window's rotary tables.
         root: the root of the layer's sensitivity, ``[E, E]``.
+        alone: the inputs ``[m, E]`` of the layer at tokens that each begin a text, besides those of the windows;
+            None for none.
+        begin_alike: whether all windows begin with one token, which the tokenizer puts before any text.
 
     Returns:
         The statistics of the cached values; gradients whose square is above `OUTLIER` medians count as so many in the
@@ -79,7 +91,8 @@ def channel_statistics(
         torch.linalg.LinAlgError: cached values are not finite.
     """
     generator = torch.Generator().manual_seed(0)
-    values, gradients = [], []
+    values, first, gradients = [], [], []
+    rotation = None
     for inputs, rotation in windows:
         tap = _Tap()
         with torch.enable_grad():
@@ -87,9 +100,14 @@ def channel_statistics(
             drawn = torch.randn(len(inputs), root.shape[1], generator=generator, device=CPU)
             direction = to_device(drawn) @ root.mT
             (gradient,) = torch.autograd.grad((output * direction).sum(), tap.values)
-        values.append(tap.values.detach()[SINKS:])
-        gradients.append(gradient[SINKS:])
-    all_gradients = torch.cat(gradients)
+        values.append(tap.values.detach()[1:])
+        first.append(tap.values.detach()[:1])
+        gradients.append(gradient[1:])
+    if alone is not None:
+        tap = _Tap()
+        replace(layer, code=cast(TransformCode, tap)).heads(alone, torch.arange(1), rotation)
+        first.append(tap.values.detach())
+    all_first, all_gradients = torch.cat(first), torch.cat(gradients)
     size = all_gradients.square().sum(-1)
     limit = OUTLIER * size.median()
     limited = all_gradients * (limit / size.clamp_min(limit).clamp_min(torch.finfo(size.dtype).tiny)).sqrt()[:, None]
@@ -102,7 +120,8 @@ def channel_statistics(
     mean = importance.mean()
     # Where nothing depends on the layer's output, all tokens count equally.
     importance = torch.ones_like(importance) if mean == 0 else importance / mean
-    return ChannelStatistics(torch.cat(values), metric, importance)
+    usual_first = (first[0] if begin_alike else all_first).mean(0)
+    return ChannelStatistics(torch.cat(values), all_first, usual_first, metric, importance)
 
 
 def decorrelated(layer: Layer, statistics: ChannelStatistics) -> tuple[Layer, Tensor]:
@@ -277,6 +296,8 @@ class ScaleTable:
         variance: the variance of each channel, ``[W]``.
         sample: the values that scales are fitted to, ``[n, W]``.
         weights: the weights of the errors of the sample's tokens, ``[n]``, of sum 1.
+        first: the values of first tokens, ``[m, W]``.
+        usual_first: the value about which they lie, ``[W]``.
     """
 
     offset: Tensor
@@ -285,26 +306,33 @@ class ScaleTable:
     variance: Tensor
     sample: Tensor
     weights: Tensor
+    first: Tensor
+    usual_first: Tensor
 
 
-def fit_scales(values: Tensor, parts: tuple[int, ...], importance: Tensor, *, tokens: int = SAMPLE) -> ScaleTable:
+def fit_scales(
+    statistics: ChannelStatistics, basis: Tensor, parts: tuple[int, ...], *, tokens: int = SAMPLE
+) -> ScaleTable:
     """Fit the scales of all channels, each number of bits by itself.
 
     Args:
-        values: the cached values in the basis of the code, ``[n, W]``.
+        statistics: the statistics of the cached values.
+        basis: the map of these values to the basis of the code, ``[W, W]``.
         parts: the parts of the cached values that have a gain each; see `TransformCode`.
-        importance: the weights of the tokens' errors, ``[n]``.
         tokens: the number of tokens that scales are fitted to.
     """
+    values, first, usual_first = (
+        states.double() @ basis.mT for states in (statistics.values, statistics.first, statistics.usual_first)
+    )
     offset = values.mean(0).float()
     deviation = (values - values.mean(0)).square().mean(0).sqrt().float().clamp_min(1e-20)
-    sample, weights = _sample(values, importance, tokens)
+    sample, weights = _sample(values, statistics.importance, tokens)
     width = len(offset)
     scales, errors = torch.ones(9, width), torch.zeros(9, width)
     for bits in WIDTHS:
         code = TransformCode(offset, deviation, (bits,) * -(-width // CHANNELS), (width,), parts)
         scales[bits], errors[bits] = _best_scales(code, deviation, sample, weights)
-    return ScaleTable(offset, scales, errors, deviation.square(), sample, weights)
+    return ScaleTable(offset, scales, errors, deviation.square(), sample, weights, first.float(), usual_first.float())
 
 
 def _sample(values: Tensor, importance: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -379,15 +407,28 @@ def allot(
     scale = table.scales.gather(0, by_channel[None])[0]
     code = TransformCode(table.offset, scale, tuple(bits), sections, parts)
     for _ in range(rounds):
-        centred = _centred(code, table)
+        centred = _centred(code, table.sample)
         scale, _ = _best_scales(centred, table.variance.sqrt(), table.sample, table.weights)
         code = replace(code, scale=scale)
-    return _centred(code, table)
+    return _with_first(_centred(code, table.sample), table)
 
 
-def _centred(code: TransformCode, table: ScaleTable) -> TransformCode:
+def _with_first(code: TransformCode, table: ScaleTable) -> TransformCode:
+    """The code with an offset and a scale of first tokens for each channel, fitted to some."""
+    first, offset = table.first, table.usual_first
+    # Few tokens say little of how far others may lie: one alone says no more than the scale of all other tokens.
+    deviation = ((first - offset).square().mean(0) + (code.scale / len(first)).square()).sqrt()
+    weights = torch.full((len(first),), 1 / len(first))
+    own = replace(code, offset=offset, scale=deviation)
+    for _ in range(ROUNDS):
+        scale, _ = _best_scales(_centred(own, first), deviation, first, weights)
+        own = replace(own, scale=scale)
+    return replace(code, first_offset=own.offset, first_scale=_centred(own, first).scale)
+
+
+def _centred(code: TransformCode, sample: Tensor) -> TransformCode:
     """The code with its scales multiplied by a factor for each part, such that gains are 1 on average."""
-    _, gains, _ = code.normalised(table.sample)
+    _, gains, _ = code.normalised(sample)
     means = [part.log().mean().exp().expand(part.shape[1]) for part in gains.split_with_sizes(code.parts, -1)]
     return replace(code, scale=code.scale * torch.cat(means))
 
@@ -436,7 +477,13 @@ class Design:
 
 
 def design(
-    layer: Layer, windows: Iterable[tuple[Tensor, Rotation | None]], root: Tensor, *, tokens: int = SAMPLE
+    layer: Layer,
+    windows: Iterable[tuple[Tensor, Rotation | None]],
+    root: Tensor,
+    alone: Tensor | None = None,
+    *,
+    begin_alike: bool = False,
+    tokens: int = SAMPLE,
 ) -> Design:
     """Design the code of a layer's cache.
 
@@ -444,9 +491,10 @@ def design(
         layer: the layer, float32.
         windows: the inputs ``[T, E]`` of each window, and its rotary tables.
         root: the root of the layer's sensitivity, ``[E, E]``.
+        alone: the layer's inputs ``[m, E]`` at tokens that each begin a text; None for those of the windows alone.
+        begin_alike: whether all windows begin with one token, which the tokenizer puts before any text.
         tokens: the number of tokens that scales are fitted to.
     """
-    statistics = channel_statistics(layer, windows, root)
+    statistics = channel_statistics(layer, windows, root, alone, begin_alike=begin_alike)
     turned, basis = decorrelated(layer, statistics)
-    values = statistics.values.double() @ basis.mT
-    return Design(turned.float(), fit_scales(values, code_shape(layer.spec)[1], statistics.importance, tokens=tokens))
+    return Design(turned.float(), fit_scales(statistics, basis, code_shape(layer.spec)[1], tokens=tokens))

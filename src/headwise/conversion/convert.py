@@ -59,7 +59,6 @@ from headwise.models.checkpoints.gguf_reader import GgufCheckpoint
 from headwise.models.checkpoints.writer import MODEL
 from headwise.models.specs import read_config
 from headwise.runtime.hf import as_dtype, auto_class
-from headwise.runtime.quantization import SINKS
 from headwise.runtime.quantization.transform_code import FILE
 
 UNKNOWN_SPREAD = "the text decides how the cache is spread over layers; parameters and disk depend on it"
@@ -193,8 +192,8 @@ class _Prepared:
             notes.append(f"only {tokens} calibration tokens for layers of {width} inputs: too few for good quality")
         if plan.token_bytes is not None:
             notes.append(
-                f"headwise.load stores the cache in codes, which {FILE} describes; each sequence's first {SINKS} "
-                "tokens are stored in bfloat16. Other programs store all values as they are"
+                f"headwise.load stores the cache in codes, which {FILE} describes. "
+                "Other programs store all values as they are"
             )
         notes += self.format.notes(plan)
         if isinstance(plan.checkpoint, GgufCheckpoint) and plan.checkpoint.quantization is not None:

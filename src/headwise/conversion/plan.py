@@ -38,14 +38,13 @@ from headwise.models.specs import (
     split_in_blocks,
 )
 from headwise.runtime.hf import check_complete
-from headwise.runtime.quantization import unquantised_bytes
 
 Calibration = Literal["text", "statistics"]
 
 ENOUGH_BITS = 4.5
 """The bits for each value of the source's cache above which ranks are left as they are."""
 
-CONVERSION = 1
+CONVERSION = 2
 """The number of the way of converting, part of a run's identity; it rises when equal options come to convert
 otherwise, so that kept work of the old way is not taken for that of the new one."""
 
@@ -262,7 +261,7 @@ def _shares(before: ModelSpec, after: ModelSpec, target: Target) -> tuple[int, .
             shares.append(_code_bytes(target.bits, values))
         else:
             assert target.kv_bytes is not None
-            share = code_bytes(old, target.kv_bytes) - unquantised_bytes(values)
+            share = code_bytes(old, target.kv_bytes)
             if share < _code_bytes(1, values):
                 rule = f"leaves less than a bit for each of {values} values that a layer caches"
                 raise ArgumentError("kv_bytes", target.kv_bytes, rule)

@@ -60,6 +60,19 @@ def test_shards_are_closed_before_they_grow_too_large(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_an_index_says_that_other_files_are_no_weights(tmp_path: Path, before: bool) -> None:
+    with FolderWriter(tmp_path / "out", INFO) as writer:
+        if before:
+            writer.write_bytes("kv_cache.safetensors", b"")
+        fill(writer)
+        if not before:
+            assert not (writer.folder / "model.safetensors.index.json").exists()
+            writer.write_bytes("kv_cache.safetensors", b"")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == dict.fromkeys(INFO, "model.safetensors")
+
+
 def test_a_conversion_of_shards(tiny_llama_folder: Path, tmp_path: Path) -> None:
     sharded = tmp_path / "sharded"
     AutoModelForCausalLM.from_pretrained(tiny_llama_folder).save_pretrained(sharded, max_shard_size="20KB")

@@ -27,8 +27,8 @@ import headwise
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.runtime.hf import HeadwiseCache
 from headwise.runtime.hf.attention import CodedAttention
-from headwise.runtime.quantization import SINKS
-from headwise.runtime.quantization.transform_code import FILE, TrellisFormat, codes_content, read_codes
+from headwise.runtime.quantization.transform_code import FILE, SINKS, codes_content, read_codes
+from headwise.runtime.quantization.trellis_format import TrellisFormat
 from tests.tiny_families import save_family
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
@@ -58,6 +58,17 @@ def model(coded: Path) -> Any:
     return headwise.load(coded, dtype=torch.float64)
 
 
+@pytest.fixture(scope="module")
+def old_model(coded: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The model as the first version of the file had it, whose first tokens are in bfloat16."""
+    folder = tmp_path_factory.mktemp("old") / "model"
+    shutil.copytree(coded, folder)
+    codes = read_codes(folder)
+    codes = {index: replace(code, first_offset=None, first_scale=None) for index, code in codes.items()}
+    (folder / FILE).write_bytes(codes_content(codes))
+    return headwise.load(folder, dtype=torch.float64)
+
+
 @pytest.fixture
 def ids() -> Tensor:
     return torch.randint(2, 30, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -71,18 +82,27 @@ def stepwise(model: Any, ids: Tensor, cache: Any, prompt: int = 5, **more: Any) 
 
 
 @torch.no_grad()
-def test_rounding_changes_what_is_computed(model: Any, coded: Path, ids: Tensor) -> None:
+def test_rounding_changes_what_is_computed(model: Any, old_model: Any, coded: Path, ids: Tensor) -> None:
     wide = headwise.load(coded, dtype=torch.float64)
     for layer in wide.model.layers:
         layer.self_attn.set_code(None, None)
-    difference = (model(ids).logits - wide(ids).logits).abs().amax((0, 2))
-    first, coded_ones = float(difference[: SINKS // 2].max()), float(difference[SINKS:].max())
-    assert first < 1e-3 < coded_ones  # only bfloat16's rounding, and codes
+    expected = wide(ids).logits
+
+    def difference(model: Any) -> Tensor:
+        return (model(ids).logits - expected).abs().amax((0, 2))
+
+    assert float(difference(model).min()) > 1e-3
+    first, coded_ones = difference(old_model).split_with_sizes((SINKS, ids.shape[1] - SINKS))
+    assert float(first.max()) < 1e-3 < float(coded_ones.max())  # only bfloat16's rounding, and codes
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("prompt", [1, 2, 5, 24])
-def test_any_cache_gives_what_one_forward_gives(model: Any, ids: Tensor, prompt: int) -> None:
+def test_any_cache_gives_what_one_forward_gives(
+    model: Any, old_model: Any, ids: Tensor, prompt: int, version: int
+) -> None:
+    model = old_model if version == 1 else model
     expected = model(ids, use_cache=False).logits
     caches = [
         HeadwiseCache(model),
@@ -203,13 +223,15 @@ def test_a_cache_of_other_codes_is_refused(model: Any, coded: Path, ids: Tensor,
 
 
 @torch.no_grad()
-def test_bytes_are_those_of_the_codes(model: Any, coded: Path, ids: Tensor) -> None:
+def test_bytes_are_those_of_the_codes(model: Any, old_model: Any, coded: Path, ids: Tensor) -> None:
     cache = HeadwiseCache(model, max_length=24)
     model(ids, past_key_values=cache)
     codes = read_codes(coded)
-    wide = sum(2 * 2 * SINKS * code.width for code in codes.values())
     starts = 2 * 8 * len(codes)
-    assert cache.nbytes == 2 * 24 * sum(code.token_bytes for code in codes.values()) + wide + starts
+    assert cache.nbytes == 2 * 24 * sum(code.token_bytes for code in codes.values()) + starts
+    old = HeadwiseCache(old_model, max_length=24)
+    old_model(ids, past_key_values=old)
+    assert old.nbytes == cache.nbytes + sum(2 * 2 * SINKS * code.width for code in codes.values())
 
 
 @torch.no_grad()
@@ -300,7 +322,7 @@ def test_derivatives_pass_the_rounding(model: Any, coded: Path, ids: Tensor) -> 
     gradients = []
     for one in (model, wide):
         weight = one.model.layers[0].self_attn.kv_a_proj_with_mqa.weight
-        loss = one(ids, use_cache=False).logits[:, SINKS:].square().mean()
+        loss = one(ids, use_cache=False).logits.square().mean()
         gradients.append(torch.autograd.grad(loss, weight)[0].flatten())
     assert float(torch.cosine_similarity(*gradients, dim=0)) > 0.95
 
@@ -314,6 +336,8 @@ def test_a_new_process_can_be_sent_the_model(model: Any, ids: Tensor) -> None:
 def same_folder(one: Path, other: Path) -> bool:
     """Whether two folders have the same tensors, codes and class."""
     tensors = [load_file(folder / "model.safetensors") for folder in (one, other)]
+    indexes = [json.loads((folder / "model.safetensors.index.json").read_text()) for folder in (one, other)]
+    assert all(index["weight_map"] == dict.fromkeys(tensors[0], "model.safetensors") for index in indexes)
     codes = [(folder / FILE).read_bytes() for folder in (one, other)]
     classes = [json.loads((folder / "config.json").read_text())["architectures"] for folder in (one, other)]
     same = tensors[0].keys() == tensors[1].keys() and codes[0] == codes[1] and classes[0] == classes[1]
@@ -367,5 +391,5 @@ def test_evaluation_reads_bytes_off_the_codes(coded: Path, tiny_llama_folder: Pa
         coded, against=tiny_llama_folder, text=tmp_path / "text.txt", window=64, windows=2, context=32
     )
     codes = read_codes(coded).values()
-    expected = sum(code.token_bytes + (2 * SINKS * code.width + 8) / 64 for code in codes)
+    expected = sum(code.token_bytes + 8 / 64 for code in codes)
     assert result.cache_bytes_per_token == expected

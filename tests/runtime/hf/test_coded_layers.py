@@ -18,7 +18,7 @@ from headwise.runtime.hf.attention import (
     SlotRotation,
 )
 from headwise.runtime.kernels.native import built
-from headwise.runtime.quantization import TransformCode, transform_code
+from headwise.runtime.quantization import TransformCode, transform_code, trellis_format
 from headwise.runtime.quantization.transform_code import blocks
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")
@@ -99,8 +99,9 @@ def test_codes_are_read_as_they_are_stored(
 def test_latents_are_read_by_the_kernel_for_gpus(
     N: int, P: int, bias: str, has_padding: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transform_code, "is_on_gpu", lambda _: True)
-    monkeypatch.setattr(transform_code, "attend_trellis", None)
+    for module in (transform_code, trellis_format):
+        monkeypatch.setattr(module, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(trellis_format, "attend_trellis", None)
     layer = coded_layer(N, P, frozenset({bias} - {""}), torch.float32)
     check_reading(layer, torch.float32, 1e-5, has_padding, monkeypatch)
 
@@ -111,8 +112,9 @@ def test_latents_are_read_by_the_kernel_for_gpus(
 def test_heads_are_read_by_the_kernel_for_gpus(
     K: int, P: int, has_padding: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transform_code, "is_on_gpu", lambda _: True)
-    monkeypatch.setattr(transform_code, "attend_trellis", None)
+    for module in (transform_code, trellis_format):
+        monkeypatch.setattr(module, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(trellis_format, "attend_trellis", None)
     check_reading(grouped_layer(K, P, torch.float32), torch.float32, 1e-5, has_padding, monkeypatch)
 
 

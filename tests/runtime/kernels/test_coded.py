@@ -16,8 +16,8 @@ from headwise.runtime.kernels.mask import Scoring
 from headwise.runtime.kernels.native import abi, build, built
 from headwise.runtime.kernels.native.abi import TURN
 from headwise.runtime.kernels.native.calls import attend_trellis
-from headwise.runtime.quantization import SINKS, TransformCode
-from headwise.runtime.quantization.transform_code import blocks, trellis_layout
+from headwise.runtime.quantization import TransformCode
+from headwise.runtime.quantization.transform_code import SINKS, blocks, trellis_layout
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")
 
@@ -163,13 +163,13 @@ def check_sources(rule: str, folder: Path) -> str:
 
 
 def test_sizes_that_change_in_python_change_in_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = {name: getattr(abi, name) for name in ("SINKS", "TURN", "CHANNELS")}
-    rule = "SINKS == {SINKS} && TURN == {TURN} && CHANNELS == {CHANNELS}"
+    now = {name: getattr(abi, name) for name in ("MOST_ROWS", "TURN", "CHANNELS")}
+    rule = "MOST_ROWS == {MOST_ROWS} && TURN == {TURN} && CHANNELS == {CHANNELS}"
     assert check_sources(rule.format(**now), tmp_path) == ""
-    monkeypatch.setattr(abi, "SINKS", 8)
+    monkeypatch.setattr(abi, "MOST_ROWS", 16)
     monkeypatch.setattr(abi, "TURN", 128)
     assert "not so" in check_sources(rule.format(**now), tmp_path)
-    assert check_sources(rule.format(**now | {"SINKS": 8, "TURN": 128}), tmp_path) == ""
+    assert check_sources(rule.format(**now | {"MOST_ROWS": 16, "TURN": 128}), tmp_path) == ""
 
 
 def test_arguments_of_other_sizes_are_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

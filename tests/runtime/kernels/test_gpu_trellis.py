@@ -22,8 +22,8 @@ from headwise.runtime.kernels.gpu import trellis as calls
 from headwise.runtime.kernels.mask import Scoring
 from headwise.runtime.kernels.native.abi import TURN
 from headwise.runtime.kernels.pages import Pages
-from headwise.runtime.quantization import SINKS, TransformCode
-from headwise.runtime.quantization.transform_code import channel_layout
+from headwise.runtime.quantization import TransformCode
+from headwise.runtime.quantization.transform_code import SINKS, channel_layout
 from headwise.runtime.quantization.trellis import decode, encode, tables
 from tests.runtime.kernels.test_affine import reference
 from tests.runtime.kernels.test_coded import CLOSE, Case, draw, random_code

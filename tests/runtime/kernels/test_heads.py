@@ -14,8 +14,9 @@ from headwise.runtime.kernels.native import built
 from headwise.runtime.kernels.native.abi import TURN
 from headwise.runtime.kernels.native.calls import attend_trellis
 from headwise.runtime.kernels.pages import Pages
-from headwise.runtime.quantization import SINKS, TransformCode
-from headwise.runtime.quantization.transform_code import blocks, trellis_layout
+from headwise.runtime.quantization import TransformCode
+from headwise.runtime.quantization.transform_code import SINKS, blocks, trellis_layout
+from tests.closeness import assert_close
 from tests.runtime.kernels.test_affine import allowed, reference
 from tests.runtime.kernels.test_coded import CLOSE, draw_mask
 from tests.runtime.kernels.test_coded import random_code as latent_code
@@ -85,37 +86,43 @@ def test_it_is_attention_to_the_decoded_values(part: int) -> None:
         check(seed)
 
 
-def in_pages(codes: Tensor, tokens: int, noise: torch.Generator) -> tuple[Tensor, Pages]:
-    """Codes ``[B, 1, T, bytes]`` in pages of so many tokens in any order; whatever is behind them is 255."""
+def in_pages(codes: Tensor, lengths: Tensor, tokens: int, noise: torch.Generator) -> tuple[Tensor, Pages]:
+    """Codes ``[B, 1, T, bytes]`` in pages of so many tokens in any order; whatever is behind a sequence is 255."""
     (B, _, T, size), spare = codes.shape, 3
     count = -(-T // tokens)
     table = torch.randperm(B * count, generator=noise).view(B, count)
     pages = torch.full((B * count, 1, tokens, size + spare), 255, dtype=torch.uint8)
     slots = torch.arange(T)
-    for row in range(B):
-        pages[table[row, slots // tokens], 0, slots % tokens, :size] = codes[row, 0]
-    return pages[..., :size], Pages(table.int(), torch.full((B,), T, dtype=torch.int32), T)
+    for row, length in enumerate(lengths.tolist()):
+        own = slots[:length]
+        pages[table[row, own // tokens], 0, own % tokens, :size] = codes[row, 0, :length]
+    return pages[..., :size], Pages(table.int(), lengths.int())
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 256])
+@pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("is_latent", [False, True])
-def test_codes_in_pages_are_read_as_those_in_a_row(tokens: int, is_latent: bool) -> None:
+def test_codes_in_pages_are_read_as_those_in_a_row(tokens: int, is_latent: bool, window: int | None) -> None:
     pick, noise = random.Random(tokens), torch.Generator().manual_seed(tokens)
     B, T, K, D = 3, 200, 2, 48
     code = latent_code(pick, noise, 33, 32) if is_latent else random_code(pick, noise, K, D, D)
     codes = torch.randint(0, 256, (B, 1, T, code.token_bytes), generator=noise, dtype=torch.uint8)
     codes[..., 0] = (codes[..., 0] & 0x77) + 1
-    query = torch.randn(B, 6, 2, 65 if is_latent else D, generator=noise)
+    new = pick.choice([1, 2, 30])  # more rows than are computed at a time
+    query = torch.randn(B, 6, new, 65 if is_latent else D, generator=noise)
     wide, first = torch.randn(B, SINKS, code.width, generator=noise).bfloat16(), torch.zeros(B, dtype=torch.int64)
-    lengths = torch.tensor([T, 7, 130])[:, None, None, None]
-    scoring = Scoring(torch.arange(T) < lengths, False, 0.05)
+    lengths, scoring = torch.tensor([T, 30, 130]), Scoring(None, True, 0.05, window)
     frequency = torch.randint(0, FREQUENCIES, (16 if is_latent else D // 2,), generator=noise)
     angles = torch.arange(T)[:, None] * torch.rand(FREQUENCIES, generator=noise)
     cos, sin = angles.cos(), angles.sin()
     layout = trellis_layout(code, (cos[:TURN, frequency], sin[:TURN, frequency]))
-    others = wide, first, layout, (cos, sin), frequency, scoring
-    pages, table = in_pages(codes, tokens, noise)
-    assert torch.equal(attend_trellis(query, pages, *others, pages=table), attend_trellis(query, codes, *others))
+    others = layout, (cos, sin), frequency, scoring
+    pages, table = in_pages(codes, lengths, tokens, noise)
+    together = attend_trellis(query, pages, wide, first, *others, pages=table)
+    for row, length in enumerate(lengths.tolist()):
+        own = slice(row, row + 1)
+        alone = attend_trellis(query[own], codes[own, :, :length], wide[own], first[own], *others)
+        assert_close(together[own], alone, 1e-5)  # threads may share tokens out otherwise
 
 
 @pytest.mark.parametrize("bias", [3, 30, 300, 3000])

@@ -58,7 +58,8 @@ int main() {
           turn[t * half + d] = std::cos(angle(t, frequency[d]));
           turn[(TURN + t) * half + d] = std::sin(angle(t, frequency[d]));
         }
-      std::vector<bfloat16> wide(B * SINKS * W), narrow(B * H * S * D);
+      const int64_t first_tokens = 1 + random() % 4;
+      std::vector<bfloat16> wide(B * first_tokens * W), narrow(B * H * S * D);
       for (bfloat16& x : wide) put(&x, normal(random));
       std::vector<float> query = draw(B * H * S * D);
       for (size_t i = 0; i < query.size(); i++) put(&narrow[i], query[i]), query[i] = number(narrow[i]);
@@ -78,18 +79,20 @@ int main() {
       c.level_scale = scale.data(), c.level_offset = offset.data(), c.turn_cos = turn.data(),
       c.turn_sin = turn.data() + TURN * half;
       c.cos = angles.data(), c.sin = angles.data() + T * FREQUENCIES, c.frequency = frequency.data();
-      c.count = blocks.size(), c.P = P, c.bytes = bytes, c.frequencies = FREQUENCIES, c.heads = K;
+      c.count = blocks.size(), c.P = P, c.bytes = bytes, c.frequencies = FREQUENCIES, c.wide = first_tokens, c.heads = K;
       // Of one type the codes lie in pages, the first of which is at the end of memory.
       constexpr int64_t PAGE = 5;
       const int64_t count = (T + PAGE - 1) / PAGE;
       std::vector<uint8_t> pages(B * count * PAGE * bytes);
-      std::vector<int32_t> table(B * count);
+      std::vector<int32_t> table(B * count), lengths(B, T);
       if (type) {
         for (int64_t i = 0; i < B * count; i++) table[i] = int32_t(B * count - 1 - i);
         for (int64_t b = 0; b < B; b++)
           for (int64_t t = 0; t < T; t++)
             memcpy(&pages[(table[b * count + t / PAGE] * PAGE + t % PAGE) * bytes], &codes[(b * T + t) * bytes], bytes);
         a.key = pages.data(), a.key_stride[0] = PAGE * bytes;
+        for (int32_t& length : lengths) length = S + random() % (T - S + 1);
+        a.lengths = lengths.data();
         c.table = table.data(), c.table_stride = count, c.page = PAGE, c.pages = B * count;
       }
       headwise_heads(&c, type);
@@ -98,7 +101,7 @@ int main() {
         const int64_t b = row / (H * S), head = row / S % H / G;
         std::vector<double> made(V);
         double total = 0;
-        for (int64_t t = 0; t < T - S + row % S + 1; t++) {
+        for (int64_t t = 0; t < lengths[b] - S + row % S + 1; t++) {
           if (!mask[b * T + t]) continue;
           const uint8_t* of_token = codes.data() + (b * T + t) * bytes;
           std::vector<double> value(W);
@@ -111,8 +114,8 @@ int main() {
               const double gain = gains[channel < K * D ? *of_token & 15 : *of_token >> 4];
               const int64_t at = column_of[channel];
               value[channel] = offset[at] + double(scale[at]) * gain * tables[256 * block.bits + window];
-              if (t >= first[b] && t < first[b] + SINKS)
-                value[channel] = number(wide[(b * SINKS + t - first[b]) * W + channel]);
+              if (t >= first[b] && t < first[b] + c.wide)
+                value[channel] = number(wide[(b * c.wide + t - first[b]) * W + channel]);
             }
           double score = 0;
           const float* q = query.data() + row * D;

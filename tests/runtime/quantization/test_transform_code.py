@@ -36,8 +36,9 @@ def transform_codes(draw: st.DrawFn) -> TransformCode:
     bits = tuple(draw(st.integers(1, 8)) for _ in blocks(sections))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     width = sum(sections)
-    offset, scale = torch.randn(width, generator=generator), torch.rand(width, generator=generator) + 0.2
-    return TransformCode(offset, scale, bits, sections, (latent, 2 * pairs) if pairs else (latent,))
+    scales, offsets = torch.rand(2, width, generator=generator) + 0.2, torch.randn(2, width, generator=generator)
+    own = (offsets[1] * 50, scales[1] * 3) if draw(st.booleans()) else (None, None)
+    return TransformCode(offsets[0], scales[0], bits, sections, (latent, 2 * pairs) if pairs else (latent,), *own)
 
 
 def sample(code: TransformCode, *shape: int) -> torch.Tensor:
@@ -46,11 +47,18 @@ def sample(code: TransformCode, *shape: int) -> torch.Tensor:
 
 @given(transform_codes())
 def test_rounded_is_what_codes_decode_to(code: TransformCode) -> None:
-    values = sample(code, 2, 1, 9)
-    codes = code.encode(values)
+    values, is_first = sample(code, 2, 1, 9), torch.zeros(2, 1, 9, dtype=torch.bool)
+    is_first[0, 0, 2] = is_first[1, 0, 7] = True
+    codes = code.encode(values, is_first)
     assert codes.shape == (2, 1, 9, code.token_bytes)
     assert codes.dtype == torch.uint8
-    assert torch.equal(code.decode(codes), code.rounded(values))
+    decoded = code.decode(codes, is_first=is_first)
+    assert torch.equal(decoded, code.rounded(values, is_first))
+    others = ~is_first
+    assert torch.equal(codes[others], code.encode(values)[others])
+    own = code if code.of_first is None else code.of_first
+    expected = own.rounded(values[is_first])
+    assert torch.equal(decoded[is_first], expected if own is code else expected.bfloat16().float())
     expected = sum(b * (stop - start) for b, (start, stop) in zip(code.bits, blocks(code.sections), strict=True))
     assert code.token_bytes == 1 + math.ceil(expected / 8)
 
@@ -81,6 +89,8 @@ def test_gains_follow_the_size_of_a_token() -> None:
         ({"sections": (24,)}, "add up"),
         ({"scale": torch.ones(19)}, "of one length"),
         ({"offset": torch.zeros(20, dtype=torch.float64)}, "float32"),
+        ({"first_offset": torch.zeros(20), "first_scale": torch.ones(19)}, "of one length"),
+        ({"first_offset": torch.zeros(20)}, "or neither"),
         ({"bits": (3,)}, "for each block"),
         ({"bits": (3, 9)}, "from 1 to 8"),
     ],
@@ -172,8 +182,9 @@ def test_a_damaged_file_is_refused(tmp_path: Path, cut: int) -> None:
 @pytest.mark.parametrize(
     ("about", "message"),
     [
-        ({"format": 2, "layers": {}}, "is of format 2; this headwise reads format 1"),
+        ({"format": 3, "layers": {}}, "is of format 3; this headwise reads formats up to 2"),
         ({"format": 1, "layers": [1]}, "damaged"),
+        ({"format": 2, "layers": {"0": {"bits": [1], "sections": [1], "parts": [1]}}}, "damaged"),
         ({"layers": {}}, "damaged"),
         (None, "damaged"),
     ],

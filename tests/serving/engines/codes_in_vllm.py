@@ -27,9 +27,8 @@ import vllm
 from torch import Tensor
 
 from headwise_vllm.attention import Batch, CodedAttention, LatentAttention, PagedAttention
-from headwise_vllm.pages import gather_codes, gather_wide
 
-PROMPT, NEW, PART, WIDE = 90, 20, 40, 4
+PROMPT, NEW, PART = 90, 20, 40
 
 Step = tuple[Tensor, Tensor, Tensor, Tensor]
 """The queries, states, output and block table of one call of a layer."""
@@ -78,12 +77,12 @@ def keys_and_values(layer: Any, stored: Tensor) -> tuple[Tensor, Tensor, float]:
 def check(layer: Any, steps: list[Step]) -> dict[str, Any]:
     """How a layer's bytes and outputs compare."""
     code, states = layer.coded.code, torch.cat([step[1] for step in steps])
-    T, codes, table = len(states), code.encode(states), steps[-1][3]
-    wide = gather_wide(layer.kv_cache, table, WIDE, code.token_bytes, code.width)[0]
-    is_equal = torch.equal(gather_codes(layer.kv_cache, table, T, code.token_bytes)[0, 0], codes)
-    is_equal = is_equal and torch.equal(wide, states[:WIDE].bfloat16())
-    stored = code.decode(codes, torch.float64)
-    stored[:WIDE] = wide.double()
+    T, pages = len(states), steps[-1][3][0].long()
+    is_first = torch.arange(T) == 0
+    codes = code.encode(states, is_first)
+    rows = layer.kv_cache[pages[: -(-T // layer.kv_cache.shape[2])], 0].flatten(0, 1)
+    is_equal = torch.equal(rows[:T], codes)
+    stored = code.decode(codes, torch.float64, is_first)
     layer.group = steps[0][0].shape[1] // getattr(layer.coded, "heads", 1)
     keys, values, scale = keys_and_values(layer, stored)
     window = (layer.layer if isinstance(layer, LatentAttention) else layer).window or T

@@ -13,6 +13,7 @@ import pytest
 
 import headwise
 from headwise.conversion import export_gguf
+from headwise.models.checkpoints import FolderCheckpoint
 from headwise.serving.engines import ENGINE_RULES, engines, rules
 from tests.serving.exports.test_gguf import TEXT, _give_tokenizer, save_plain
 
@@ -111,10 +112,13 @@ def test_mla_in_a_gguf_is_not_to_be_shifted(outputs: dict[str, Path]) -> None:
 
 
 def test_codes_of_heads(outputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's loader takes the file of codes for weights, so that the plugin's classes alone serve such a folder."""
+    """vLLM's loader takes all files for weights where no index says which ones are."""
     folder = tmp_path / "coded"
     shutil.copytree(outputs["mqa"], folder)
     (folder / "kv_cache.safetensors").touch()
+    index = folder / "model.safetensors.index.json"
+    names = FolderCheckpoint(folder).tensors
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
 
     def of_vllm(devices: int = 1) -> Any:
         found = engines(folder, tensor_parallel=devices).verdicts
@@ -126,7 +130,10 @@ def test_codes_of_heads(outputs: dict[str, Path], tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(rules, "PLUGIN_ROPES", ())
     assert "no rope_type default" in of_vllm().why
     monkeypatch.setattr(rules, "PLUGIN_CODED", ())
-    assert "reads no codes of type llama" in of_vllm().why
+    assert of_vllm().serves
+    assert "reads no codes of type llama" in of_vllm().caution
+    index.unlink()
+    assert "for weights in a folder without model.safetensors.index.json" in of_vllm().why
     assert "move kv_cache.safetensors out" in of_vllm().instead
 
 

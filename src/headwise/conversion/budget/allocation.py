@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from headwise.errors import ArgumentError
-from headwise.runtime.quantization import unquantised_bytes
 
 STEP = 8
 """The cached values a token of one step; 2 where the even share of some layer is below `COARSE`."""
@@ -92,7 +91,7 @@ layers. What rounding loses hardly changes."""
 
 
 def coded_curve(
-    nodes: Sequence[Node], rounding: Sequence[tuple[float, float]], share: int, step: int, *, values: int
+    nodes: Sequence[Node], rounding: Sequence[tuple[float, float]], share: int, step: int
 ) -> list[Choice]:
     """The best size and number of bits for each number of bytes a token, from the smallest up.
 
@@ -104,8 +103,6 @@ def coded_curve(
         rounding: pairs of a number of bits a value, rising, and the loss of rounding at it in nats a token.
         share: the layer's even share, in bytes a token of codes.
         step: the size of a step, in bytes a token.
-        values: the number of cached values a token of the even size. The first tokens are stored unquantised, so that
-            a smaller size saves bytes of them, which it may spend on codes.
     """
     # Sizes between the measured ones: rotary widths in steps of 16, ranks in steps of 8.
     sizes: dict[tuple[int, int], float] = {}
@@ -121,10 +118,8 @@ def coded_curve(
     best: dict[int, Node] = {}
     for (rank, rotary), loss in sizes.items():
         count = rank + rotary
-        # A smaller size stores fewer unquantised values of the first tokens; those bytes go to its codes.
-        saved = unquantised_bytes(values) - unquantised_bytes(count)
         for steps in range(-(share * 3 // 4) // step, 2 * share // step):
-            token_bytes = math.floor(share + steps * step + saved)
+            token_bytes = share + steps * step
             average = 8 * (token_bytes - 1) / count
             if not bits[0] <= average <= 8:
                 continue

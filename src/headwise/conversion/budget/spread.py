@@ -45,7 +45,6 @@ from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage import LayerFiles
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec, LatentSpec, as_latent
-from headwise.runtime.quantization import unquantised_bytes
 
 CHOOSING = "choosing rotary channels"
 """The name of the stage, for progress."""
@@ -280,7 +279,7 @@ def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
     """The allocation of bytes to layers: sizes and bits in one."""
     assert plan.token_bytes is not None
     curves = [
-        coded_curve(layer.nodes, rounding, share, CODE_STEP, values=layer.even.values)
+        coded_curve(layer.nodes, rounding, share, CODE_STEP)
         for layer, rounding, share in zip(layers, _roundings(layers), plan.token_bytes, strict=True)
     ]
     try:
@@ -289,8 +288,7 @@ def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
         sizes = tuple(layer.even[:2] for layer in layers)
         loss = sum(layer.even.loss for layer in layers)
         return Spread(sizes, (KEY_WEIGHT,) * len(sizes), sizes, (loss, loss), None, plan.token_bytes)
-    total = sum(plan.token_bytes) + sum(unquantised_bytes(layer.even.values) for layer in layers)
-    left = total - sum((node.token_bytes or 0) + unquantised_bytes(node.values) for node in nodes)
+    left = sum(plan.token_bytes) - sum(node.token_bytes or 0 for node in nodes)
     specs = [as_latent(own, node.rank, node.rotary) for own, node in zip(plan.before.layers, nodes, strict=True)]
     token_bytes = whole_shares([(node.token_bytes or 0) + left / len(nodes) for node in nodes], specs)
     even = [next((c.node for c in curve if c.steps == 0), curve[0].node) for curve in curves]

@@ -317,7 +317,10 @@ def coded(candidate: Candidate, *, token_bytes: int) -> Iterator[Candidate]:
     numbers = range(min(data.windows.train, CODE_WINDOWS))
     windows = ((data.inputs.read(window), data.rotation(window)) for window in numbers)
     with data.seconds.timed("code"):
-        layer = design(candidate.layer, windows, data.cost.metric).coded(token_bytes)
+        alone = None if data.first_tokens is None else data.first_tokens.inputs
+        begin_alike = data.windows.begin > 0
+        designed = design(candidate.layer, windows, data.cost.metric, alone, begin_alike=begin_alike)
+        layer = designed.coded(token_bytes)
     yield Candidate.of("code", layer, data)
 
 

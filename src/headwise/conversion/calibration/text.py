@@ -48,7 +48,9 @@ from headwise.errors import ArgumentError, CheckpointError
 from headwise.measure.texts import CalibrationTexts, open_windows
 from headwise.runtime.hf import LayerwiseModel
 from headwise.runtime.kernels.native import built
-from headwise.runtime.quantization import SINKS
+
+_LEAST_WIDTH = 5
+"""The fewest tokens of a window that a code is designed on."""
 
 
 class TextCalibrator(Calibrator):
@@ -257,7 +259,7 @@ def open_calibration(plan: ConversionPlan, texts: CalibrationTexts) -> Calibrati
             windows = recall_windows(ids, held, plan.before, begin=begin)
         if "starts" in plan.stages:
             windows = replace(windows, first_tokens=first_token_ids(windows))
-    if plan.token_bytes is not None and windows.width <= SINKS:
-        rule = f"are too few to design a code on, which needs two windows of more than {SINKS} tokens"
+    if plan.token_bytes is not None and windows.width < _LEAST_WIDTH:
+        rule = f"are too few to design a code on, which needs two windows of at least {_LEAST_WIDTH} tokens"
         raise ArgumentError("calibrate", f"{windows.tokens} tokens", rule)
     return windows.to(plan.device)

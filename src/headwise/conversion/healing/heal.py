@@ -56,7 +56,7 @@ from headwise.runtime.kernels.native import built
 from headwise.runtime.quantization.formats import EngineFormat
 from headwise.runtime.quantization.transform_code import FILE as CODES
 
-TRAINING = 6
+TRAINING = 7
 """The number of the way of training, which rises when equal options come to train otherwise."""
 
 NOTHING_GAINED = (

@@ -27,7 +27,7 @@ from headwise.models.specs import AttentionSpec, GroupedSpec, LatentSpec, ModelS
 from headwise.runtime.attention import RotaryEmbedding
 from headwise.runtime.attention.rope import rotate
 from headwise.runtime.kernels import attend
-from headwise.runtime.quantization import SINKS, TransformCode
+from headwise.runtime.quantization import TransformCode
 
 NORM_EPS = 1e-6
 """The epsilon of norms of queries and keys, where a config does not name one."""
@@ -171,11 +171,9 @@ def coded(values: Tensor, code: TransformCode) -> Tensor:
 
     Derivatives pass the rounding as if it were not there.
     """
-    wide = values[:SINKS].bfloat16().to(values.dtype)  # as the cache stores them
-    if values.requires_grad:
-        own = values.detach()
-        return values + (torch.cat((wide.detach(), code.rounded(own)[SINKS:])) - own)
-    return torch.cat((wide, code.rounded(values)[SINKS:]))
+    own = values.detach()
+    rounded = code.rounded(own, torch.arange(len(own)) == 0)
+    return values + (rounded - own) if values.requires_grad else rounded
 
 
 def attention_weights(heads: Heads, spec: AttentionSpec, rows: Tensor) -> Tensor:
@@ -245,8 +243,8 @@ class Layer:
             inputs: the inputs of the layer's attention, ``[T, E]``.
             rotation: the tables of any window of at least T tokens. Rotation changes no value.
         """
-        # The first tokens of a text are not rounded.
-        value = replace(self, code=None).heads(inputs, torch.arange(1), rotation).value  # [H, T, V]
+        own = None if self.code is None else self.code.of_first
+        value = replace(self, code=own).heads(inputs, torch.arange(1), rotation).value  # [H, T, V]
         return value.transpose(0, 1).flatten(1)
 
     def own_output(self, inputs: Tensor, rotation: Rotation | None) -> Tensor:

@@ -21,7 +21,8 @@ from headwise.runtime.hf import HeadwiseCache, optimize
 from headwise.runtime.hf.codes import set_codes
 from headwise.runtime.kernels.native.abi import MOST_ROWS
 from headwise.runtime.quantization import TransformCode
-from headwise.runtime.quantization.transform_code import TrellisFormat, blocks, code_shape
+from headwise.runtime.quantization.transform_code import blocks, code_shape
+from headwise.runtime.quantization.trellis_format import TrellisFormat
 
 _PIECE = 65_536
 """The number of tokens of noise that are drawn, and repeated in longer caches."""

@@ -321,6 +321,8 @@ class FolderWriter(Job):
             with self._clearly():
                 write(self.folder / name)
         self.write_seconds += time.perf_counter() - start
+        if name.endswith(".safetensors") and not self._missing:
+            self._write_index()
 
     def add_companions(self, checkpoint: Checkpoint) -> None:
         """Copy the source's tokenizer and settings into the folder, and note what is left out.
@@ -389,7 +391,9 @@ class FolderWriter(Job):
         return False
 
     def _write_index(self) -> None:
-        if self._tensors and [shard.file for shard in self._shards] != [SINGLE]:
+        """Write the index that says which files hold weights, where it is not one file alone."""
+        files = {path.name for path in self.folder.glob("*.safetensors")} | {shard.file for shard in self._shards}
+        if self._tensors and files != {SINGLE}:
             weight_map = {name: shard.file for name, shard in self._shard_of.items()}
             total = sum(info.nbytes for info in self._tensors.values())
             self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

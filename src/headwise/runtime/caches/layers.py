@@ -20,9 +20,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from headwise.errors import ArgumentError
-from headwise.runtime.quantization import SINKS
 from headwise.runtime.quantization.codec import Codec, Stored, StoredKeys
-from headwise.runtime.quantization.transform_code import keep_first_tokens
+from headwise.runtime.quantization.trellis_format import TrellisFormat, keep_first_tokens
 
 _LEAST_TOKENS = 256
 """Tokens for which a growing cache has memory at first."""
@@ -100,21 +99,21 @@ class GrowingLayer(DynamicLayer):
         Args:
             key_states: the keys.
             value_states: the values.
-            first: int64 ``[B]``, the slot of each sequence's first token, for a codec that keeps first tokens as they
-                are; later calls need not repeat it.
+            first: int64 ``[B]``, the slot of each sequence's first token, for a `TrellisFormat`; later calls need
+                not repeat it.
 
         Raises:
             ArgumentError: see `update`.
         """
-        codec, begin = self.codec, 0 if first is None else self.get_seq_length()
+        codec = self.codec
         if codec is None:
             self.append_rows(key_states, value_states)
         elif codec.block > 1:
             self._append_blocks(codec, key_states, value_states)
+        elif isinstance(codec, TrellisFormat) and first is not None:
+            self._append_codes(codec, key_states, value_states, first)
         else:
             self.append_rows(*codec.encode(key_states, value_states))
-        if first is not None:
-            self._keep_first(key_states, first, begin)
 
     def append_rows(self, keys: Tensor, values: Tensor) -> None:
         """Store keys and values that are coded already, a row ``[B, K, S, …]`` for each token.
@@ -156,14 +155,18 @@ class GrowingLayer(DynamicLayer):
             self._extend("recent_keys", keys, lambda tokens: max(tokens, most))
             self._extend("recent_values", values, lambda tokens: max(tokens, most))
 
-    def _keep_first(self, states: Tensor, first: Tensor, begin: int) -> None:
-        """Keep each sequence's first tokens as they are, beside their codes."""
+    def _append_codes(self, codec: TrellisFormat, states: Tensor, values: Tensor, first: Tensor) -> None:
+        """Store codes, those of each sequence's first tokens by another rule than the others'."""
+        begin, wide = self.get_seq_length(), codec.code.wide_tokens
         if begin == 0 or self.first is None or self.unquantised is None:
             self.first = first.clone()
-            self.unquantised = states.new_zeros(len(states), SINKS, states.shape[-1], dtype=torch.bfloat16)
-            self._last_unquantised = int(first.max()) + SINKS - 1  # the last slot that may hold such a token
-        if begin <= self._last_unquantised:
-            self.unquantised = keep_first_tokens(self.unquantised, states, self.first, begin)
+            self.unquantised = states.new_zeros(len(states), wide, states.shape[-1], dtype=torch.bfloat16)
+            self._last_first = int(first.max()) + max(wide, 1) - 1  # the last slot that may hold such a token
+        if begin > self._last_first:
+            self.append_rows(*codec.encode(states, values))
+            return
+        self.append_rows(*codec.encode(states, values, self.first, begin))
+        self.unquantised = keep_first_tokens(self.unquantised, states, self.first, begin)
 
     def _extend(self, name: str, new: Tensor, size: Callable[[int], int]) -> None:
         """Append to one of the tensors; ``size`` gives the tokens to have memory for, of the number there will be."""

@@ -37,7 +37,7 @@ from headwise.runtime.kernels.mask import Scoring, causal_mask
 from headwise.runtime.kernels.native.abi import TURN
 from headwise.runtime.quantization import TransformCode
 from headwise.runtime.quantization.codec import Stored
-from headwise.runtime.quantization.transform_code import KeyRotation, TrellisFormat
+from headwise.runtime.quantization.trellis_format import KeyRotation, TrellisFormat
 
 
 class LayerCache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -16,6 +17,7 @@ from headwise.errors import ArgumentError, CheckpointError
 from headwise.models.checkpoints import Checkpoint, family_of
 from headwise.models.families.base import canonical_shapes
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec
+from headwise.models.specs.sources import INDEX, SINGLE, stored_tensors
 from headwise.runtime.caches.cache import HeadwiseCache
 from headwise.runtime.hf.attention import CodedAttention, HostedGroupedAttention, SlotRotation
 from headwise.runtime.hf.models import refuse_continuous_batching, replace_attention
@@ -183,11 +185,18 @@ def _storing_codes(model_class: type[Any]) -> type[Any]:
 
 
 def _write_codes(model: Any, folder: str | os.PathLike[str]) -> None:
-    """Write the file of a model's codes into its folder."""
+    """Write the file of a model's codes into its folder, and an index, which says that they are no weights."""
     layers = [module for module in model.modules() if isinstance(module, CodedAttention)]
     codes = {layer.layer_idx: layer.code for layer in layers if layer.code is not None}
-    if codes:
-        write_whole(Path(folder) / FILE, codes_content(codes))
+    if not codes:
+        return
+    folder = Path(folder)
+    write_whole(folder / FILE, codes_content(codes))
+    if (folder / SINGLE).is_file():
+        stored = stored_tensors(folder / SINGLE)
+        total = sum(tensor.nbytes for tensor in stored.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(stored, SINGLE)}
+        write_whole(folder / INDEX, json.dumps(index, indent=2).encode())
 
 
 def _stock_state(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,10 +12,8 @@ class Pages(NamedTuple):
 
     Attributes:
         table: int32 ``[B, most pages]``, the pages of each sequence in their order; behind its end anything.
-        lengths: int32 ``[B]``, the tokens of each sequence. Kernels for GPUs read it; on a CPU a mask says it.
-        tokens: T, the most tokens of a sequence. A GPU does not ask for it, so that nothing waits for the device.
+        lengths: int32 ``[B]``, the tokens of each sequence.
     """
 
     table: Tensor
     lengths: Tensor
-    tokens: int

@@ -1,27 +1,23 @@
-"""headwise's own code of a converted layer's cache, the codec that stores it, and the file that holds the code.
+"""headwise's own code of a converted layer's cache, and the file that holds it.
 
 A code is static: an offset and a scale for each channel and a number of bits for each block of 16, all fixed at
 conversion, and for each token a gain or two. The basis that makes such a code good is folded into the weights. So
 programs that do not know the file read the weights alone, run the same model, and keep a cache of the model's own
 numbers.
 
-Where a kernel can read codes, attention is given the codes themselves. Where none can, the layer decodes, and results
-differ by rounding alone.
-
-Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens, D head dim, V value dim, R latent rank,
-P rotary dims, F frequencies of the model; W cached values of a token, in sections (for MLA the latent and the two
-halves of the rotary key).
+Shapes: K key–value heads, D head dim, V value dim, R latent rank, P rotary dims; W cached values of a token, in
+sections (for MLA the latent and the two halves of the rotary key).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,18 +28,14 @@ from torch import Tensor
 from headwise.errors import CheckpointError
 from headwise.models.specs import GroupedSpec, LatentSpec
 from headwise.runtime.kernels import gpu
-from headwise.runtime.kernels.mask import Scoring, as_bool_mask
-from headwise.runtime.kernels.native.abi import CHANNELS, SINKS, TURN
-from headwise.runtime.kernels.native.build import are_plain, why_not
-from headwise.runtime.kernels.native.calls import TrellisLayout, attend_trellis, can_encode, choose_gains
-from headwise.runtime.kernels.pages import Pages
-from headwise.runtime.kernels.sdpa import FEW_TOKENS
-from headwise.runtime.quantization.codec import Codec, Stored
+from headwise.runtime.kernels.native.abi import CHANNELS, TURN
+from headwise.runtime.kernels.native.build import are_plain
+from headwise.runtime.kernels.native.calls import TrellisLayout, can_encode, choose_gains, decode_trellis
 from headwise.runtime.quantization.groups import is_on_gpu
 from headwise.runtime.quantization.trellis import NOISE, REACH, UNIT, decode, encode, tables
 
-CONTEXT = 2048
-"""The number of tokens that the first ones' bytes are counted over where a cache's bytes a token are planned."""
+SINKS = 4
+"""The first tokens of a text whose values are stored in bfloat16 where the first one has no code of its own."""
 
 GAIN_STEP = 1.25
 GAIN_ZERO = 5
@@ -54,6 +46,9 @@ GAINS_TRIED = 6
 
 _ROWS = 128
 """Tokens whose gains are chosen at a time on a CPU without the compiled kernel, in memory that fits in its caches."""
+
+_TENSORS = ("offset", "scale", "first_offset", "first_scale")
+"""The tensors of a code, by name."""
 
 _MOST_PARTS = 2
 """The parts whose gains' numbers fit into a byte."""
@@ -67,12 +62,18 @@ class TransformCode:
     (`headwise.runtime.quantization.trellis`) and the gain to its token and part. A rotary key is coded before it is
     rotated.
 
+    The first token of a text has offsets and scales of its own: most models rest their attention on it, and its
+    values are unlike all others', but much the same in every text. Codes that were designed before it had them have
+    none, and the values of a text's first `SINKS` tokens are stored in bfloat16 beside their codes.
+
     Attributes:
         offset: float32 ``[W]``.
         scale: float32 ``[W]``, positive.
         bits: the number of bits of each block of `CHANNELS` channels, section after section.
         sections: the widths of the sections; blocks do not reach over their ends.
         parts: the widths of the parts of a token that have a gain of their own; two at most.
+        first_offset: float32 ``[W]``, of a text's first token; None where first tokens are stored in bfloat16.
+        first_scale: float32 ``[W]``, positive; None with ``first_offset``.
     """
 
     offset: Tensor
@@ -80,6 +81,8 @@ class TransformCode:
     bits: tuple[int, ...]
     sections: tuple[int, ...]
     parts: tuple[int, ...]
+    first_offset: Tensor | None = None
+    first_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check what the kernels rely on.
@@ -87,9 +90,11 @@ class TransformCode:
         Raises:
             ValueError: tensors, sections, parts and bits do not belong together.
         """
-        tensors, width = (self.offset, self.scale), len(self.offset)
+        tensors, width = self.tensors.values(), len(self.offset)
         if any(tensor.dtype != torch.float32 or tensor.shape != (width,) for tensor in tensors):
-            raise ValueError("offset and scale must be vectors of float32 of one length")
+            raise ValueError("offsets and scales must be vectors of float32 of one length")
+        if (self.first_offset is None) != (self.first_scale is None):
+            raise ValueError("a first token must have an offset and a scale, or neither")
         for widths in (self.sections, self.parts):
             if any(type(size) is not int or size < 1 for size in widths) or sum(widths) != width:
                 raise ValueError(f"sections and parts must be positive and add up to {width}")
@@ -119,35 +124,108 @@ class TransformCode:
         """W."""
         return len(self.offset)
 
+    @property
+    def wide_tokens(self) -> int:
+        """The number of a text's first tokens whose values are stored in bfloat16."""
+        return SINKS if self.first_offset is None else 0
+
+    @cached_property
+    def of_first(self) -> TransformCode | None:
+        """The code of a text's first token; None where it has none of its own."""
+        if self.first_offset is None or self.first_scale is None:
+            return None
+        return TransformCode(self.first_offset, self.first_scale, self.bits, self.sections, self.parts)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the code that it has, by name."""
+        named = {name: getattr(self, name) for name in _TENSORS}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
     def to(self, device: torch.device) -> TransformCode:
         """The code with its tensors on a device."""
-        return replace(self, offset=self.offset.to(device), scale=self.scale.to(device))
+        tensors: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return replace(self, **tensors)
 
     def equals(self, other: TransformCode) -> bool:
         """Whether both give values the same codes; dataclasses with tensors cannot be compared by ``==``."""
-        fields = (self.bits, self.sections, self.parts) == (other.bits, other.sections, other.parts)
-        pairs = ((self.offset, other.offset), (self.scale, other.scale))
-        return fields and all(torch.equal(own, its.to(own.device)) for own, its in pairs)
+        (own, about), (its, about_it) = code_tensors(self), code_tensors(other)
+        same = about == about_it and own.keys() == its.keys()
+        return same and all(torch.equal(tensor, its[name].to(tensor.device)) for name, tensor in own.items())
 
-    def encode(self, states: Tensor) -> Tensor:
+    def encode(self, states: Tensor, is_first: Tensor | None = None) -> Tensor:
         """Codes of some tokens: uint8 ``[…, token_bytes]`` of values ``[…, W]``.
 
         A token with NaN or infinite values gets codes of finite ones, and no other token does.
+
+        Args:
+            states: the values.
+            is_first: bool ``[…]``, which of the tokens begin a text; None where none does.
         """
+        return self._by_token(TransformCode._encode, states, is_first)
+
+    def rounded(self, states: Tensor, is_first: Tensor | None = None) -> Tensor:
+        """What becomes of values ``[…, W]`` when they are coded, without the bytes; see `encode` and `decode`."""
+
+        def change(code: TransformCode, rows: Tensor) -> Tensor:
+            values = code._rounded(rows)
+            return values if code is self else values.bfloat16().to(values.dtype)
+
+        return self._by_token(change, states, is_first)
+
+    def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32, is_first: Tensor | None = None) -> Tensor:
+        """The values ``[…, W]`` that codes ``[…, token_bytes]`` stand for, a first token's rounded to bfloat16.
+
+        See `encode`.
+        """
+
+        def change(code: TransformCode, rows: Tensor) -> Tensor:
+            return code._decode(rows, dtype) if code is self else code._decode(rows, torch.bfloat16).to(dtype)
+
+        return self._by_token(change, codes, is_first)
+
+    def _by_token(
+        self, change: Callable[[TransformCode, Tensor], Tensor], rows: Tensor, is_first: Tensor | None
+    ) -> Tensor:
+        """Change rows ``[…, n]`` of tokens by the code of each."""
+        changed, own = change(self, rows), self.of_first
+        if own is None or is_first is None:
+            return changed
+        if is_on_gpu(rows):  # which of them are first is not asked: that would wait for the GPU
+            return torch.where(is_first[..., None], change(own, rows), changed)
+        if bool(is_first.any()):
+            changed[is_first] = change(own, rows[is_first])
+        return changed
+
+    def _encode(self, states: Tensor) -> Tensor:
         normal, gains, starts = self.normalised(states)
         rows = starts.new_zeros(len(starts), self.token_bytes)
         rows[:, 0] = starts
         encode(normal, self.weights, self.channel_bits, starts, gains, codes=rows[:, 1:])
         return rows.view(*states.shape[:-1], self.token_bytes)
 
-    def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values ``[…, W]`` that codes stand for; see `encode`."""
+    def _decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        if can_encode() and are_plain(codes, self.offset):
+            rows, exact = codes.reshape(-1, codes.shape[-1]), dtype if dtype == torch.bfloat16 else torch.float32
+            values = decode_trellis(rows, self._layout, exact, self.width, self.parts[0])
+            return values.view(*codes.shape[:-1], self.width).to(dtype)
+        if is_on_gpu(codes) and gpu.why_not_plain(codes, self.offset) is None:
+            rows = codes.reshape(-1, codes.shape[-1])
+            places = torch.arange(len(rows), device=codes.device) * rows.stride(0)
+            return gpu.decode_trellis(rows, places, self._gpu_layout, dtype).view(*codes.shape[:-1], self.width)
         starts = codes[..., 0]
         levels = decode(codes[..., 1:], self.channel_bits, starts)
         return (levels * self._gains(starts) * self.scale + self.offset).to(dtype)
 
-    def rounded(self, states: Tensor) -> Tensor:
-        """What becomes of values ``[…, W]`` when they are coded: `decode` of `encode`, without the bytes."""
+    @cached_property
+    def _layout(self) -> TrellisLayout:
+        return trellis_layout(self, None)
+
+    @cached_property
+    def _gpu_layout(self) -> gpu.ChannelLayout:
+        return channel_layout(self, None, None)
+
+    def _rounded(self, states: Tensor) -> Tensor:
         normal, gains, starts = self.normalised(states)
         levels, _ = encode(normal, self.weights, self.channel_bits, starts, gains, pack=False)
         return (levels * gains * self.scale + self.offset).to(states.dtype).view(states.shape)
@@ -236,172 +314,6 @@ def heads_shape(K: int, D: int, V: int) -> tuple[tuple[int, ...], tuple[int, ...
     return (*(D,) * K, *(V,) * K), (K * D, K * V)
 
 
-def unquantised_bytes(values: int) -> float:
-    """Bytes a token, at `CONTEXT` tokens, of the first tokens' values, which are stored in bfloat16."""
-    return 2 * SINKS * values / CONTEXT
-
-
-class KeyRotation(NamedTuple):
-    """How keys are rotated when they are read: by the slots of the cache that they lie in.
-
-    Attributes:
-        cos: the cosines of at least T slots, float32 ``[slots, F]``.
-        sin: the sines of the same slots, float32 ``[slots, F]``.
-        frequency: int64 ``[P/2]``, each rotary pair's index among the model's frequencies.
-        turn: cos and sin of the first `TURN` slots, each ``[TURN, P/2]``, without the factor of a scaled embedding;
-            the same object in every call, until frequencies change.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    frequency: Tensor
-    turn: tuple[Tensor, Tensor]
-
-
-class TrellisFormat(Codec):
-    """The codec of a layer whose cached values have a code of their own: of its latents, or of its heads.
-
-    What is stored are a token's codes, as the layer's keys ``[B, 1, T, bytes]``; no values; the first `SINKS` tokens
-    of each sequence as they are, bfloat16 ``[B, SINKS, W]``; and the slot of each sequence's first token, int64
-    ``[B]``.
-
-    Args:
-        code: the code of the layer's values.
-    """
-
-    tensors: ClassVar[tuple[str, ...]] = ("keys", "values", "unquantised", "first")
-
-    def __init__(self, code: TransformCode) -> None:
-        self.code = code
-        self._layout: gpu.ChannelLayout | TrellisLayout | None = None
-        self._turn: tuple[Tensor, Tensor] | None = None
-
-    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """Codes of ``[B, 1, S, W]`` cached values, which come as keys; see `Codec.encode`."""
-        codes = self.code.encode(keys)
-        return codes, codes[..., :0]
-
-    def decode(self, stored: Stored) -> tuple[Tensor, Tensor]:
-        """The values of all tokens ``[B, 1, T, W]``, before rotation, as keys; see `Codec.decode`."""
-        (codes, _, unquantised, first), _, dtype = stored
-        states = replace_first_tokens(self.code.decode(codes, dtype), unquantised.to(dtype), first, 0)
-        return states, states[..., :0]
-
-    def rounded(self, states: Tensor, first: Tensor, begin: int) -> Tensor:
-        """Values ``[B, 1, S, W]`` as a cache would give them back; derivatives pass as if they were not rounded.
-
-        Args:
-            states: the values.
-            first: int64 ``[B]``, the slot of each sequence's first token.
-            begin: the slot of the first of the values.
-        """
-        own = states.detach()
-        none = own.new_zeros(len(own), SINKS, own.shape[-1], dtype=torch.bfloat16)
-        unquantised = keep_first_tokens(none, own, first, begin).to(own.dtype)
-        values = replace_first_tokens(self.code.rounded(own), unquantised, first, begin)
-        return states + (values - own) if states.requires_grad else values
-
-    def can_attend_to(
-        self, states: Tensor, stored: tuple[Tensor, ...], mask: Tensor | None, *, needs_grad: bool
-    ) -> bool:
-        """Whether a kernel can attend to what is stored, and is the fastest way: for few new tokens.
-
-        Args:
-            states: ``[B, S, hidden size]`` of the new tokens.
-            stored: see `TrellisFormat`.
-            mask: the mask of the call; None for none.
-            needs_grad: whether gradients are needed.
-        """
-        if states.shape[1] > FEW_TOKENS:
-            return False
-        codes, _, *others = stored
-        if is_on_gpu(states):
-            widths = (self.code.sections[0], self.code.sections[-1])
-            return not needs_grad and gpu.why_not_trellis(states, (codes, *others), mask, widths) is None
-        return why_not(states.dtype, states.device, needs_grad=needs_grad) is None and are_plain(
-            states, codes, *others, mask
-        )
-
-    def attend(
-        self,
-        query: Tensor,
-        stored: Stored,
-        scoring: Scoring,
-        rotation: KeyRotation | None = None,
-        *,
-        has_sums: bool = False,
-        pages: Pages | None = None,
-    ) -> Tensor:
-        """Attend to codes that `can_attend_to` said yes to; see `attend_trellis`.
-
-        Args:
-            query: rotated by slots: of latents, absorbed, ``[B, H, S, R + P]`` or ``[B, H, S, P]``; of heads ``[B, H,
-                S, D]``.
-            stored: see `TrellisFormat`.
-            scoring: that of `headwise.runtime.quantization.codec.Codec.attend`; the mask may be ``[B, T]``.
-            rotation: how keys are rotated as they are read; None where P is 0.
-            has_sums: add the sum of each row's weights as a last column, of latents.
-            pages: where the codes lie in pages; None where each sequence's lie in a row.
-
-        Returns:
-            The mixed latents ``[B, H, S, R]``, or ``R + 1``; or the heads' mixed values ``[B, H, S, V]``.
-        """
-        codes, _, unquantised, first = stored.tensors
-        B, H, S, _ = query.shape
-        if scoring.mask is not None:
-            T = codes.shape[2] if pages is None else pages.tokens
-            scoring = scoring._replace(mask=as_bool_mask(scoring.mask, (B, H, S, T)))
-        layout = self._layout_for(rotation, of_gpu=is_on_gpu(query))
-        tokens = query, codes, unquantised, first
-        if rotation is None:
-            none = torch.empty(1, 0, device=query.device)
-            tables, frequency = (none, none), none[0].long()
-        else:
-            tables, frequency = (rotation.cos, rotation.sin), rotation.frequency
-        if isinstance(layout, gpu.ChannelLayout):
-            return gpu.attend_trellis(*tokens, layout, tables, scoring, has_sums=has_sums, pages=pages)
-        return attend_trellis(*tokens, layout, tables, frequency, scoring, has_sums=has_sums, pages=pages)
-
-    def _layout_for(self, rotation: KeyRotation | None, *, of_gpu: bool) -> gpu.ChannelLayout | TrellisLayout:
-        """How a kernel reads the code; it is kept until frequencies change."""
-        turn = None if rotation is None else rotation.turn
-        if self._layout is None or self._turn is not turn:
-            with torch.inference_mode(False), torch.no_grad():
-                if of_gpu:
-                    frequency = None if rotation is None else rotation.frequency
-                    self._layout = channel_layout(self.code, turn, frequency)
-                else:
-                    self._layout = trellis_layout(self.code, turn)
-                self._turn = turn
-        return self._layout
-
-
-def keep_first_tokens(kept: Tensor, states: Tensor, first: Tensor, begin: int) -> Tensor:
-    """The first tokens of each sequence, bfloat16 ``[B, SINKS, W]``, of which some may be among new ones.
-
-    Args:
-        kept: the values kept so far, ``[B, SINKS, W]``.
-        states: values of new tokens, ``[B, 1, S, W]``.
-        first: int64 ``[B]``, the slot of each sequence's first token.
-        begin: the slot of the first new token.
-    """
-    slots = first[:, None] + torch.arange(SINKS, device=first.device) - begin  # [B, SINKS]
-    is_new = (slots >= 0) & (slots < states.shape[2])
-    places = slots.clamp(0, states.shape[2] - 1)[..., None].expand(-1, -1, states.shape[-1])
-    return torch.where(is_new[..., None], states[:, 0].gather(1, places).to(torch.bfloat16), kept)
-
-
-def replace_first_tokens(values: Tensor, unquantised: Tensor, first: Tensor, begin: int) -> Tensor:
-    """Values ``[B, 1, T, W]`` of slots from ``begin`` on, those of each sequence's first tokens replaced."""
-    slots = first[:, None] + torch.arange(SINKS, device=first.device) - begin  # [B, SINKS]
-    is_held = (slots >= 0) & (slots < values.shape[2])
-    rows, places = is_held.nonzero(as_tuple=True)
-    if len(rows):
-        values = values.clone() if values.is_inference() and not torch.is_inference_mode_enabled() else values
-        values[rows, 0, slots[rows, places]] = unquantised[rows, places]
-    return values
-
-
 def channel_layout(
     code: TransformCode, turn: tuple[Tensor, Tensor] | None, frequency: Tensor | None
 ) -> gpu.ChannelLayout:
@@ -476,8 +388,11 @@ def _padded(x: Tensor) -> Tensor:
 FILE = "kv_cache.safetensors"
 """The name of the file."""
 
-FORMAT = 1
-"""The version of its layout."""
+FORMAT = 2
+"""The version of its layout. In the first one, first tokens have no offsets and scales of their own."""
+
+_OF_VERSION = {1: _TENSORS[:2], FORMAT: _TENSORS}
+"""The tensors of each layer in the file's versions."""
 
 _KEY = "headwise"
 
@@ -488,19 +403,20 @@ def code_tensors(code: TransformCode) -> tuple[dict[str, Tensor], dict[str, Any]
     For example ``code_from(*code_tensors(code))`` is an equal code.
     """
     about = {"bits": list(code.bits), "sections": list(code.sections), "parts": list(code.parts)}
-    return {"offset": code.offset, "scale": code.scale}, about
+    return code.tensors, about
 
 
-def code_from(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> TransformCode:
+def code_from(tensors: Mapping[str, Any], about: Mapping[str, Any]) -> TransformCode:
     """The code that `code_tensors` took apart.
 
     Raises:
         ValueError: the file is no code, or its numbers code nothing.
     """
-    offset, scale = tensors["offset"], tensors["scale"]
-    if not (bool(offset.isfinite().all()) and bool(((scale > 0) & scale.isfinite()).all())):
+    are_finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    if not are_finite or any(bool((tensors[name] <= 0).any()) for name in tensors if name.endswith("scale")):
         raise ValueError("offsets must be finite, and scales finite and positive")
-    return TransformCode(offset, scale, *(tuple(about[name]) for name in ("bits", "sections", "parts")))
+    fields: dict[str, Any] = {name: tuple(about[name]) for name in ("bits", "sections", "parts")}
+    return TransformCode(**fields, **tensors)
 
 
 def codes_content(codes: Mapping[int, TransformCode]) -> bytes:
@@ -514,7 +430,8 @@ def codes_content(codes: Mapping[int, TransformCode]) -> bytes:
     for index, code in codes.items():
         own, layers[str(index)] = code_tensors(code)
         tensors |= {f"{index}.{name}": tensor.contiguous().clone() for name, tensor in own.items()}
-    return save(tensors, metadata={_KEY: json.dumps({"format": FORMAT, "layers": layers})})
+    version = min((FORMAT if code.of_first is not None else 1 for code in codes.values()), default=FORMAT)
+    return save(tensors, metadata={_KEY: json.dumps({"format": version, "layers": layers})})
 
 
 def read_codes(folder: Path, layers: int | None = None) -> dict[int, TransformCode]:
@@ -533,11 +450,13 @@ def read_codes(folder: Path, layers: int | None = None) -> dict[int, TransformCo
     try:
         with safe_open(path, framework="pt", backend="pread") as file:
             about = json.loads(file.metadata()[_KEY])
-            if about["format"] != FORMAT:
-                rule = f"is of format {about['format']!r}; this headwise reads format {FORMAT}"
+            version = about["format"]
+            if version not in _OF_VERSION:
+                rule = f"is of format {version!r}; this headwise reads formats up to {FORMAT}"
                 raise CheckpointError(FILE, str(path), rule)
+            names = _OF_VERSION[version]
             codes = {
-                int(index): code_from({name: file.get_tensor(f"{index}.{name}") for name in ("offset", "scale")}, own)
+                int(index): code_from({name: file.get_tensor(f"{index}.{name}") for name in names}, own)
                 for index, own in about["layers"].items()
             }
     except CheckpointError:

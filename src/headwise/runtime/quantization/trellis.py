@@ -89,7 +89,7 @@ def encode(
     else:
         windows = _windows_in_torch(values, squares, starts, bits)
     levels = tables(values.device)[bits.long(), windows.long()]
-    return levels, None if codes is None else codes.copy_(_packed(windows, bits))
+    return levels, None if codes is None else codes.copy_(_packed(windows, bits, codes.shape[1]))
 
 
 def _windows_in_torch(values: Tensor, squares: Tensor, starts: Tensor, bits: Tensor) -> Tensor:
@@ -137,13 +137,12 @@ def _encode(values: Tensor, squares: Tensor, starts: Tensor, bits: list[int]) ->
     return torch.stack(windows[::-1], 1)
 
 
-def _packed(windows: Tensor, bits: Tensor) -> Tensor:
-    """Bytes of the codes that windows end with."""
+def _packed(windows: Tensor, bits: Tensor, size: int) -> Tensor:
+    """The bytes ``[n, size]`` of the codes that windows end with."""
     end = bits.long().cumsum(0)
-    total = int(end[-1])
-    place = torch.arange(-(-total // 8) * 8, device=windows.device)
+    place = torch.arange(8 * size, device=windows.device)
     owner = torch.searchsorted(end, place, right=True).clamp_max(len(bits) - 1)  # the code that each bit belongs to
     bit = (windows[:, owner] >> (end[owner] - 1 - place).clamp_min(0)) & 1
-    bit = torch.where(place < total, bit, 0)
+    bit = torch.where(place < end[-1], bit, 0)
     weights = 1 << torch.arange(7, -1, -1, device=windows.device)
     return (torch.unflatten(bit, 1, (-1, 8)) * weights).sum(-1).to(torch.uint8)

@@ -23,6 +23,7 @@ from headwise.errors import ArgumentError, HeadwiseError
 from headwise.models.checkpoints import Checkpoint, GgufCheckpoint, GgufFile, dtype_name, open_checkpoint
 from headwise.models.families import Family, family_of, has_family
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, ModelSpec, RopeSpec, locate, read_config
+from headwise.models.specs.sources import INDEX
 from headwise.runtime.hf import auto_class, tensors_of
 from headwise.runtime.quantization.transform_code import FILE
 from headwise.serving.exports.gguf import engine_config
@@ -122,6 +123,11 @@ class ModelFacts:
     def has_codes(self) -> bool:
         """Whether the folder says how its cache is coded."""
         return (self.path / FILE).is_file()
+
+    @property
+    def has_index(self) -> bool:
+        """Whether the folder says which files hold weights."""
+        return (self.path / INDEX).is_file()
 
     @property
     def has_head(self) -> bool:
@@ -313,9 +319,11 @@ def _plugin(facts: ModelFacts) -> Refusal | None:
 
 
 def _coded(facts: ModelFacts) -> Refusal | None:
-    """Why vLLM with headwise's plugin does not serve a stock folder whose heads are in codes."""
+    """Why vLLM does not serve a stock folder whose heads are in codes, which headwise's plugin reads."""
+    if not facts.has_index:
+        return f"takes {FILE} for weights in a folder without {INDEX}", _WITHOUT_CODES
     if facts.model_type not in PLUGIN_CODED:
-        return f"headwise's plugin for it reads no codes of type {facts.model_type}", _WITHOUT_CODES
+        return None  # the plugin leaves it to the stock class
     if facts.rope_type not in PLUGIN_ROPES:
         return f"headwise's plugin for it has no rope_type {facts.rope_type}", _WITHOUT_CODES
     if facts.tensor_parallel > 1:
@@ -361,8 +369,15 @@ def _vllm_command(facts: ModelFacts) -> str:
 
 
 def _vllm_caution(facts: ModelFacts) -> str | None:
+    if facts.has_codes and not facts.is_own and facts.model_type not in PLUGIN_CODED:
+        return (
+            f"its cache is in the model's dtype: headwise's plugin for it reads no codes of type {facts.model_type}"
+        )
     if facts.has_codes:
-        return "with headwise and its plugin beside it: pip install --no-deps . ./plugins/vllm in its repository"
+        stock = "" if facts.is_own else "; without them its cache is in the model's dtype"
+        return (
+            f"with headwise and its plugin beside it: pip install --no-deps . ./plugins/vllm in its repository{stock}"
+        )
     if facts.is_own:
         return "with headwise's plugin installed beside it: pip install ./plugins/vllm of headwise's repository"
     first = facts.spec.layers[0]

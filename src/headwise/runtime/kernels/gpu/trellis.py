@@ -28,7 +28,7 @@ from headwise.runtime.kernels.pages import Pages
 _MEMORY = 2**27
 """Bytes of predecessors of the tokens that are coded at a time; each has 128 a value."""
 
-_TOKENS = 16
+TILE = 16
 """Tokens of a tile; the compiled kernel keeps a tile of more in registers for narrow latents only."""
 
 _PARTS_OF_PAGES = 32
@@ -128,7 +128,7 @@ def attend_trellis(
     if pages is None:
         parts = part_count(B * K * tiles, codes.shape[2], query.device) if codes.shape[2] else 0
     else:
-        assert codes.shape[2] % _TOKENS == 0
+        assert codes.shape[2] % TILE == 0
         parts = _PARTS_OF_PAGES
     mixtures, weights = new_parts(parts, B, H * S, V, query.device)
     with on_device_of(query):
@@ -171,7 +171,7 @@ def _fill_parts(
     widths = [max(16, triton.next_power_of_2(width)) for width in (content, half, V)]
     sizes = {"CONTENT": content, "HALF": half, "V": V, "TURN": layout.turn.shape[1], "SINKS": wide.shape[1]}
     sizes |= {"ROW": codes.stride(2), "PAGE": 0 if pages is None else codes.shape[2]}
-    sizes |= {"ROWS": ROWS, "TOKENS": _TOKENS} | dict(zip(("MAIN", "PAIRS", "WIDTH"), widths, strict=True))
+    sizes |= {"ROWS": ROWS, "TOKENS": TILE} | dict(zip(("MAIN", "PAIRS", "WIDTH"), widths, strict=True))
     flags = {"SHARED": not layout.heads, "HAS_CONTENT": content > 0 and layout.rotary < D}
     flags |= {"HAS_MASK": mask is not None, "CAUSAL": is_causal, "WIDEN": must_widen(query)}
     table, lengths = (first, first) if pages is None else (pages.table, pages.lengths)
@@ -206,10 +206,10 @@ def decode_trellis(codes: Tensor, places: Tensor, layout: ChannelLayout, dtype: 
     n, W = len(places), len(layout.ends)
     out = torch.empty(n, W, dtype=dtype, device=codes.device)
     tensors = codes, places.contiguous(), out, layout.ends, layout.bits, layout.tables, layout.gains
-    sizes = {"PART": layout.first_part, "TOKENS": _TOKENS, "WIDTH": _CHANNELS}
+    sizes = {"PART": layout.first_part, "TOKENS": TILE, "WIDTH": _CHANNELS}
     if n:
         with on_device_of(codes):
-            programs = triton.cdiv(n, _TOKENS), triton.cdiv(W, _CHANNELS)
+            programs = triton.cdiv(n, TILE), triton.cdiv(W, _CHANNELS)
             decode_tokens[programs](*tensors, layout.scale, layout.offset, n, W, **sizes)
     return out
 

@@ -18,10 +18,6 @@ CHANNELS = 16
 """Channels that share a number of bits, so that a kernel decodes them together; a section's last block may have
 fewer."""
 
-SINKS = 4
-"""The first tokens of a sequence, which are stored without codes: attention rests on them, and their values are
-unlike any others."""
-
 TURN = 64
 """Slots after which the rotations of a layout's table are repeated, from a slot whose whole rotation is read."""
 
@@ -43,7 +39,7 @@ def _pointer(to: str) -> type[c_void_p]:
 
 _INPUT, _OUTPUT = _pointer("const void"), _pointer("void")
 _FLOATS, _BYTES, _WHOLE = _pointer("const float"), _pointer("const uint8_t"), _pointer("const int64_t")
-_PAGES = _pointer("const int32_t")
+_INTEGERS = _pointer("const int32_t")
 _HALVES, _LEVELS, _BLOCKS = _pointer("const uint16_t"), _pointer("const int8_t"), _pointer("const CodedBlock")
 _NEW_FLOATS, _NEW_BYTES = _pointer("float"), _pointer("uint8_t")
 _STRIDES = c_int64 * 3
@@ -75,6 +71,8 @@ class Arguments(Structure):
         ("key_stride", _STRIDES),
         ("value_stride", _STRIDES),
         ("mask_stride", c_int64 * 4),  # batch, query head, new token, token
+        ("lengths", _INTEGERS),  # [B], the tokens of each sequence, or null where all have T
+        ("behind", c_int64),  # new tokens behind the S ones
         ("causal", c_int64),  # a new token sees those up to itself
         ("window", c_int64),  # the latest so many, or all when 0
         ("threads", c_int64),
@@ -96,9 +94,9 @@ class FusedArguments(Arguments):
 class TrellisArguments(Arguments):
     """Tokens in trellis codes.
 
-    K is 1 and G all query heads. The keys are the codes, uint8 ``[B, T, bytes]``, and the values those without codes,
-    bfloat16 ``[B, SINKS, values of a token]``. Codes in pages are ``[pages, page, bytes]``, and the stride of a
-    batch is then that of a page.
+    K is 1 and G all query heads. The keys are the codes, uint8 ``[B, T, bytes]``, and the values those of first
+    tokens, bfloat16 ``[B, wide, values of a token]``. Codes in pages are ``[pages, page, bytes]``, and the stride of
+    a batch is then that of a page.
     """
 
     _fields_: ClassVar[Any] = [
@@ -114,7 +112,8 @@ class TrellisArguments(Arguments):
         ("sin", _FLOATS),
         ("frequency", _WHOLE),  # [P / 2], each pair's column in those
         *((size, c_int64) for size in ("count", "P", "bytes", "frequencies")),
-        ("table", _PAGES),  # [B, table_stride], the pages of each sequence in their order, or null
+        ("wide", c_int64),  # the first tokens whose values replace their codes
+        ("table", _INTEGERS),  # [B, table_stride], the pages of each sequence in their order, or null
         *((size, c_int64) for size in ("table_stride", "page", "pages")),  # a page's tokens, and all pages
     ]
 
@@ -194,6 +193,23 @@ class GainsArguments(Structure):
     ]
 
 
+class DecoderArguments(Structure):
+    """Values ``[rows, width]`` of rows of trellis codes."""
+
+    _fields_: ClassVar[Any] = [
+        ("codes", _BYTES),  # [rows, stride]
+        ("blocks", _BLOCKS),  # [count]
+        ("tables", _LEVELS),  # [9, 256], whole levels of the windows of codes of so many bits
+        ("gains", _FLOATS),  # [16], of each gain number
+        ("level_scale", _FLOATS),  # [columns], of a whole level
+        ("level_offset", _FLOATS),  # [columns]
+        ("out", _OUTPUT),  # [rows, width]
+        *((size, c_int64) for size in ("rows", "width", "count", "bytes", "stride")),
+        ("part", c_int64),  # the channels that have a token's first gain
+        ("threads", c_int64),
+    ]
+
+
 class EncoderArguments(Structure):
     """Trellis codes of rows of values."""
 
@@ -218,13 +234,14 @@ KERNELS: dict[str, type[Structure]] = {
     "headwise_linear": LinearArguments,
     "headwise_gains": GainsArguments,
     "headwise_trellis": EncoderArguments,
+    "headwise_decode": DecoderArguments,
 }
 """The kernels, and the arguments of each."""
 
 
 def header() -> str:
     """``abi.h``: sizes, types, arguments and kernels as the sources know them."""
-    sizes = {"CHANNELS": CHANNELS, "SINKS": SINKS, "TURN": TURN, "MOST_ROWS": MOST_ROWS, "NO_MEMORY": NO_MEMORY}
+    sizes = {"CHANNELS": CHANNELS, "TURN": TURN, "MOST_ROWS": MOST_ROWS, "NO_MEMORY": NO_MEMORY}
     types = {str(dtype).removeprefix("torch.").upper(): number for dtype, number in TYPES.items()}
     declared: list[type[Structure]] = [CodedBlock, *KERNELS.values()]
     structures = dict.fromkeys(part for each in declared for part in _parts(each))

@@ -29,7 +29,7 @@ class Mask {
 
   // Tokens that any row of a sequence may see.
   Range range(int64_t b) const {
-    Range all{seen(0).from, seen(a_.S - 1).to};
+    Range all{seen(b, 0).from, seen(b, a_.S - 1).to};
     if (shares_mask()) {
       const uint8_t* mask = a_.mask + b * a_.mask_stride[0];
       while (all.from < all.to && !mask[all.from * a_.mask_stride[3]]) all.from++;
@@ -44,7 +44,7 @@ class Mask {
     const uint8_t* mask = a_.mask + b * stride[0] + t * stride[3];
     if (shares_mask()) return *mask;
     for (int64_t s = 0; s < a_.S; s++) {
-      const Range sees = seen(s);
+      const Range sees = seen(b, s);
       if (t < sees.from || t >= sees.to) continue;
       for (int64_t g = 0; g < (stride[1] ? a_.G : 1); g++)
         if (mask[(k * a_.G + g) * stride[1] + s * stride[2]]) return true;
@@ -56,7 +56,7 @@ class Mask {
   // sees.
   void hide_in_row(int64_t b, int64_t k, int row, const int32_t* token, int count, float* scores,
                    bool is_gathered) const {
-    const Range sees = seen(row % a_.S);
+    const Range sees = seen(b, row % a_.S);
     if (token[0] < sees.from || token[count - 1] >= sees.to)
       for (int t = 0; t < count; t++)
         if (token[t] < sees.from || token[t] >= sees.to) scores[t] = NOTHING;
@@ -78,10 +78,10 @@ class Mask {
       store(scores + pair * W, chosen(seen, all(NOTHING), load(scores + pair * W)));
     };
     const int pairs = (count + 1) / 2;
-    if (token[0] < seen(a_.S - 1).from || token[count - 1] >= seen(0).to) {
+    if (token[0] < seen(b, a_.S - 1).from || token[count - 1] >= seen(b, 0).to) {
       alignas(64) int32_t from[W], to[W];
       for (int lane = 0; lane < W; lane++) {
-        const Range sees = seen((group * SIDE + lane / 2) % a_.S);
+        const Range sees = seen(b, (group * SIDE + lane / 2) % a_.S);
         from[lane] = int32_t(sees.from), to[lane] = int32_t(sees.to);
       }
       for (int p = 0; p < pairs; p++) {
@@ -107,9 +107,10 @@ class Mask {
 #endif
 
  private:
-  // Tokens that new token s may see, by the causal rule and the window.
-  Range seen(int64_t s) const {
-    const int64_t to = a_.causal ? a_.T - a_.S + s + 1 : a_.T;
+  // Tokens that new token s of a sequence may see, by its length, the causal rule and the window.
+  Range seen(int64_t b, int64_t s) const {
+    const int64_t length = a_.lengths ? a_.lengths[b] : a_.T;
+    const int64_t to = a_.causal ? length - a_.behind - a_.S + s + 1 : length;
     return {a_.window ? std::max<int64_t>(0, to - a_.window) : 0, std::max<int64_t>(0, to)};
   }
 
@@ -449,7 +450,7 @@ Call part_of(const Call& a, int64_t from) {
   part.query = (const Q*)a.query + from * a.query_stride[2];
   part.out = (Q*)a.out + from * a.out_stride[2];
   if (a.mask) part.mask += from * a.mask_stride[2];
-  if (a.causal) part.T -= a.S - from - part.S;  // tokens after this part's last one are hidden from it
+  part.behind = a.S - from - part.S;
   return part;
 }
 

@@ -41,6 +41,7 @@ _SOURCES = (
     "codes/heads.cpp",
     "codes/affine.cpp",
     "codes/encode.cpp",
+    "codes/decode.cpp",
 )
 _HEADERS = (
     *("attend.h", "matrix_tiles.h", "processor.h", "products.h"),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headwise.runtime.kernels.mask import Scoring, mask_strides
-from headwise.runtime.kernels.native.abi import SINKS, TURN, RowFormat
+from headwise.runtime.kernels.native.abi import TURN, RowFormat
 from headwise.runtime.kernels.native.build import built, call
 from headwise.runtime.kernels.pages import Pages
 
@@ -50,7 +50,7 @@ def attend_fused(
     Raises:
         MemoryError: the kernel could not allocate its working memory.
     """
-    tensors, own = {"query": query, "key": key, "value": value}, dict[str, Any](window=scoring.window or 0)
+    tensors, own = {"query": query, "key": key, "value": value}, dict[str, Any]()
     if key_scale is not None and value_scale is not None:
         tensors |= {"key_scale": key_scale, "value_scale": value_scale}
         own |= {"key_scale_stride": key_scale.stride(), "value_scale_stride": value_scale.stride()}
@@ -88,7 +88,7 @@ def attend_stored(
     strides = {f"{name}_stride": tensor.stride()[:3] for name, tensor in states.items()}
     letters = dict(zip("BKGSTDV", (B, K, H // K, S, T, D, V), strict=True))
     numbers = own | letters | strides | {"mask_stride": mask_strides(scoring.mask)}
-    numbers |= {"causal": scoring.is_causal, "scale": scoring.scale}
+    numbers |= {"causal": scoring.is_causal, "window": scoring.window or 0, "scale": scoring.scale}
     call(kernel, tensors | states | {"mask": scoring.mask}, numbers, query.dtype)
     return out
 
@@ -232,8 +232,8 @@ def attend_trellis(
         query: rotated. Of latents absorbed, ``[B, H, S, R + P]``, or ``[B, H, S, P]`` where it has no content; of
             heads ``[B, H, S, D]``.
         codes: uint8 ``[B, 1, T, bytes]``; or, in pages, ``[all pages, 1, tokens of a page, bytes]``.
-        wide: bfloat16 ``[B, SINKS, W]``, unquantised values of each sequence's first tokens, which replace their
-            codes; W is R + P of latents, and K · (D + V) of heads.
+        wide: bfloat16 ``[B, n, W]``, values of each sequence's first n tokens, which replace their codes; W is R + P
+            of latents, and K · (D + V) of heads.
         first: int64 ``[B]``, the slot of each sequence's first token.
         layout: the layout of the codes.
         rotation: cos and sin of at least T slots, float32 ``[slots, F]``.
@@ -249,7 +249,6 @@ def attend_trellis(
     Raises:
         MemoryError: the kernel could not allocate its working memory.
     """
-    assert wide.shape[1] == SINKS
     assert layout.turn.shape[1] == TURN
     kernel, own = (
         ("headwise_heads", {"heads": layout.heads}) if layout.heads else ("headwise_coded", {"has_sums": has_sums})
@@ -260,8 +259,9 @@ def attend_trellis(
         "P": layout.rotary,
         "bytes": layout.token_bytes,
         "frequencies": cos.shape[-1],
+        "wide": wide.shape[1],
     }
-    # To the kernel, the codes are the keys of one head, and the unquantised values its values.
+    # To the kernel, the codes are the keys of one head, and the values of first tokens its values.
     tensors = {"query": query, "key": codes, "value": wide.contiguous()[:, None], "first": first.contiguous()}
     tensors |= {"blocks": layout.blocks, "tables": layout.tables, "gains": layout.gains}
     tensors |= {"level_scale": layout.scale, "level_offset": layout.offset}
@@ -274,9 +274,32 @@ def attend_trellis(
     }
     T = codes.shape[2]
     if pages is not None:
-        T, tensors["table"] = pages.tokens, pages.table.contiguous()
+        T = pages.table.shape[1] * codes.shape[2]  # at most; each sequence has a length of its own
+        tensors |= {"table": pages.table.contiguous(), "lengths": pages.lengths.contiguous()}
         own |= {"table_stride": pages.table.shape[1], "page": codes.shape[2], "pages": len(codes)}
     return attend_stored(kernel, tensors, own, (1, T, layout.value_dim, layout.value_dim + has_sums), scoring)
+
+
+def decode_trellis(codes: Tensor, layout: TrellisLayout, dtype: torch.dtype, width: int, first_part: int) -> Tensor:
+    """The values that the codes of some tokens stand for, before rotation: ``[n, W]``, float32 or bfloat16.
+
+    Args:
+        codes: uint8 ``[n, bytes]``, with rows any number of bytes apart.
+        layout: the layout of the codes; its rotation is not read.
+        dtype: the dtype of the values.
+        width: W.
+        first_part: the channels that have a token's first gain.
+
+    Raises:
+        MemoryError: the kernel could not allocate its working memory.
+    """
+    codes = codes if codes.stride(1) == 1 else codes.contiguous()
+    out = torch.empty(len(codes), width, dtype=dtype)
+    tensors = {"codes": codes, "out": out, "blocks": layout.blocks, "tables": layout.tables, "gains": layout.gains}
+    tensors |= {"level_scale": layout.scale, "level_offset": layout.offset}
+    sizes = {"rows": len(codes), "width": width, "count": len(layout.blocks), "bytes": layout.token_bytes}
+    call("headwise_decode", tensors, sizes | {"stride": codes.stride(0), "part": first_part}, dtype)
+    return out
 
 
 @dataclass(frozen=True, eq=False)

@@ -331,7 +331,7 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
   void score_content(Place& at, int count) const {
     Ahead none;
     float* scores = at.weights;  // which are computed later
-    const float* value[SINKS];
+    const float* value[BLOCK];
     for (int t = 0; t < count; t++) value[t] = at.wide + t * content_;
     for (int row = 0; row < rows_; row++) {
       score<A>(at.content + row * chunks_ * CHUNK, 1, value, count, content_, scores, none);

@@ -213,7 +213,7 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
     int64_t turn = -1;          // none yet
     float* weights;             // [row, BLOCK]
     float* keys;                // of KEYS tokens
-    float* wide;                // [SINKS, heads, value_], values without codes in levels
+    float* wide;                // [a_.wide, heads, value_], values of first tokens in levels
     float *gain, *second_gain;  // [BLOCK]
     BlockPlan* plans;           // of the blocks
     uint8_t* copies;            // codes at the end of memory
@@ -224,7 +224,7 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
     at.Base::Unit::take(arena, rows);
     at.weights = arena.take<float>(rows * BLOCK);
     at.keys = arena.take<float>(KEYS * key);
-    at.wide = arena.take<float>(SINKS * heads_ * value_);
+    at.wide = arena.take<float>(a_.wide * heads_ * value_);
     at.gain = arena.take<float>(BLOCK), at.second_gain = arena.take<float>(BLOCK);
     at.plans = arena.take<BlockPlan>(a_.count);
     at.copies = arena.take<uint8_t>(BLOCK * (a_.bytes + OVERRUN));
@@ -238,7 +238,7 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
     for (int64_t i = 0; i < a_.count; i++) new (at.plans + i) BlockPlan(a_.blocks[i]);
     std::fill_n(at.cos, half_, 0.0f), std::fill_n(at.sin, half_, 0.0f);
     kernel().begin(at);
-    const Range wide{a_.first[at.b], a_.first[at.b] + SINKS};
+    const Range wide{a_.first[at.b], a_.first[at.b] + a_.wide};
     const TileSetting setting(kernel().tile_rows());
     attend_codes(tokens.cut({0, wide.from}), at, partial);
     attend_wide(tokens.cut(wide), at, partial);
@@ -317,7 +317,7 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
   void attend_wide(Range tokens, Place& at, const Partial& partial) const {
     if (!tokens.length()) return;
     const int count = int(tokens.length());
-    const bfloat16* wide = (const bfloat16*)a_.value + (at.b * SINKS + tokens.from - a_.first[at.b]) * wide_;
+    const bfloat16* wide = (const bfloat16*)a_.value + (at.b * a_.wide + tokens.from - a_.first[at.b]) * wide_;
     for (int t = 0; t < count; t++)
       for (int64_t head = 0; head < heads_; head++) {
         const bfloat16* from = wide + t * wide_ + wide_value_ + head * a_.V;
