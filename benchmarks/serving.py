@@ -2,10 +2,11 @@
 
     python -m benchmarks.serving --python llama.cpp=ENV/bin/python vllm=ENV/bin/python
 
-SmolLM2 in 16 bits: itself, MQA, and MLA of half its cache. Each measurement is a process that loads one model, reads
-prompts of C tokens and writes further ones; the models take turns, and a row has the medians of the rounds. Speeds
-are of all texts of the batch together. ``fits`` is how many texts of C tokens a cache of 1 GiB holds, as the engine
-allocates it. Kept in benchmarks/results/serving.json.
+SmolLM2 in 16 bits: itself, also with the engine's own small caches, MQA, MLA of half its cache, and caches in
+headwise's codes. Each measurement is a process that loads one model, reads prompts of C tokens and writes further
+ones; the models take turns, and a row has the medians of the rounds. Speeds are of all texts of the batch together.
+``fits`` is how many texts of C tokens a cache of 1 GiB holds, as the engine allocates it. Kept in
+benchmarks/results/serving.json.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ from benchmarks import data
 from headwise.conversion import export_gguf
 
 WORKERS = {"llama.cpp": "speed_llama_cpp", "vllm": "speed_vllm"}
-MODELS = {
-    "llama.cpp": ("original", "MQA", "MLA, deepseek --bias-free"),
-    "vllm": ("original", "MQA", "MLA, headwise"),
+MODELS: dict[str, dict[str, tuple[str, str]]] = {
+    "llama.cpp": {name: (name, "f16") for name in ("original", "MQA", "MLA, deepseek --bias-free")},
+    "vllm": {
+        "original": ("original", "auto"),
+        "original, fp8 cache": ("original", "fp8"),
+        **{name: (name, "auto") for name in ("MQA", "MLA, headwise", "grouped in codes", "MLA in codes")},
+    },
 }
-"""The outputs of `benchmarks.engines` that each engine is timed with."""
-LOADS = ((1024, 1), (4096, 1), (1024, 8))
+"""What each engine is timed with, by its name in the table: an output of `benchmarks.engines`, and the engine's word
+for how it is cached. vLLM's build for CPUs has no cache of 8-bit integers."""
+LOADS = {"llama.cpp": ((1024, 1), (4096, 1), (1024, 8)), "vllm": ((2048, 1), (2048, 8), (2048, 64))}
 """Tokens of context, and texts at once."""
 
 
@@ -49,23 +55,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kept = Kept(options.json, {"rounds": options.rounds, "new": options.new, "threads": options.threads})
     options.work.mkdir(parents=True, exist_ok=True)
     for engine, python in (pair.split("=", 1) for pair in options.python):
-        models = {name: _model(engine, make(name, options.work, options.cache, say)) for name in MODELS[engine]}
-        for context, batch in LOADS:
-            if f"{engine}/{MODELS[engine][-1]}/{context}x{batch}" in kept.rows:
+        models = {
+            name: {"model": str(_model(engine, make(output, options.work, options.cache, say))), "stored": stored}
+            for name, (output, stored) in MODELS[engine].items()
+        }
+        for context, batch in LOADS[engine]:
+            if f"{engine}/{list(models)[-1]}/{context}x{batch}" in kept.rows:
                 continue
             load = {"context": context, "batch": batch, "new": options.new, "threads": options.threads}
             said: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
             for _ in range(options.rounds):
                 for name, model in models.items():
-                    said[name].append(_measure(WORKERS[engine], python, {**load, "model": str(model)}))
+                    said[name].append(_measure(WORKERS[engine], python, {**load, **model}))
             for name, runs in said.items():
                 medians = {key: statistics.median(run[key] for run in runs) for key in ("prompt", "decode")}
                 spread = [min(run["decode"] for run in runs), max(run["decode"] for run in runs)]
-                rest = {key: runs[0][key] for key in ("cache_bytes", "version")}
-                fits = int(2**30 // (rest["cache_bytes"] * context))
-                row = {"engine": engine, "output": name, **load, **medians, "spread": spread, "fits": fits, **rest}
-                kept.add(f"{engine}/{name}/{context}x{batch}", row)
-                say(engine, name, f"{context} x {batch}", {k: round(v, 1) for k, v in medians.items()}, spread, fits)
+                rest = {key: runs[0][key] for key in ("fits", "cache_bytes", "version")}
+                kept.add(
+                    f"{engine}/{name}/{context}x{batch}",
+                    {"engine": engine, "output": name, **load, **medians, "spread": spread, **rest},
+                )
+                say(engine, name, f"{context} x {batch}", {k: round(v, 1) for k, v in medians.items()}, spread, rest)
 
 
 def _model(engine: str, folder: Path) -> Path:

@@ -49,10 +49,12 @@ def main() -> None:
     for at in range(C + 4, C + 4 + N):
         decode([(token[at], at, text) for text in range(B)])
     speed = B * N / (time.perf_counter() - begin)
+    cached = cache_bytes(log[0])
     said = {
         "prompt": prompt,
         "decode": speed,
-        "cache_bytes": cache_bytes(log[0]),
+        "fits": int(2**30 // (cached * C)),
+        "cache_bytes": cached,
         "version": f"llama-cpp-python {llama_cpp.__version__}",
     }
     print(json.dumps(said), flush=True)

@@ -1,4 +1,5 @@
-// Products of whole numbers by the processor's matrix tiles (AMX), and mixtures of levels.
+// Mixtures of levels by sums of products of whole numbers, and by the processor's matrix tiles (AMX), which many rows
+// are worth.
 //
 // Weights become whole numbers of 8 bits a piece, three pieces where the result is float, so that every product and sum
 // of a block of tokens is exact. Levels lie in quads: [columns / 16, BLOCK / 4, 16, 4], four neighbouring tokens side
@@ -7,7 +8,7 @@
 
 #include "attend.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__linux__) && HAS_BYTE_TABLES
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__linux__) && HAS_WHOLE_SUMS
 #define HAS_MATRIX_TILES 1
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -40,6 +41,98 @@ INLINE __m512i bytes_of_four(const uint8_t* const* at, int64_t byte) {
 
 #endif
 
+#if HAS_WHOLE_SUMS
+// Sixteen bytes of each of four tokens as a quad: the four tokens' side by side.
+INLINE __m512i as_quad(__m512i four) {
+  alignas(64) static constexpr uint8_t BESIDE[64] = {0,  16, 32, 48, 1,  17, 33, 49, 2,  18, 34, 50, 3,  19, 35, 51,
+                                                     4,  20, 36, 52, 5,  21, 37, 53, 6,  22, 38, 54, 7,  23, 39, 55,
+                                                     8,  24, 40, 56, 9,  25, 41, 57, 10, 26, 42, 58, 11, 27, 43, 59,
+                                                     12, 28, 44, 60, 13, 29, 45, 61, 14, 30, 46, 62, 15, 31, 47, 63};
+  return _mm512_permutexvar_epi8(_mm512_load_si512(BESIDE), four);
+}
+
+// Whole weights of a block's tokens in PIECES pieces of 8 bits, the highest first, [piece, BLOCK]; returns the weight
+// of 1.
+template <int PIECES>
+INLINE float whole_weights(const float* weights, uint8_t* pieces) {
+  Vector top = load(weights);
+  for (int t = W; t < BLOCK; t += W) top = larger(top, load(weights + t));
+  const float most = largest(top), whole = float((1 << (8 * PIECES)) - 1);
+  const Vector factor = all(most > 0 ? whole / most : 0.0f);
+  for (int t = 0; t < BLOCK; t += W) {
+    const Vector scaled = load(weights + t) * factor;
+    const __m512i number =
+        _mm512_min_epi32(_mm512_cvtps_epi32((__m512)scaled), _mm512_set1_epi32((1 << (8 * PIECES)) - 1));
+    UNROLL for (int p = 0; p < PIECES; p++)
+      _mm_storeu_si128((__m128i*)(pieces + p * BLOCK + t),
+                       _mm512_cvtepi32_epi8(_mm512_srli_epi32(number, 8 * (PIECES - 1 - p))));
+  }
+  return most / whole;
+}
+
+// out = keep · out + one · (a row's sums of pieces), for sixteen columns.
+template <int PIECES>
+INLINE void add_sums(float* out, float keep, const __m512i* sums, float one) {
+  // The two highest pieces' sums fit into 32 bits together.
+  Vector total = (Vector)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(sums[0], 8), sums[1]));
+  if constexpr (PIECES == 3) total = total * 256.0f + (Vector)_mm512_cvtepi32_ps(sums[2]);
+  store(out, load(out) * keep + total * one);
+}
+
+// Mixtures of rows of weights.
+template <int PIECES>
+class WholeMixer {
+  static constexpr int ROWS = 4;  // whose sums for two column blocks are in registers
+  const int rows_;
+  uint8_t* pieces_;  // [row, piece, BLOCK]
+  float* one_;       // [row], the weight of 1
+
+ public:
+  WholeMixer(Arena& arena, int rows)
+      : rows_(rows), pieces_(arena.take<uint8_t>(rows * PIECES * BLOCK)), one_(arena.take<float>(rows)) {}
+
+  // out[r] = keep[r] · out[r] + Σ weights[r, t] · level[t]; weights are [row, BLOCK], rows of out `columns` apart.
+  void mix(float* out, const float* weights, const float* keep, const int8_t* quads, int64_t columns) const {
+    for (int r = 0; r < rows_; r++)
+      one_[r] = whole_weights<PIECES>(weights + r * BLOCK, pieces_ + r * PIECES * BLOCK);
+    in_blocks<ROWS>(rows_, [&](int row, auto SIZE) __attribute__((always_inline)) {
+      int64_t d = 0;
+      for (; d + 2 * TILE <= columns; d += 2 * TILE) mix_columns<SIZE, 2>(row, out, keep, quads, d, columns);
+      if (d < columns) mix_columns<SIZE, 1>(row, out, keep, quads, d, columns);
+    });
+  }
+
+ private:
+  template <int SIZE, int BLOCKS>
+  INLINE void mix_columns(int row, float* out, const float* keep, const int8_t* quads, int64_t d,
+                          int64_t columns) const {
+    __m512i sums[BLOCKS][SIZE][PIECES];
+    UNROLL for (int c = 0; c < BLOCKS; c++)
+      UNROLL for (int r = 0; r < SIZE; r++)
+        UNROLL for (int p = 0; p < PIECES; p++)
+          sums[c][r][p] = _mm512_setzero_si512();
+    const uint8_t* pieces = pieces_ + row * PIECES * BLOCK;
+    quads += d * BLOCK;
+    for (int t = 0; t < BLOCK; t += 4) {
+      __m512i levels[BLOCKS];
+      UNROLL for (int c = 0; c < BLOCKS; c++)
+        levels[c] = _mm512_load_si512(quads + c * QUADS + t * TILE);
+      UNROLL for (int r = 0; r < SIZE; r++)
+        UNROLL for (int p = 0; p < PIECES; p++) {
+          int32_t four;
+          memcpy(&four, pieces + (r * PIECES + p) * BLOCK + t, 4);
+          const __m512i weights = _mm512_set1_epi32(four);
+          UNROLL for (int c = 0; c < BLOCKS; c++)
+            sums[c][r][p] = _mm512_dpbusd_epi32(sums[c][r][p], weights, levels[c]);
+        }
+    }
+    UNROLL for (int c = 0; c < BLOCKS; c++)
+      UNROLL for (int r = 0; r < SIZE; r++)
+        add_sums<PIECES>(out + (row + r) * columns + d + c * TILE, keep[row + r], sums[c][r], one_[row + r]);
+  }
+};
+#endif
+
 #if HAS_MATRIX_TILES
 // Whether this process may use tiles: the kernel is asked once.
 inline bool may_use_tiles() {
@@ -68,15 +161,6 @@ class TileSetting {
     if (rows_) _tile_release();
   }
 };
-
-// Sixteen bytes of each of four tokens as a quad: the four tokens' side by side.
-INLINE __m512i as_quad(__m512i four) {
-  alignas(64) static constexpr uint8_t BESIDE[64] = {0,  16, 32, 48, 1,  17, 33, 49, 2,  18, 34, 50, 3,  19, 35, 51,
-                                                     4,  20, 36, 52, 5,  21, 37, 53, 6,  22, 38, 54, 7,  23, 39, 55,
-                                                     8,  24, 40, 56, 9,  25, 41, 57, 10, 26, 42, 58, 11, 27, 43, 59,
-                                                     12, 28, 44, 60, 13, 29, 45, 61, 14, 30, 46, 62, 15, 31, 47, 63};
-  return _mm512_permutexvar_epi8(_mm512_load_si512(BESIDE), four);
-}
 
 // Transposes sixteen rows of sixteen words of 32 bits.
 INLINE void transpose(const __m512i* row, __m512i* column) {
@@ -118,25 +202,6 @@ INLINE float signed_pieces(const float* row, int64_t count, int8_t* pieces, int6
     }
   }
   return most / MOST;
-}
-
-// Whole weights of a block's tokens in PIECES pieces of 8 bits, the highest first, [piece, BLOCK]; returns the weight
-// of 1.
-template <int PIECES>
-INLINE float whole_weights(const float* weights, uint8_t* pieces) {
-  Vector top = load(weights);
-  for (int t = W; t < BLOCK; t += W) top = larger(top, load(weights + t));
-  const float most = largest(top), whole = float((1 << (8 * PIECES)) - 1);
-  const Vector factor = all(most > 0 ? whole / most : 0.0f);
-  for (int t = 0; t < BLOCK; t += W) {
-    const Vector scaled = load(weights + t) * factor;
-    const __m512i number =
-        _mm512_min_epi32(_mm512_cvtps_epi32((__m512)scaled), _mm512_set1_epi32((1 << (8 * PIECES)) - 1));
-    UNROLL for (int p = 0; p < PIECES; p++)
-      _mm_storeu_si128((__m128i*)(pieces + p * BLOCK + t),
-                       _mm512_cvtepi32_epi8(_mm512_srli_epi32(number, 8 * (PIECES - 1 - p))));
-  }
-  return most / whole;
 }
 
 // products[column block, row, column] = Σ pieces[row, t] · level for TILES tiles of rows, two column blocks at a time;
@@ -181,16 +246,6 @@ INLINE void multiply_tiles(const uint8_t* pieces, const int8_t* quads, int block
   for (int i = (blocks - 1) / 2 * 2; i < blocks; i++) done(i);
 }
 
-// out = keep · out + one · (a row's sums of pieces, [piece, 16]), for sixteen columns.
-template <int PIECES>
-INLINE void add_sums(float* out, float keep, const int32_t* sums, float one) {
-  // The two highest pieces' sums fit into 32 bits together.
-  const __m512i high = _mm512_add_epi32(_mm512_slli_epi32(_mm512_load_si512(sums), 8), _mm512_load_si512(sums + TILE));
-  Vector total = (Vector)_mm512_cvtepi32_ps(high);
-  if constexpr (PIECES == 3) total = total * 256.0f + (Vector)_mm512_cvtepi32_ps(_mm512_load_si512(sums + 2 * TILE));
-  store(out, load(out) * keep + total * one);
-}
-
 // Mixtures of rows of weights.
 template <int PIECES>
 class TileMixer {
@@ -218,8 +273,8 @@ class TileMixer {
       const uint8_t* of_rows = pieces_ + first * PIECES * BLOCK;
       const float* one = one_;
       const auto add = [&](int tiles, int i) __attribute__((always_inline)) {
-        const int32_t* sum = products + i % 4 * tiles * TILE * TILE;
-        for (int r = 0; r < some; r++, sum += PIECES * TILE)
+        const __m512i* sum = (const __m512i*)(products + i % 4 * tiles * TILE * TILE);
+        for (int r = 0; r < some; r++, sum += PIECES)
           add_sums<PIECES>(out + (first + r) * columns + i * TILE, keep[first + r], sum, one[first + r]);
       };
       if (some * PIECES > TILE)
@@ -227,106 +282,6 @@ class TileMixer {
       else
         multiply_tiles<1>(of_rows, quads, blocks, products, [&](int i) { add(1, i); });
     }
-  }
-};
-
-// Mixtures of heads of few rows. Tiles multiply a column block's levels while the next one's are decoded, and their
-// sums are stored two blocks later and added at the end of a head, so that nothing waits for them.
-template <int PIECES>
-class HeadMixtures {
-  const int heads_, group_, blocks_, ring_;  // heads, rows of a head, its column blocks, heads whose sums are kept
-  uint8_t* pieces_;                          // [row, piece, BLOCK]
-  float* one_;                               // [row], the weight of 1
-  int32_t* sums_;                            // [ring, block, row of a head, piece, 16]
-  const int8_t* quads_ = nullptr;            // of the block before
-  int64_t step_ = 0;
-  int finished_ = 0;  // heads
-
-  static int ring(int64_t blocks) { return int(1 + (2 + blocks) / blocks); }
-  int64_t sums_of_block() const { return group_ * PIECES * TILE; }
-
- public:
-  static bool may(int64_t group) { return group * PIECES <= TILE; }
-
-  // Tiles 0 to 4 have group · PIECES rows.
-  HeadMixtures(Arena& arena, int64_t heads, int64_t group, int64_t columns)
-      : heads_(int(heads)),
-        group_(int(group)),
-        blocks_(int(columns / TILE)),
-        ring_(ring(blocks_)),
-        pieces_(arena.take<uint8_t>(heads * group * PIECES * BLOCK)),
-        one_(arena.take<float>(heads * group)),
-        sums_(arena.take<int32_t>(ring_ * blocks_ * sums_of_block())) {}
-
-  // Begins a block of tokens, whose weights are [row, BLOCK], of all heads' rows.
-  void begin(const float* weights) {
-    for (int r = 0; r < heads_ * group_; r++)
-      one_[r] = whole_weights<PIECES>(weights + r * BLOCK, pieces_ + r * PIECES * BLOCK);
-  }
-
-  // The next block's levels, in their order; they are read by the next call, or by `finish` after the last head.
-  INLINE void add(const int8_t* quads) {
-    asm volatile("" : : : "memory");
-    if (step_ > 0) multiply();
-    if (step_ > 2) store();
-    asm volatile("" : : : "memory");
-    quads_ = quads;
-    step_++;
-  }
-
-  // out[row] = keep[row] · out[row] + Σ weights[row, t] · level[t] for rows of heads that are ready; of all after the
-  // last. Rows of out lie `columns` apart.
-  void finish(float* out, const float* keep, int64_t columns) {
-    if (step_ == heads_ * blocks_)
-      for (int i = 0; i < 3; i++) add(quads_);
-    for (; (finished_ + 1) * blocks_ <= step_ - 3; finished_++) finish_head(finished_, out, keep, columns);
-  }
-
- private:
-  // The numbers of tiles are parts of the instructions.
-  INLINE void multiply() {
-    const int64_t block = step_ - 1;
-    if (block % blocks_ == 0 && block < heads_ * blocks_)
-      _tile_loadd(4, pieces_ + block / blocks_ * group_ * PIECES * BLOCK, BLOCK);
-    switch (block % 4) {
-      case 0:
-        _tile_zero(0);
-        _tile_loadd(6, quads_, 64);
-        _tile_dpbusd(0, 4, 6);
-        break;
-      case 1:
-        _tile_zero(1);
-        _tile_loadd(7, quads_, 64);
-        _tile_dpbusd(1, 4, 7);
-        break;
-      case 2:
-        _tile_zero(2);
-        _tile_loadd(6, quads_, 64);
-        _tile_dpbusd(2, 4, 6);
-        break;
-      default:
-        _tile_zero(3);
-        _tile_loadd(7, quads_, 64);
-        _tile_dpbusd(3, 4, 7);
-    }
-  }
-
-  INLINE void store() {
-    const int64_t block = step_ - 3;
-    int32_t* to = sums_ + (block / blocks_ % ring_ * blocks_ + block % blocks_) * sums_of_block();
-    switch (block % 4) {
-      case 0: _tile_stored(0, to, 64); break;
-      case 1: _tile_stored(1, to, 64); break;
-      case 2: _tile_stored(2, to, 64); break;
-      default: _tile_stored(3, to, 64);
-    }
-  }
-
-  void finish_head(int head, float* out, const float* keep, int64_t columns) const {
-    const int32_t* sum = sums_ + head % ring_ * blocks_ * sums_of_block();
-    for (int i = 0; i < blocks_; i++)
-      for (int row = head * group_; row < (head + 1) * group_; row++, sum += PIECES * TILE)
-        add_sums<PIECES>(out + row * columns + i * TILE, keep[row], sum, one_[row]);
   }
 };
 

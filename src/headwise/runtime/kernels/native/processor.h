@@ -34,6 +34,12 @@
 #define HAS_BYTE_TABLES 0
 #endif
 
+#if HAS_BYTE_TABLES && defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define HAS_WHOLE_SUMS 1  // sums of products of whole numbers of 8 and of 16 bits
+#else
+#define HAS_WHOLE_SUMS 0
+#endif
+
 #define INLINE inline __attribute__((always_inline))
 // Unrolled early, so that small arrays become registers.
 #define UNROLL _Pragma("GCC unroll 32")

@@ -1,7 +1,8 @@
 // softmax(scale · Q Kᵀ) V on the CPU over keys and values of heads that are read as they are stored, in trellis codes.
 //
-// A token's row of codes holds all heads' keys before rotation, and then all values; see TrellisAttention. Queries of
-// 16 bits are scored in words where the processor has matrix tiles (see int16_scores.h).
+// A token's row of codes holds all heads' keys before rotation, and then all values; see TrellisAttention. Where the
+// processor adds up products of whole numbers, levels of values are mixed so, and keys scored with queries of 16 bits
+// (see int16_scores.h).
 #include "int16_scores.h"
 #include "trellis.h"
 
@@ -14,59 +15,58 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
   using A = Single;
   using Q = Query;
   static constexpr int PIECES = std::is_same_v<Q, float> ? 3 : 2;  // of a whole weight
-  const int fours_;      // groups of four rows of a head whose scores are computed side by side
+  static constexpr int MOST_OF_SUMS = 6;  // rows of a head that are mixed without tiles
   const int64_t D_, V_;  // columns of a head's levels
   const int64_t query_;  // numbers of a row of queries
   const int64_t key_;    // numbers of a row of keys: what is written of it may end behind it
   // Levels of a head's keys lie in blocks [D_ / CHANNELS, BLOCK, CHANNELS], or where the halves of a rotated key begin
   // within one, in rows [BLOCK, D_]: how far blocks, and tokens, are apart.
   const int64_t block_, token_;
-  const bool words_;        // whether scores are computed by tiles too, in words
-  const bool mixes_ahead_;  // whether tiles mix a head's values while the next one's are decoded
+  const bool words_;  // whether keys in codes are scored in words
+  const int fours_;   // groups of four rows of a head whose scores are computed side by side
 
  public:
   explicit HeadsAttention(const HeadsArguments& a)
-      : Base(a, a.heads, may_use_tiles(), a.heads * up(a.D, CHANNELS), a.heads * (a.D + a.V), a.heads * a.D),
-        fours_(HAS_LANES ? (group_ + 3) / 4 : 0),
+      : Base(a, a.heads, a.G * a.S > MOST_OF_SUMS * a.heads && may_use_tiles(), a.heads * up(a.D, CHANNELS),
+             a.heads * (a.D + a.V), a.heads * a.D),
         D_(up(a.D, CHANNELS)),
         V_(this->value_),
         query_(up(a.D, W)),
         key_(D_ + CHANNELS),
         block_(a.P / 2 % CHANNELS ? CHANNELS : CHANNELS * BLOCK),
         token_(a.P / 2 % CHANNELS ? D_ : CHANNELS),
-#if HAS_MATRIX_TILES
-        words_(tiles_ && !std::is_same_v<Q, float> &&
+#if HAS_WHOLE_SUMS
+        words_(!std::is_same_v<Q, float> &&
                WordScores::may(a.P / 2, D_, a.heads, a.level_scale, a.level_offset, a.gains)),
-        mixes_ahead_(tiles_ && HeadMixtures<PIECES>::may(group_)) {
-  }
 #else
         words_(false),
-        mixes_ahead_(false) {
-  }
 #endif
+        fours_(HAS_LANES && !words_ ? (group_ + 3) / 4 : 0) {
+  }
 
   struct Place : Base::Tokens {
     float* fours;    // the queries, rotated back, side by side
     int8_t* levels;  // of keys, head by head, or of one head
-    int8_t* values;  // of a head's values, [BLOCK, V_], or quads of two
-#if HAS_MATRIX_TILES
-    std::optional<TileMixer<PIECES>> mixer;
-    std::optional<HeadMixtures<PIECES>> mixtures;
+    int8_t* values;  // of a head's values, [BLOCK, V_], or quads
+#if HAS_WHOLE_SUMS
+    std::optional<WholeMixer<PIECES>> mixer;
     std::optional<WordScores> words;
-    int64_t words_turn = -1;
+#endif
+#if HAS_MATRIX_TILES
+    std::optional<TileMixer<PIECES>> tiles;
 #endif
   };
   Place place(Arena& arena) const {
     Place at;
     this->take(at, arena, rows_, rows_ * (query_ + W), key_);
     at.fours = arena.take<float>(heads_ * fours_ * 4 * query_);
-    at.values = arena.take<int8_t>(2 * BLOCK * V_);
+    at.values = arena.take<int8_t>(BLOCK * V_);
     at.levels = arena.take<int8_t>(BLOCK * heads_ * D_ + CHANNELS);
 #if HAS_MATRIX_TILES
-    if (mixes_ahead_)
-      at.mixtures.emplace(arena, heads_, group_, V_);
-    else if (tiles_)
-      at.mixer.emplace(arena, group_);
+    if (tiles_) at.tiles.emplace(arena, group_);
+#endif
+#if HAS_WHOLE_SUMS
+    if (!tiles_) at.mixer.emplace(arena, group_);
     if (words_) at.words.emplace(arena, a_.P / 2, D_, heads_, group_);
 #endif
     return at;
@@ -81,15 +81,15 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
     read_query(at);
     std::copy_n(at.query, rows_ * query_, at.turned);
     std::fill_n(at.fours, heads_ * fours_ * 4 * query_, 0.0f);
-    set_side_by_side(at);
     std::fill_n(at.keys, KEYS * key_, 0.0f);
-#if HAS_MATRIX_TILES
+#if HAS_WHOLE_SUMS
     if (words_) {
       static_assert(TURN == BLOCK);
       at.words->begin(a_.level_scale, a_.level_offset, a_.gains, a_.turn_cos, a_.turn_sin);
-      at.words->read_queries(at.query, query_, rotation_size());
+      at.words->read_queries(at.query, query_, a_.P ? a_.cos[a_.frequency[0]] : 1.0f);
     }
 #endif
+    set_turned(at);
   }
 
   // Rotates the queries back.
@@ -113,15 +113,13 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
           store(turned + pairs + d, y * c - x * s);
         }
     }
-    set_side_by_side(at);
+    set_turned(at);
   }
 
   // Scores of a block of tokens. Without words, keys of all heads are decoded at once, and then rotated a few tokens at
   // a time, so that what rotates them is read once.
   void score_codes(int64_t from, int count, const uint8_t* const* token, int64_t end, Place& at) const {
-    const int64_t next = from + count;
-    at.ahead = Ahead((const uint8_t*)a_.key + at.b * a_.key_stride[0] + next * a_.key_stride[2], a_.key_stride[2],
-                     std::min<int64_t>(BLOCK, end - next), a_.bytes, a_.count + rows_, 0);
+    at.ahead = this->ahead_of(at.b, from + count, end, a_.count + rows_);
     const BlockPlan* plan = at.plans;
     const auto decode_keys = [&](int8_t* levels) {
       for (int64_t d = 0; d < D_; d += CHANNELS, plan++) {
@@ -129,14 +127,15 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
         decode_block(*plan, a_.tables, token, count, levels + d / CHANNELS * block_, token_);
       }
     };
-#if HAS_MATRIX_TILES
+#if HAS_WHOLE_SUMS
     if (words_) {
-      turn_words(at, from);
+      this->turn_back(from / TURN * TURN, at);
+      at.words->read_gains(at.gain);
       for (int64_t head = 0; head < heads_; head++) {
         decode_keys(at.levels);
         at.words->score(head, int(from % TURN), count, at.levels, at.gain, at.scores + head * group_ * BLOCK);
       }
-      return at.words->flush();
+      return;
     }
 #endif
     for (int64_t head = 0; head < heads_; head++) decode_keys(at.levels + head * BLOCK * D_);
@@ -161,54 +160,42 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
   void score_keys(int64_t head, int t, int n, Place& at) const {
     float* scores = at.scores + head * group_ * BLOCK + t;
 #if HAS_LANES
-    for (int r = 0; r < group_; r += 4)
-      score_fours(at.fours + (head * fours_ + r / 4) * 4 * query_, at.keys, std::min(4, group_ - r), n,
-                  scores + r * BLOCK);
-#else
+    for (int four = 0; four < fours_; four++)
+      score_fours(at.fours + (head * fours_ + four) * 4 * query_, at.keys, std::min(4, group_ - four * 4), n,
+                  scores + four * 4 * BLOCK);
+    if (fours_) return;
+#endif
     Ahead none;
     const float* key[KEYS];
     for (int i = 0; i < n; i++) key[i] = at.keys + i * key_;
     score<A>(at.turned + head * group_ * query_, group_, key, n, a_.D, scores, none);
-#endif
   }
 
   // Mixtures of a block of tokens; a head's values are decoded just before they are mixed.
   void mix_codes(int count, const uint8_t* const* token, Place& at, const Partial& partial) const {
     Ahead ahead = at.ahead;  // a local copy can be in registers
     const BlockPlan* plan = at.plans + heads_ * (D_ / CHANNELS);
-#if HAS_MATRIX_TILES
-    if (mixes_ahead_) {
-      HeadMixtures<PIECES> mixtures = *at.mixtures;  // a local copy can be in registers
-      mixtures.begin(at.weights);
-      for (int64_t head = 0; head < heads_; head++) {
-        int8_t* quads = at.values + head % 2 * BLOCK * V_;
-        for (int64_t d = 0; d < V_; d += CHANNELS, plan++, quads += CHANNELS * BLOCK) {
-          ahead.step();
-          decode_quads<false>(*plan, a_.tables, token, count, quads, nullptr, 0);
-          mixtures.add(quads);
-        }
-        mixtures.finish(partial.mixture, at.keep, V_);
-      }
-      return;
-    }
-#endif
     for (int64_t head = 0; head < heads_; head++) {
-#if HAS_MATRIX_TILES
-      if (tiles_) {
-        for (int64_t d = 0; d < V_; d += CHANNELS, plan++) {
-          ahead.step();
-          decode_quads<false>(*plan, a_.tables, token, count, at.values + d * BLOCK, nullptr, 0);
-        }
-        const int64_t row = head * group_;
-        at.mixer->mix(partial.mixture + row * V_, at.weights + row * BLOCK, at.keep + row, at.values, V_);
-        continue;
+#if HAS_WHOLE_SUMS
+      for (int64_t d = 0; d < V_; d += CHANNELS, plan++) {
+        ahead.step();
+        decode_quads<false>(*plan, a_.tables, token, count, at.values + d * BLOCK, nullptr, 0);
       }
+      const int64_t row = head * group_;
+      const auto mix = [&](const auto& mixer) {
+        mixer.mix(partial.mixture + row * V_, at.weights + row * BLOCK, at.keep + row, at.values, V_);
+      };
+#if HAS_MATRIX_TILES
+      if (tiles_) mix(*at.tiles);
 #endif
+      if (!tiles_) mix(*at.mixer);
+#else
       for (int64_t d = 0; d < V_; d += CHANNELS, plan++) {
         ahead.step();
         decode_block(*plan, a_.tables, token, count, at.values + d, V_);
       }
       this->mix_values(head, at.values, V_, count, at, partial);
+#endif
     }
   }
 
@@ -236,8 +223,12 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
     }
   }
 
-  // Puts four numbers of four rows of a head into a vector: [head, fours of rows, query_ / 4, 4, 4].
-  void set_side_by_side(Place& at) const {
+  // Lays out the queries that are rotated back: as words, and four numbers of four rows of a head beside each other,
+  // [head, fours of rows, query_ / 4, 4, 4].
+  void set_turned(Place& at) const {
+#if HAS_WHOLE_SUMS
+    if (words_) at.words->turn_back(at.turned, query_);
+#endif
     if (!fours_) return;
     for (int row = 0; row < rows_; row++) {
       const int r = row % group_;
@@ -247,23 +238,6 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
   }
 
   // --- scores ------------------------------------------------------------------------------------------------------
-
-#if HAS_MATRIX_TILES
-  // Prepares scores of a block of tokens by tiles, whose gains are there.
-  void turn_words(Place& at, int64_t from) const {
-    at.words->read_gains(at.gain);
-    const int64_t slot = from / TURN * TURN;
-    if (at.words_turn == slot) return;
-    at.words_turn = slot;
-    const float *cos = a_.cos + slot * a_.frequencies, *sin = a_.sin + slot * a_.frequencies, one = 1 / rotation_size();
-    for (int64_t d = 0; d < a_.P / 2; d++)
-      at.cos[d] = cos[a_.frequency[d]] * one, at.sin[d] = sin[a_.frequency[d]] * one;
-    at.words->turn_back(at.cos, at.sin);
-  }
-
-  // What a model multiplies its rotations by.
-  float rotation_size() const { return a_.P ? a_.cos[a_.frequency[0]] : 1.0f; }
-#endif
 
   // A head's keys of tokens t … t + n − 1 of a block, whose levels and gains are there.
   void coded_keys(Place& at, int64_t head, int64_t from, int t, int n) const {

@@ -154,7 +154,7 @@ INLINE void decode_block(const BlockPlan& block, const int8_t* tables, const uin
 }
 #endif
 
-#if HAS_MATRIX_TILES
+#if HAS_WHOLE_SUMS
 // Decodes a block of channels to quads, and when ROWS to rows of levels too that are `row` bytes apart.
 template <bool ROWS>
 INLINE void decode_quads(const BlockPlan& block, const int8_t* tables, const uint8_t* const* at, int count,
@@ -246,6 +246,13 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
   }
 
  protected:
+  // Prefetches a block of tokens from a slot on, as far as they lie behind each other, in so many steps.
+  Ahead ahead_of(int64_t b, int64_t slot, int64_t end, int64_t steps) const {
+    if (slot >= end) return {};
+    const int64_t stride = a_.key_stride[2], bytes = stride < a_.bytes + 64 ? stride : a_.bytes;
+    return Ahead(codes_of(b, slot), stride, std::min<int64_t>({BLOCK, end - slot, neighbours(slot)}), bytes, steps, 0);
+  }
+
   // Scores of all rows with a block's tokens; read(head, t, n) computes a head's keys of n of them.
   template <class Place, class F>
   void score_tokens(int64_t from, int count, Place& at, F read) const {
@@ -257,6 +264,16 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
         kernel().score_keys(head, t, n, at);
       }
     }
+  }
+
+  // Rotates the queries back by `slot`.
+  template <class Place>
+  void turn_back(int64_t slot, Place& at) const {
+    if (!a_.P || at.turn == slot) return;
+    at.turn = slot;
+    const float *cos = a_.cos + slot * a_.frequencies, *sin = a_.sin + slot * a_.frequencies;
+    for (int64_t d = 0; d < a_.P / 2; d++) at.cos[d] = cos[a_.frequency[d]], at.sin[d] = sin[a_.frequency[d]];
+    kernel().turn(at);
   }
 
   // Writes the key of a token without codes that rotates, the halves `half` numbers apart.
@@ -323,6 +340,9 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
     return codes + page * a_.key_stride[0] + slot % a_.page * a_.key_stride[2];
   }
 
+  // How many slots from one on lie behind each other in memory.
+  int64_t neighbours(int64_t slot) const { return a_.table ? a_.page - slot % a_.page : a_.T - slot; }
+
   // The last codes in memory.
   const uint8_t* last_codes(int64_t b) const {
     if (!a_.table) return codes_of(b, a_.T - 1);
@@ -332,7 +352,11 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
   // Where the codes of a block of tokens are, with the last one's three times more behind them, and both gains of each
   // token.
   void find_tokens(int64_t from, int count, const uint8_t** token, Tokens& at) const {
-    for (int t = 0; t < count; t++) token[t] = codes_of(at.b, from + t);
+    for (int t = 0; t < count;) {
+      const uint8_t* codes = codes_of(at.b, from + t);
+      for (int to = int(std::min<int64_t>(count, t + neighbours(from + t))); t < to; t++, codes += a_.key_stride[2])
+        token[t] = codes;
+    }
     // What lies behind the last token may be no memory of this process.
     const uint8_t* end = last_codes(at.b) + a_.bytes;
     for (int t = 0; t < count; t++) {
@@ -347,16 +371,6 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
       const uint8_t numbers = *token[std::min(t, count - 1)];
       at.gain[t] = a_.gains[numbers & 15], at.second_gain[t] = a_.gains[numbers >> 4];
     }
-  }
-
-  // Rotates the queries back by `slot`.
-  template <class Place>
-  void turn_back(int64_t slot, Place& at) const {
-    if (!a_.P || at.turn == slot) return;
-    at.turn = slot;
-    const float *cos = a_.cos + slot * a_.frequencies, *sin = a_.sin + slot * a_.frequencies;
-    for (int64_t d = 0; d < a_.P / 2; d++) at.cos[d] = cos[a_.frequency[d]], at.sin[d] = sin[a_.frequency[d]];
-    kernel().turn(at);
   }
 };
 
