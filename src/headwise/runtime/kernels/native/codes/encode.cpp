@@ -77,6 +77,17 @@ struct Least {
 };
 template <int FIRST, int COUNT, int STRIDE>
 INLINE Least least_of(const float* cost) {
+#if defined(__AVX512F__)
+  // The bits of which it is are set one by one where the later half has the least: one instruction each.
+  if constexpr (COUNT == 1) {
+    return {load(cost + FIRST * STRIDE), Whole{}};
+  } else {
+    const Least a = least_of<FIRST, COUNT / 2, STRIDE>(cost), b = least_of<FIRST + COUNT / 2, COUNT / 2, STRIDE>(cost);
+    const __mmask16 is_less = _mm512_cmp_ps_mask((__m512)b.cost, (__m512)a.cost, _CMP_LT_OQ);
+    return {(Vector)_mm512_mask_mov_ps((__m512)a.cost, is_less, (__m512)b.cost),
+            (Whole)_mm512_mask_or_epi32((__m512i)a.from, is_less, (__m512i)b.from, _mm512_set1_epi32(COUNT / 2))};
+  }
+#else
   if constexpr (COUNT == 1) {
     return {load(cost + FIRST * STRIDE), Whole{} + FIRST};
   } else {
@@ -84,6 +95,7 @@ INLINE Least least_of(const float* cost) {
     const Whole is_less = b.cost < a.cost;
     return {is_less ? b.cost : a.cost, is_less ? b.from : a.from};
   }
+#endif
 }
 
 template <size_t... L>
@@ -157,14 +169,19 @@ void step(float* cost, uint8_t* dropped, const float* table, float value, float 
   extend<K>(least, cost, table, value, weight);
 }
 
-void encode_row(const EncoderArguments& a, int64_t row, uint8_t* dropped, const int64_t* ends) {
+// Where a channel's code ends in a row's stream, and where the bits that its states drop are kept.
+struct Place {
+  int64_t end, dropped;
+};
+
+void encode_row(const EncoderArguments& a, int64_t row, uint8_t* dropped, const Place* places) {
   alignas(64) float cost[WINDOWS];
   for (int w = 0; w < WINDOWS; w++) cost[w] = w == a.starts[row] ? 0.f : 1e30f;
   const float* values = a.values + row * a.width;
   for (int64_t i = 0; i < a.width; i++) {
     const float gain = a.gains ? a.gains[row * a.width + i] : 1.f;
     with_constant<8>(a.bits[i], [&](auto BITS) {
-      step<BITS()>(cost, dropped + i * (WINDOWS / 2), a.tables + BITS() * WINDOWS, values[i],
+      step<BITS()>(cost, dropped + places[i].dropped, a.tables + BITS() * WINDOWS, values[i],
                    a.weights[i] * (gain * gain));
     });
   }
@@ -176,13 +193,13 @@ void encode_row(const EncoderArguments& a, int64_t row, uint8_t* dropped, const 
     a.levels[row * a.width + i] = a.tables[bits * WINDOWS + window];
     if (a.codes) {
       const int code = window & ((1 << bits) - 1);
-      const int64_t end = ends[i];  // the highest bit of a byte comes first
+      const int64_t end = places[i].end;  // the highest bit of a byte comes first
       uint8_t* byte = a.codes + row * a.stride + (end - 1) / 8;
       const int shift = 7 - (end - 1) % 8;
       byte[0] |= uint8_t(code << shift);
       if (bits > 8 - shift) byte[-1] |= uint8_t(code >> (8 - shift));
     }
-    window = dropped[i * (WINDOWS / 2) + state] << (8 - bits) | state;
+    window = dropped[places[i].dropped + state] << (8 - bits) | state;
   }
 }
 
@@ -200,13 +217,17 @@ int headwise_gains(const GainsArguments* arguments, int) {
 int headwise_trellis(const EncoderArguments* arguments, int) try {
   const EncoderArguments& a = *arguments;
   const int threads = useful_threads(double(a.rows) * a.width * 0.05, a.threads);
-  std::vector<uint8_t> dropped(threads * a.width * (WINDOWS / 2));
-  std::vector<int64_t> ends(a.width);
-  int64_t end = 0;
-  for (int64_t i = 0; i < a.width; i++) ends[i] = end += a.bits[i];
+  std::vector<Place> places(a.width);
+  int64_t end = 0, states = 0;
+  for (int64_t i = 0; i < a.width; i++) {
+    places[i] = {end += a.bits[i], states};
+    states += WINDOWS >> a.bits[i];
+  }
+  const int64_t of_thread = states + W;  // whole vectors are stored
+  std::vector<uint8_t> dropped(threads * of_thread);
   in_threads(threads, [&](int thread) {
     for (int64_t row = a.rows * thread / threads; row < a.rows * (thread + 1) / threads; row++)
-      encode_row(a, row, &dropped[thread * a.width * (WINDOWS / 2)], ends.data());
+      encode_row(a, row, &dropped[thread * of_thread], places.data());
   });
   return 0;
 } catch (const std::bad_alloc&) {
