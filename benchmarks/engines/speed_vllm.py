@@ -33,7 +33,9 @@ def main() -> None:
     cache = model.llm_engine.vllm_config.cache_config
 
     def seconds(tokens: int, new: int) -> float:
-        prompts = [{"prompt_token_ids": [(7 * at + 11 + text) % 40_000 + 50 for at in range(tokens)]} for text in range(B)]
+        prompts = [
+            {"prompt_token_ids": [(7 * at + 11 + text) % 40_000 + 50 for at in range(tokens)]} for text in range(B)
+        ]
         options = vllm.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
         model.generate(prompts, options, use_tqdm=False)

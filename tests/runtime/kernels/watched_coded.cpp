@@ -75,7 +75,8 @@ int main() {
       c.level_scale = scale.data(), c.level_offset = offset.data(), c.turn_cos = turn.data(),
       c.turn_sin = turn.data() + TURN * half;
       c.cos = angles.data(), c.sin = angles.data() + T * FREQUENCIES, c.frequency = frequency.data();
-      c.count = blocks.size(), c.P = P, c.bytes = bytes, c.frequencies = FREQUENCIES, c.wide = first_tokens, c.has_sums = 1;
+      c.count = blocks.size(), c.P = P, c.bytes = bytes, c.frequencies = FREQUENCIES, c.wide = first_tokens,
+      c.has_sums = 1;
       // Of one type the codes lie in pages, the first of which is at the end of memory.
       constexpr int64_t PAGE = 5;
       const int64_t count = (T + PAGE - 1) / PAGE;

@@ -93,8 +93,7 @@ class WholeMixer {
 
   // out[r] = keep[r] · out[r] + Σ weights[r, t] · level[t]; weights are [row, BLOCK], rows of out `columns` apart.
   void mix(float* out, const float* weights, const float* keep, const int8_t* quads, int64_t columns) const {
-    for (int r = 0; r < rows_; r++)
-      one_[r] = whole_weights<PIECES>(weights + r * BLOCK, pieces_ + r * PIECES * BLOCK);
+    for (int r = 0; r < rows_; r++) one_[r] = whole_weights<PIECES>(weights + r * BLOCK, pieces_ + r * PIECES * BLOCK);
     in_blocks<ROWS>(rows_, [&](int row, auto SIZE) __attribute__((always_inline)) {
       int64_t d = 0;
       for (; d + 2 * TILE <= columns; d += 2 * TILE) mix_columns<SIZE, 2>(row, out, keep, quads, d, columns);
@@ -107,18 +106,17 @@ class WholeMixer {
   INLINE void mix_columns(int row, float* out, const float* keep, const int8_t* quads, int64_t d,
                           int64_t columns) const {
     __m512i sums[BLOCKS][SIZE][PIECES];
-    UNROLL for (int c = 0; c < BLOCKS; c++)
-      UNROLL for (int r = 0; r < SIZE; r++)
-        UNROLL for (int p = 0; p < PIECES; p++)
-          sums[c][r][p] = _mm512_setzero_si512();
+    UNROLL for (int c = 0; c < BLOCKS; c++) UNROLL
+      for (int r = 0; r < SIZE; r++) UNROLL
+        for (int p = 0; p < PIECES; p++) sums[c][r][p] = _mm512_setzero_si512();
     const uint8_t* pieces = pieces_ + row * PIECES * BLOCK;
     quads += d * BLOCK;
     for (int t = 0; t < BLOCK; t += 4) {
       __m512i levels[BLOCKS];
       UNROLL for (int c = 0; c < BLOCKS; c++)
         levels[c] = _mm512_load_si512(quads + c * QUADS + t * TILE);
-      UNROLL for (int r = 0; r < SIZE; r++)
-        UNROLL for (int p = 0; p < PIECES; p++) {
+      UNROLL for (int r = 0; r < SIZE; r++) UNROLL
+        for (int p = 0; p < PIECES; p++) {
           int32_t four;
           memcpy(&four, pieces + (r * PIECES + p) * BLOCK + t, 4);
           const __m512i weights = _mm512_set1_epi32(four);
@@ -126,8 +124,8 @@ class WholeMixer {
             sums[c][r][p] = _mm512_dpbusd_epi32(sums[c][r][p], weights, levels[c]);
         }
     }
-    UNROLL for (int c = 0; c < BLOCKS; c++)
-      UNROLL for (int r = 0; r < SIZE; r++)
+    UNROLL for (int c = 0; c < BLOCKS; c++) UNROLL
+      for (int r = 0; r < SIZE; r++)
         add_sums<PIECES>(out + (row + r) * columns + d + c * TILE, keep[row + r], sums[c][r], one_[row + r]);
   }
 };

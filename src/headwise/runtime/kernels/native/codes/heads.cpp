@@ -15,10 +15,10 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
   using A = Single;
   using Q = Query;
   static constexpr int PIECES = std::is_same_v<Q, float> ? 3 : 2;  // of a whole weight
-  static constexpr int MOST_OF_SUMS = 6;  // rows of a head that are mixed without tiles
-  const int64_t D_, V_;  // columns of a head's levels
-  const int64_t query_;  // numbers of a row of queries
-  const int64_t key_;    // numbers of a row of keys: what is written of it may end behind it
+  static constexpr int MOST_OF_SUMS = 6;                           // rows of a head that are mixed without tiles
+  const int64_t D_, V_;                                            // columns of a head's levels
+  const int64_t query_;                                            // numbers of a row of queries
+  const int64_t key_;  // numbers of a row of keys: what is written of it may end behind it
   // Levels of a head's keys lie in blocks [D_ / CHANNELS, BLOCK, CHANNELS], or where the halves of a rotated key begin
   // within one, in rows [BLOCK, D_]: how far blocks, and tokens, are apart.
   const int64_t block_, token_;

@@ -11,9 +11,11 @@
 namespace {
 
 class WordScores {
-  static constexpr int EIGHT = 8, STEP = 16;  // words of a token beside each other, and tokens that are scored at a time
-  static constexpr int ROWS = 4;              // of queries, whose sums are in registers
-  static constexpr int SLOTS = BLOCK + STEP;  // of the rotations; those behind BLOCK are of tokens whose scores are dropped
+  static constexpr int EIGHT = 8,
+                       STEP = 16;  // words of a token beside each other, and tokens that are scored at a time
+  static constexpr int ROWS = 4;   // of queries, whose sums are in registers
+  static constexpr int SLOTS =
+      BLOCK + STEP;  // of the rotations; those behind BLOCK are of tokens whose scores are dropped
   static constexpr float MOST = 23000, ONE = 32767;  // rotated, √2 · MOST is less than 2¹⁵
   static constexpr float MOST_SUM = 2e9;             // less than 2³¹ by what 1,024 columns are rounded up
   static constexpr int64_t MOST_COLUMNS = 1024;
@@ -22,14 +24,14 @@ class WordScores {
 
   // Columns of a head's levels are two rotating halves and others, in blocks of CHANNELS.
   const int64_t half_, columns_, heads_;
-  const int group_;            // rows of a head
-  int16_t *scale_, *offset_;   // [head, columns_], of words
-  float *most_, *unit_;        // [head, columns_], the largest words of keys; [head], what 1 in a word stands for
-  int16_t *cos_, *sin_;        // [half_ / 8, SLOTS, 8]
-  float* words_of_;            // [row], what a query is multiplied by
-  int16_t* query_;             // [row, columns_]
-  int16_t* inverse_;           // [BLOCK, 8], of the tokens' gains
-  char* keys_;                 // [columns_ / 8, STEP, 8]
+  const int group_;           // rows of a head
+  int16_t *scale_, *offset_;  // [head, columns_], of words
+  float *most_, *unit_;       // [head, columns_], the largest words of keys; [head], what 1 in a word stands for
+  int16_t *cos_, *sin_;       // [half_ / 8, SLOTS, 8]
+  float* words_of_;           // [row], what a query is multiplied by
+  int16_t* query_;            // [row, columns_]
+  int16_t* inverse_;          // [BLOCK, 8], of the tokens' gains
+  char* keys_;                // [columns_ / 8, STEP, 8]
   float least_gain_;
 
  public:
@@ -95,11 +97,10 @@ class WordScores {
     for (int64_t row = 0; row < heads_ * group_; row++, query += stride) {
       const float* of_key = most_ + row / group_ * columns_;
       Vector most{}, sum_of{};
-      const auto add = [&](Vector x, Vector key) {
-        most = larger(most, x), sum_of += x * key;
-      };
+      const auto add = [&](Vector x, Vector key) { most = larger(most, x), sum_of += x * key; };
       for (int64_t d = 0; d < half_; d += W)
-        add(length(load(query + d), load(query + half_ + d)) * factor, length(load(of_key + d), load(of_key + half_ + d)));
+        add(length(load(query + d), load(query + half_ + d)) * factor,
+            length(load(of_key + d), load(of_key + half_ + d)));
       for (int64_t d = 2 * half_; d < columns_; d += W) add(size(load(query + d)), load(of_key + d));
       const float words = std::min(MOST / largest(most), MOST_SUM / sum(sum_of));
       words_of_[row] = words < 1e30f ? words : words != words ? words : 0.0f;
@@ -130,7 +131,8 @@ class WordScores {
       for (int64_t d = 0; d < half_; d += CHANNELS) {
         const int64_t first = (d / EIGHT * SLOTS + slot + t) * EIGHT, second = first + SLOTS * EIGHT;
         rotated<0>(scale + d, offset + d, cos_ + first, sin_ + first, of_tokens + d * BLOCK, inverse, place(d));
-        rotated<1>(scale + d, offset + d, cos_ + second, sin_ + second, of_tokens + d * BLOCK, inverse, place(d + EIGHT));
+        rotated<1>(scale + d, offset + d, cos_ + second, sin_ + second, of_tokens + d * BLOCK, inverse,
+                   place(d + EIGHT));
       }
       for (int64_t d = 2 * half_; d < columns_; d += CHANNELS) {
         unrotated<0>(scale + d, offset + d, of_tokens + d * BLOCK, inverse, place(d));
@@ -185,7 +187,8 @@ class WordScores {
                         char* to) const {
     const Channels<PART> channels(scale, offset);
     UNROLL for (int i = 0; i < 4; i++)
-      _mm512_store_si512(to + i * 64, channels.words(levels + 4 * i * CHANNELS, _mm512_load_si512(inverse + 4 * i * EIGHT)));
+      _mm512_store_si512(to + i * 64,
+                         channels.words(levels + 4 * i * CHANNELS, _mm512_load_si512(inverse + 4 * i * EIGHT)));
   }
 
   // Scores of STEP keys with rows of queries.
@@ -193,9 +196,8 @@ class WordScores {
   INLINE void multiply(int64_t row, Vector gains, float* scores) const {
     const int16_t* query = query_ + row * columns_;
     __m512i sums[SIZE][4];
-    UNROLL for (int r = 0; r < SIZE; r++)
-      UNROLL for (int i = 0; i < 4; i++)
-        sums[r][i] = _mm512_setzero_si512();
+    UNROLL for (int r = 0; r < SIZE; r++) UNROLL
+      for (int i = 0; i < 4; i++) sums[r][i] = _mm512_setzero_si512();
     for (int64_t d = 0; d < columns_; d += EIGHT) {
       __m512i keys[4];
       UNROLL for (int i = 0; i < 4; i++)
