@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 """What each engine is timed with, by its name in the table: an output of `benchmarks.engines`, and the engine's word
-for how it is cached. vLLM's build for CPUs has no cache of 8-bit integers."""
+for how it is cached. vLLM's build for CPUs takes ``int8_per_token_head`` too, and computes nonsense with it."""
 LOADS = {"llama.cpp": ((1024, 1), (4096, 1), (1024, 8)), "vllm": ((2048, 1), (2048, 8), (2048, 64))}
 """Tokens of context, and texts at once."""
 
