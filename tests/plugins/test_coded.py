@@ -70,7 +70,8 @@ def test_pages_hold_the_codes_of_each_sequence(lengths: list[int], tokens: int, 
     torch.manual_seed(seed)
     sections, parts = heads_shape(1, 9, 11)
     offset, scale, first_offset, first_scale = torch.rand(4, 20) + 0.1
-    code = TransformCode(offset, scale, (3, 2), sections, parts, 9 * first_offset, first_scale)
+    first = TransformCode(9 * first_offset, first_scale, (2, 2), sections, parts)
+    code = TransformCode(offset, scale, (3, 2), sections, parts, first)
     pages = CodedHeads(code, None, 1, 9, 11)
     paged, values = Paged(lengths, tokens, pages.row_bytes), [torch.randn(length, 20) for length in lengths]
     written = [0] * len(lengths)
@@ -112,8 +113,10 @@ def hosted(spec: LatentSpec | GroupedSpec, pairs: int, dtype: torch.dtype = torc
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
     sections, parts = code_shape(spec)
     bits, width = tuple(1 + i * 3 % 8 for i in range(len(list(blocks(sections))))), sum(sections)
-    first = torch.randn(width) * 3, torch.rand(width) / 5 + 0.1
-    code = TransformCode(torch.randn(width) / 10, torch.rand(width) / 5 + 0.1, bits, sections, parts, *first)
+    first = TransformCode(torch.randn(width) * 3, torch.rand(width) / 5 + 0.1, bits[::-1], sections, parts)
+    if first.token_bytes > (own := TransformCode(first.offset, first.scale, bits, sections, parts)).token_bytes:
+        first = own
+    code = TransformCode(torch.randn(width) / 10, torch.rand(width) / 5 + 0.1, bits, sections, parts, first)
     layer.set_code(code, SlotRotation(LlamaRotaryEmbedding(config)))
     return layer
 
@@ -359,7 +362,7 @@ def test_a_code_that_pages_cannot_hold_is_refused() -> None:
     code = latents().code
     assert code is not None
     with pytest.raises(ValueError, match="is of format 1, which pages cannot hold; convert the model again"):
-        CodedLatents(replace(code, first_offset=None, first_scale=None), None, 20, 12)
+        CodedLatents(replace(code, first=None), None, 20, 12)
     with pytest.raises(ValueError, match=r"sections = \(20, 6, 6\): must be \(21, 6, 6\)"):
         CodedLatents(code, None, 21, 12)
 

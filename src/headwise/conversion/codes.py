@@ -296,8 +296,6 @@ class ScaleTable:
         variance: the variance of each channel, ``[W]``.
         sample: the values that scales are fitted to, ``[n, W]``.
         weights: the weights of the errors of the sample's tokens, ``[n]``, of sum 1.
-        first: the values of first tokens, ``[m, W]``.
-        usual_first: the value about which they lie, ``[W]``.
     """
 
     offset: Tensor
@@ -306,33 +304,44 @@ class ScaleTable:
     variance: Tensor
     sample: Tensor
     weights: Tensor
-    first: Tensor
-    usual_first: Tensor
 
 
-def fit_scales(
-    statistics: ChannelStatistics, basis: Tensor, parts: tuple[int, ...], *, tokens: int = SAMPLE
-) -> ScaleTable:
+def fit_scales(values: Tensor, parts: tuple[int, ...], importance: Tensor, *, tokens: int = SAMPLE) -> ScaleTable:
     """Fit the scales of all channels, each number of bits by itself.
 
     Args:
-        statistics: the statistics of the cached values.
-        basis: the map of these values to the basis of the code, ``[W, W]``.
+        values: the cached values in the basis of the code, ``[n, W]``.
         parts: the parts of the cached values that have a gain each; see `TransformCode`.
+        importance: the weights of the tokens' errors, ``[n]``.
         tokens: the number of tokens that scales are fitted to.
     """
-    values, first, usual_first = (
-        states.double() @ basis.mT for states in (statistics.values, statistics.first, statistics.usual_first)
-    )
-    offset = values.mean(0).float()
-    deviation = (values - values.mean(0)).square().mean(0).sqrt().float().clamp_min(1e-20)
-    sample, weights = _sample(values, statistics.importance, tokens)
+    offset = values.mean(0)
+    deviation = (values - offset).square().mean(0).sqrt().clamp_min(1e-20)
+    return _fitted(offset.float(), deviation.float(), *_sample(values, importance, tokens), parts)
+
+
+def fit_first_scales(first: Tensor, usual: Tensor, others: ScaleTable, parts: tuple[int, ...]) -> ScaleTable:
+    """Fit the scales of tokens that begin a text; see `fit_scales`.
+
+    Args:
+        first: the values of some, ``[m, W]``.
+        usual: the value about which they lie, ``[W]``.
+        others: the scales of all other tokens.
+        parts: the parts of the cached values that have a gain each.
+    """
+    # Few tokens say little of how far others may lie: one alone says no more than all other tokens do.
+    spread = (first - usual).square().mean(0) + others.variance / len(first) ** 2
+    weights = torch.full((len(first),), 1 / len(first))
+    return _fitted(usual.float(), spread.sqrt().float(), first.float(), weights, parts)
+
+
+def _fitted(offset: Tensor, deviation: Tensor, sample: Tensor, weights: Tensor, parts: tuple[int, ...]) -> ScaleTable:
     width = len(offset)
     scales, errors = torch.ones(9, width), torch.zeros(9, width)
     for bits in WIDTHS:
         code = TransformCode(offset, deviation, (bits,) * -(-width // CHANNELS), (width,), parts)
         scales[bits], errors[bits] = _best_scales(code, deviation, sample, weights)
-    return ScaleTable(offset, scales, errors, deviation.square(), sample, weights, first.float(), usual_first.float())
+    return ScaleTable(offset, scales, errors, deviation.square(), sample, weights)
 
 
 def _sample(values: Tensor, importance: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -407,28 +416,15 @@ def allot(
     scale = table.scales.gather(0, by_channel[None])[0]
     code = TransformCode(table.offset, scale, tuple(bits), sections, parts)
     for _ in range(rounds):
-        centred = _centred(code, table.sample)
+        centred = _centred(code, table)
         scale, _ = _best_scales(centred, table.variance.sqrt(), table.sample, table.weights)
         code = replace(code, scale=scale)
-    return _with_first(_centred(code, table.sample), table)
+    return _centred(code, table)
 
 
-def _with_first(code: TransformCode, table: ScaleTable) -> TransformCode:
-    """The code with an offset and a scale of first tokens for each channel, fitted to some."""
-    first, offset = table.first, table.usual_first
-    # Few tokens say little of how far others may lie: one alone says no more than the scale of all other tokens.
-    deviation = ((first - offset).square().mean(0) + (code.scale / len(first)).square()).sqrt()
-    weights = torch.full((len(first),), 1 / len(first))
-    own = replace(code, offset=offset, scale=deviation)
-    for _ in range(ROUNDS):
-        scale, _ = _best_scales(_centred(own, first), deviation, first, weights)
-        own = replace(own, scale=scale)
-    return replace(code, first_offset=own.offset, first_scale=_centred(own, first).scale)
-
-
-def _centred(code: TransformCode, sample: Tensor) -> TransformCode:
+def _centred(code: TransformCode, table: ScaleTable) -> TransformCode:
     """The code with its scales multiplied by a factor for each part, such that gains are 1 on average."""
-    _, gains, _ = code.normalised(sample)
+    _, gains, _ = code.normalised(table.sample)
     means = [part.log().mean().exp().expand(part.shape[1]) for part in gains.split_with_sizes(code.parts, -1)]
     return replace(code, scale=code.scale * torch.cat(means))
 
@@ -466,14 +462,19 @@ class Design:
     Attributes:
         layer: the layer, float32, without a code.
         table: the scales of its channels.
+        first: those of tokens that begin a text.
     """
 
     layer: Layer
     table: ScaleTable
+    first: ScaleTable
 
     def coded(self, token_bytes: int, *, rounds: int = ROUNDS) -> Layer:
         """The layer with a code of so many bytes a token, or the next fewer; see `allot`."""
-        return replace(self.layer, code=allot(self.table, *code_shape(self.layer.spec), token_bytes, rounds=rounds))
+        shape = code_shape(self.layer.spec)
+        code = allot(self.table, *shape, token_bytes, rounds=rounds)
+        first = allot(self.first, *shape, code.token_bytes, rounds=rounds)
+        return replace(self.layer, code=replace(code, first=first))
 
 
 def design(
@@ -497,4 +498,9 @@ def design(
     """
     statistics = channel_statistics(layer, windows, root, alone, begin_alike=begin_alike)
     turned, basis = decorrelated(layer, statistics)
-    return Design(turned.float(), fit_scales(statistics, basis, code_shape(layer.spec)[1], tokens=tokens))
+    values, first, usual = (
+        states.double() @ basis.mT for states in (statistics.values, statistics.first, statistics.usual_first)
+    )
+    parts = code_shape(layer.spec)[1]
+    table = fit_scales(values, parts, statistics.importance, tokens=tokens)
+    return Design(turned.float(), table, fit_first_scales(first, usual, table, parts))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headwise.conversion.codes import ChannelStatistics, ScaleTable, allot, fit_scales
+from headwise.conversion.codes import allot, fit_first_scales, fit_scales
 from headwise.runtime.quantization import TransformCode
 from headwise.runtime.quantization.trellis import NOISE, REACH, encode
 
@@ -24,20 +24,16 @@ def heavy_tailed(tokens: int, seed: int) -> Tensor:
     return values + torch.linspace(-1, 1, 96)
 
 
-def fitted(values: Tensor, importance: Tensor, first: Tensor | None = None) -> ScaleTable:
-    first = values[:8] if first is None else first
-    statistics = ChannelStatistics(values, first, first.mean(0), torch.eye(96), importance)
-    return fit_scales(statistics, torch.eye(96, dtype=torch.float64), PARTS)
-
-
 @pytest.mark.parametrize("seen", [1, 8, 500])
 def test_first_tokens_are_coded_by_how_they_lie_themselves(seen: int) -> None:
     """They are far from all others, and some texts begin otherwise than those that were seen."""
     values, generator = heavy_tailed(4096, 4), torch.Generator().manual_seed(4)
     spread = torch.logspace(-2, -4, 96)
     first = 40.0 + spread * torch.randn(seen + 200, 96, generator=generator)
-    code = allot(fitted(values, torch.ones(4096), first[:seen]), SECTIONS, PARTS, 1 + 96 * 4 // 8)
-    others = replace(code, first_offset=None, first_scale=None)
+    table = fit_scales(values, PARTS, torch.ones(4096))
+    others = allot(table, SECTIONS, PARTS, 1 + 96 * 4 // 8)
+    own = fit_first_scales(first[:seen], first[:seen].mean(0), table, PARTS)
+    code = replace(others, first=allot(own, SECTIONS, PARTS, others.token_bytes))
     are_first = torch.ones(200, dtype=torch.bool)
 
     def error(rows: Tensor, code: TransformCode) -> float:
@@ -52,7 +48,7 @@ def test_first_tokens_are_coded_by_how_they_lie_themselves(seen: int) -> None:
 
 
 def test_no_error_is_left_that_bits_do_not_lessen() -> None:
-    table = fitted(heavy_tailed(4096, 0), torch.ones(4096))
+    table = fit_scales(heavy_tailed(4096, 0), PARTS, torch.ones(4096))
     fresh = heavy_tailed(1024, 1)
     errors = [
         float((allot(table, SECTIONS, PARTS, 1 + 96 * bits // 8).rounded(fresh) - fresh).square().sum(1).mean())
@@ -70,7 +66,7 @@ def test_important_tokens_are_coded_better() -> None:
     weights = torch.where(important > 0, 300.0, 1.0)
     errors = []
     for each in (torch.ones(4096), weights):
-        code = allot(fitted(values, each / each.mean()), SECTIONS, PARTS, 1 + 96 * 2 // 8)
+        code = allot(fit_scales(values, PARTS, each / each.mean()), SECTIONS, PARTS, 1 + 96 * 2 // 8)
         error = (code.rounded(values) - values).square().sum(1)
         errors.append((float(error[important > 0].mean()), float(error[important == 0].mean())))
     assert errors[1][0] < 0.9 * errors[0][0]

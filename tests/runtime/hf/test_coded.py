@@ -64,7 +64,7 @@ def old_model(coded: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("old") / "model"
     shutil.copytree(coded, folder)
     codes = read_codes(folder)
-    codes = {index: replace(code, first_offset=None, first_scale=None) for index, code in codes.items()}
+    codes = {index: replace(code, first=None) for index, code in codes.items()}
     (folder / FILE).write_bytes(codes_content(codes))
     return headwise.load(folder, dtype=torch.float64)
 

@@ -37,8 +37,11 @@ def transform_codes(draw: st.DrawFn) -> TransformCode:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     width = sum(sections)
     scales, offsets = torch.rand(2, width, generator=generator) + 0.2, torch.randn(2, width, generator=generator)
-    own = (offsets[1] * 50, scales[1] * 3) if draw(st.booleans()) else (None, None)
-    return TransformCode(offsets[0], scales[0], bits, sections, (latent, 2 * pairs) if pairs else (latent,), *own)
+    shape = sections, (latent, 2 * pairs) if pairs else (latent,)
+    first = None
+    if draw(st.booleans()):
+        first = TransformCode(offsets[1] * 50, scales[1] * 3, tuple(draw(st.integers(1, b)) for b in bits), *shape)
+    return TransformCode(offsets[0], scales[0], bits, *shape, first)
 
 
 def sample(code: TransformCode, *shape: int) -> torch.Tensor:
@@ -56,7 +59,7 @@ def test_rounded_is_what_codes_decode_to(code: TransformCode) -> None:
     assert torch.equal(decoded, code.rounded(values, is_first))
     others = ~is_first
     assert torch.equal(codes[others], code.encode(values)[others])
-    own = code if code.of_first is None else code.of_first
+    own = code if code.first is None else code.first
     expected = own.rounded(values[is_first])
     assert torch.equal(decoded[is_first], expected if own is code else expected.bfloat16().float())
     expected = sum(b * (stop - start) for b, (start, stop) in zip(code.bits, blocks(code.sections), strict=True))
@@ -89,8 +92,8 @@ def test_gains_follow_the_size_of_a_token() -> None:
         ({"sections": (24,)}, "add up"),
         ({"scale": torch.ones(19)}, "of one length"),
         ({"offset": torch.zeros(20, dtype=torch.float64)}, "float32"),
-        ({"first_offset": torch.zeros(20), "first_scale": torch.ones(19)}, "of one length"),
-        ({"first_offset": torch.zeros(20)}, "or neither"),
+        ({"first": TransformCode(torch.zeros(20), torch.ones(20), (3, 2), (16, 4), (20,))}, "the same sections"),
+        ({"first": TransformCode(torch.zeros(20), torch.ones(20), (4, 2), (20,), (20,))}, "no more bytes"),
         ({"bits": (3,)}, "for each block"),
         ({"bits": (3, 9)}, "from 1 to 8"),
     ],

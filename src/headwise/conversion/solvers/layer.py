@@ -243,7 +243,7 @@ class Layer:
             inputs: the inputs of the layer's attention, ``[T, E]``.
             rotation: the tables of any window of at least T tokens. Rotation changes no value.
         """
-        own = None if self.code is None else self.code.of_first
+        own = None if self.code is None else self.code.first
         value = replace(self, code=own).heads(inputs, torch.arange(1), rotation).value  # [H, T, V]
         return value.transpose(0, 1).flatten(1)
 

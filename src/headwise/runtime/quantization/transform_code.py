@@ -47,9 +47,6 @@ GAINS_TRIED = 6
 _ROWS = 128
 """Tokens whose gains are chosen at a time on a CPU without the compiled kernel, in memory that fits in its caches."""
 
-_TENSORS = ("offset", "scale", "first_offset", "first_scale")
-"""The tensors of a code, by name."""
-
 _MOST_PARTS = 2
 """The parts whose gains' numbers fit into a byte."""
 
@@ -62,9 +59,10 @@ class TransformCode:
     (`headwise.runtime.quantization.trellis`) and the gain to its token and part. A rotary key is coded before it is
     rotated.
 
-    The first token of a text has offsets and scales of its own: most models rest their attention on it, and its
-    values are unlike all others', but much the same in every text. Codes that were designed before it had them have
-    none, and the values of a text's first `SINKS` tokens are stored in bfloat16 beside their codes.
+    The first token of a text has a code of its own, with offsets, scales and bits that suit it: most models rest
+    their attention on it, and its values are unlike all others', but much the same in every text. Codes that were
+    designed before it had one have none, and the values of a text's first `SINKS` tokens are stored in bfloat16
+    beside theirs.
 
     Attributes:
         offset: float32 ``[W]``.
@@ -72,8 +70,8 @@ class TransformCode:
         bits: the number of bits of each block of `CHANNELS` channels, section after section.
         sections: the widths of the sections; blocks do not reach over their ends.
         parts: the widths of the parts of a token that have a gain of their own; two at most.
-        first_offset: float32 ``[W]``, of a text's first token; None where first tokens are stored in bfloat16.
-        first_scale: float32 ``[W]``, positive; None with ``first_offset``.
+        first: the code of a text's first token, of the same sections and parts and no more bytes; None where first
+            tokens are stored in bfloat16.
     """
 
     offset: Tensor
@@ -81,8 +79,7 @@ class TransformCode:
     bits: tuple[int, ...]
     sections: tuple[int, ...]
     parts: tuple[int, ...]
-    first_offset: Tensor | None = None
-    first_scale: Tensor | None = None
+    first: TransformCode | None = None
 
     def __post_init__(self) -> None:
         """Check what the kernels rely on.
@@ -90,11 +87,9 @@ class TransformCode:
         Raises:
             ValueError: tensors, sections, parts and bits do not belong together.
         """
-        tensors, width = self.tensors.values(), len(self.offset)
+        tensors, width = (self.offset, self.scale), len(self.offset)
         if any(tensor.dtype != torch.float32 or tensor.shape != (width,) for tensor in tensors):
             raise ValueError("offsets and scales must be vectors of float32 of one length")
-        if (self.first_offset is None) != (self.first_scale is None):
-            raise ValueError("a first token must have an offset and a scale, or neither")
         for widths in (self.sections, self.parts):
             if any(type(size) is not int or size < 1 for size in widths) or sum(widths) != width:
                 raise ValueError(f"sections and parts must be positive and add up to {width}")
@@ -102,6 +97,12 @@ class TransformCode:
             raise ValueError(f"there must be at most {_MOST_PARTS} parts, and a number of bits for each block")
         if any(type(bits) is not int or not 1 <= bits <= 8 for bits in self.bits):
             raise ValueError("bits must be from 1 to 8")
+        first = self.first
+        if first is not None and (
+            (first.sections, first.parts, first.first) != (self.sections, self.parts, None)
+            or first.token_bytes > self.token_bytes
+        ):
+            raise ValueError("a first token's code must have the same sections and parts, and no more bytes")
 
     @cached_property
     def channel_bits(self) -> Tensor:
@@ -127,25 +128,12 @@ class TransformCode:
     @property
     def wide_tokens(self) -> int:
         """The number of a text's first tokens whose values are stored in bfloat16."""
-        return SINKS if self.first_offset is None else 0
-
-    @cached_property
-    def of_first(self) -> TransformCode | None:
-        """The code of a text's first token; None where it has none of its own."""
-        if self.first_offset is None or self.first_scale is None:
-            return None
-        return TransformCode(self.first_offset, self.first_scale, self.bits, self.sections, self.parts)
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the code that it has, by name."""
-        named = {name: getattr(self, name) for name in _TENSORS}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        return SINKS if self.first is None else 0
 
     def to(self, device: torch.device) -> TransformCode:
         """The code with its tensors on a device."""
-        tensors: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return replace(self, **tensors)
+        first = None if self.first is None else self.first.to(device)
+        return replace(self, offset=self.offset.to(device), scale=self.scale.to(device), first=first)
 
     def equals(self, other: TransformCode) -> bool:
         """Whether both give values the same codes; dataclasses with tensors cannot be compared by ``==``."""
@@ -162,7 +150,7 @@ class TransformCode:
             states: the values.
             is_first: bool ``[…]``, which of the tokens begin a text; None where none does.
         """
-        return self._by_token(TransformCode._encode, states, is_first)
+        return self._by_token(lambda code, rows: code._encode(rows, self.token_bytes), states, is_first)
 
     def rounded(self, states: Tensor, is_first: Tensor | None = None) -> Tensor:
         """What becomes of values ``[…, W]`` when they are coded, without the bytes; see `encode` and `decode`."""
@@ -188,7 +176,7 @@ class TransformCode:
         self, change: Callable[[TransformCode, Tensor], Tensor], rows: Tensor, is_first: Tensor | None
     ) -> Tensor:
         """Change rows ``[…, n]`` of tokens by the code of each."""
-        changed, own = change(self, rows), self.of_first
+        changed, own = change(self, rows), self.first
         if own is None or is_first is None:
             return changed
         if is_on_gpu(rows):  # which of them are first is not asked: that would wait for the GPU
@@ -197,12 +185,13 @@ class TransformCode:
             changed[is_first] = change(own, rows[is_first])
         return changed
 
-    def _encode(self, states: Tensor) -> Tensor:
+    def _encode(self, states: Tensor, size: int) -> Tensor:
+        """Codes in rows of so many bytes, of which the last may be empty."""
         normal, gains, starts = self.normalised(states)
-        rows = starts.new_zeros(len(starts), self.token_bytes)
+        rows = starts.new_zeros(len(starts), size)
         rows[:, 0] = starts
-        encode(normal, self.weights, self.channel_bits, starts, gains, codes=rows[:, 1:])
-        return rows.view(*states.shape[:-1], self.token_bytes)
+        encode(normal, self.weights, self.channel_bits, starts, gains, codes=rows[:, 1 : self.token_bytes])
+        return rows.view(*states.shape[:-1], size)
 
     def _decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         if can_encode() and are_plain(codes, self.offset):
@@ -389,10 +378,10 @@ FILE = "kv_cache.safetensors"
 """The name of the file."""
 
 FORMAT = 2
-"""The version of its layout. In the first one, first tokens have no offsets and scales of their own."""
+"""The version of its layout. In the first one, first tokens have no code of their own."""
 
-_OF_VERSION = {1: _TENSORS[:2], FORMAT: _TENSORS}
-"""The tensors of each layer in the file's versions."""
+_FIRST = "first_"
+"""What the names of a first token's code begin with."""
 
 _KEY = "headwise"
 
@@ -403,20 +392,28 @@ def code_tensors(code: TransformCode) -> tuple[dict[str, Tensor], dict[str, Any]
     For example ``code_from(*code_tensors(code))`` is an equal code.
     """
     about = {"bits": list(code.bits), "sections": list(code.sections), "parts": list(code.parts)}
-    return code.tensors, about
+    tensors = {"offset": code.offset, "scale": code.scale}
+    if code.first is not None:
+        own, of_own = code_tensors(code.first)
+        tensors |= {_FIRST + name: tensor for name, tensor in own.items()}
+        about[_FIRST + "bits"] = of_own["bits"]
+    return tensors, about
 
 
-def code_from(tensors: Mapping[str, Any], about: Mapping[str, Any]) -> TransformCode:
+def code_from(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> TransformCode:
     """The code that `code_tensors` took apart.
 
     Raises:
         ValueError: the file is no code, or its numbers code nothing.
     """
-    are_finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
-    if not are_finite or any(bool((tensors[name] <= 0).any()) for name in tensors if name.endswith("scale")):
-        raise ValueError("offsets must be finite, and scales finite and positive")
-    fields: dict[str, Any] = {name: tuple(about[name]) for name in ("bits", "sections", "parts")}
-    return TransformCode(**fields, **tensors)
+    shape = tuple(about["sections"]), tuple(about["parts"])
+    codes = []
+    for prefix in ("", _FIRST) if _FIRST + "offset" in tensors else ("",):
+        offset, scale = tensors[prefix + "offset"], tensors[prefix + "scale"]
+        if not (bool(offset.isfinite().all()) and bool(((scale > 0) & scale.isfinite()).all())):
+            raise ValueError("offsets must be finite, and scales finite and positive")
+        codes.append(TransformCode(offset, scale, tuple(about[prefix + "bits"]), *shape))
+    return codes[0] if len(codes) == 1 else replace(codes[0], first=codes[1])
 
 
 def codes_content(codes: Mapping[int, TransformCode]) -> bytes:
@@ -430,7 +427,7 @@ def codes_content(codes: Mapping[int, TransformCode]) -> bytes:
     for index, code in codes.items():
         own, layers[str(index)] = code_tensors(code)
         tensors |= {f"{index}.{name}": tensor.contiguous().clone() for name, tensor in own.items()}
-    version = min((FORMAT if code.of_first is not None else 1 for code in codes.values()), default=FORMAT)
+    version = min((FORMAT if code.first is not None else 1 for code in codes.values()), default=FORMAT)
     return save(tensors, metadata={_KEY: json.dumps({"format": version, "layers": layers})})
 
 
@@ -451,10 +448,10 @@ def read_codes(folder: Path, layers: int | None = None) -> dict[int, TransformCo
         with safe_open(path, framework="pt", backend="pread") as file:
             about = json.loads(file.metadata()[_KEY])
             version = about["format"]
-            if version not in _OF_VERSION:
+            if version not in (1, FORMAT):
                 rule = f"is of format {version!r}; this headwise reads formats up to {FORMAT}"
                 raise CheckpointError(FILE, str(path), rule)
-            names = _OF_VERSION[version]
+            names = [prefix + name for prefix in ("", _FIRST)[:version] for name in ("offset", "scale")]
             codes = {
                 int(index): code_from({name: file.get_tensor(f"{index}.{name}") for name in names}, own)
                 for index, own in about["layers"].items()

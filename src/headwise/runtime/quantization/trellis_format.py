@@ -84,7 +84,7 @@ class TrellisFormat(Codec):
 
         Arguments are those of `attend`.
         """
-        own = self.code.of_first
+        own = self.code.first
         if own is None:
             return unquantised
         if pages is not None:
