@@ -105,7 +105,7 @@ def in_pages(codes: Tensor, lengths: Tensor, noise: torch.Generator) -> tuple[Te
             table[row, page] = next(taken)
             tokens = codes[row, 0, page * PAGE : min((page + 1) * PAGE, length)]
             cache[int(table[row, page]), 0, : len(tokens)] = tokens
-    return moved(cache), Pages(moved(table), moved(lengths.int()), int(lengths.max()))
+    return moved(cache), Pages(moved(table), moved(lengths.int()))
 
 
 @with_triton
