@@ -174,6 +174,45 @@ def choose_gains(
     return normal, of_channel, starts
 
 
+def code_tokens(
+    values: Tensor,
+    channels: tuple[Tensor, Tensor, Tensor, Tensor],
+    parts: tuple[int, ...],
+    gains: Tensor,
+    bits: Tensor,
+    tables: Tensor,
+    codes: Tensor,
+    slots: Tensor,
+    numbers: tuple[int, int, float],
+) -> None:
+    """Choose the gains and the codes of some tokens, and write both to pages; see `choose_gains`, `trellis_encode`.
+
+    Args:
+        values: float32 ``[n, W]``.
+        channels: see `choose_gains`.
+        parts: see `choose_gains`.
+        gains: see `choose_gains`.
+        bits: see `trellis_encode`.
+        tables: see `trellis_encode`.
+        codes: uint8 ``[pages, tokens of a page, bytes]``, with pages and tokens any number of bytes apart.
+        slots: int64 ``[n]``, of each token the number of a page times its tokens, plus the place in it; below 0 for
+            one that is not written.
+        numbers: ``tried``, ``zero`` and ``step`` of `choose_gains`.
+
+    Raises:
+        MemoryError: the kernel could not allocate its working memory.
+    """
+    names = ("values", "offset", "scale", "noise", "reach", "gains")
+    tensors = {name: x.contiguous() for name, x in zip(names, (values, *channels, gains), strict=True)}
+    assert values.dtype == torch.float32
+    assert codes.stride(2) == 1
+    tensors |= {"parts": _widths(parts), "bits": bits, "tables": tables, "codes": codes, "slots": slots.contiguous()}
+    (rows, width), (_, page, size) = values.shape, codes.shape
+    sizes = {"rows": rows, "width": width, "count": len(parts), "page": page, "bytes": size}
+    sizes |= {"page_stride": codes.stride(0), "token_stride": codes.stride(1)}
+    call("headwise_code", tensors, sizes | dict(zip(("tried", "zero", "step"), numbers, strict=True)))
+
+
 @lru_cache
 def _widths(parts: tuple[int, ...]) -> Tensor:
     return torch.tensor(parts, dtype=torch.int64, device="cpu")
@@ -255,7 +294,7 @@ def attend_trellis(
     )
     cos, sin = (table.contiguous() for table in rotation)
     own |= {
-        "count": len(layout.blocks),
+        "count": layout.blocks.shape[0],
         "P": layout.rotary,
         "bytes": layout.token_bytes,
         "frequencies": cos.shape[-1],
@@ -276,7 +315,7 @@ def attend_trellis(
     if pages is not None:
         T = pages.table.shape[1] * codes.shape[2]  # at most; each sequence has a length of its own
         tensors |= {"table": pages.table.contiguous(), "lengths": pages.lengths.contiguous()}
-        own |= {"table_stride": pages.table.shape[1], "page": codes.shape[2], "pages": len(codes)}
+        own |= {"table_stride": pages.table.shape[1], "page": codes.shape[2], "pages": codes.shape[0]}
     return attend_stored(kernel, tensors, own, (1, T, layout.value_dim, layout.value_dim + has_sums), scoring)
 
 
@@ -294,10 +333,10 @@ def decode_trellis(codes: Tensor, layout: TrellisLayout, dtype: torch.dtype, wid
         MemoryError: the kernel could not allocate its working memory.
     """
     codes = codes if codes.stride(1) == 1 else codes.contiguous()
-    out = torch.empty(len(codes), width, dtype=dtype)
+    out = torch.empty(codes.shape[0], width, dtype=dtype)
     tensors = {"codes": codes, "out": out, "blocks": layout.blocks, "tables": layout.tables, "gains": layout.gains}
     tensors |= {"level_scale": layout.scale, "level_offset": layout.offset}
-    sizes = {"rows": len(codes), "width": width, "count": len(layout.blocks), "bytes": layout.token_bytes}
+    sizes = {"rows": codes.shape[0], "width": width, "count": layout.blocks.shape[0], "bytes": layout.token_bytes}
     call("headwise_decode", tensors, sizes | {"stride": codes.stride(0), "part": first_part}, dtype)
     return out
 
