@@ -289,11 +289,13 @@ def test_positions_that_are_not_slots_apart_are_refused(model: Any, ids: Tensor,
 def test_damaged_codes_are_refused(coded: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(coded, tmp_path / "model")
     codes, path = read_codes(folder), folder / FILE
-    width = codes[0].width
+    parts = (codes[1].width - 8 - 1, 9)
+    assert codes[1].first is not None
+    other = replace(codes[1], parts=parts, first=replace(codes[1].first, parts=parts))
     wrong = {
         "kv_cache.safetensors = '1 codes': must have a code for each of the model's 2 layers": {0: codes[0]},
         "'0 codes': must have a code": {},
-        "= 1: codes a layer that the model does not have": {**codes, 1: replace(codes[1], parts=(width - 8 - 1, 9))},
+        "= 1: codes a layer that the model does not have": {**codes, 1: other},
     }
     for message, content in wrong.items():
         path.write_bytes(codes_content(content))
