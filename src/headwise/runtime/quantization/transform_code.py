@@ -398,6 +398,7 @@ def trellis_layout(code: TransformCode, turn: tuple[Tensor, Tensor] | None) -> T
         columns(code.scale * UNIT),
         columns(code.offset),
         torch.zeros(2, TURN, 0) if turn is None else torch.stack([_padded(table) for table in turn]),
+        None if code.first is None else trellis_layout(code.first, None),
     )
 
 

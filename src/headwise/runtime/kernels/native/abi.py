@@ -113,6 +113,12 @@ class TrellisArguments(Arguments):
         ("frequency", _WHOLE),  # [P / 2], each pair's column in those
         *((size, c_int64) for size in ("count", "P", "bytes", "frequencies")),
         ("wide", c_int64),  # the first tokens whose values replace their codes
+        (
+            "first_blocks",
+            _BLOCKS,
+        ),  # of a sequence's first token, whose code these are of; or null, and its value given
+        ("first_scale", _FLOATS),
+        ("first_offset", _FLOATS),
         ("table", _INTEGERS),  # [B, table_stride], the pages of each sequence in their order, or null
         *((size, c_int64) for size in ("table_stride", "page", "pages")),  # a page's tokens, and all pages
     ]

@@ -238,6 +238,7 @@ class TrellisLayout:
         scale: float32 ``[columns]``, of a whole level.
         offset: float32 ``[columns]``.
         turn: float32 ``[2, TURN, P/2]``, padded, cos and sin of the first slots.
+        first: of the code of a sequence's first token; None where it has none of its own.
     """
 
     value_dim: int
@@ -250,6 +251,7 @@ class TrellisLayout:
     scale: Tensor
     offset: Tensor
     turn: Tensor
+    first: TrellisLayout | None = None
 
 
 def attend_trellis(
@@ -272,7 +274,7 @@ def attend_trellis(
             heads ``[B, H, S, D]``.
         codes: uint8 ``[B, 1, T, bytes]``; or, in pages, ``[all pages, 1, tokens of a page, bytes]``.
         wide: bfloat16 ``[B, n, W]``, values of each sequence's first n tokens, which replace their codes; W is R + P
-            of latents, and K · (D + V) of heads.
+            of latents, and K · (D + V) of heads. n is 0 where a first token has a code of its own.
         first: int64 ``[B]``, the slot of each sequence's first token.
         layout: the layout of the codes.
         rotation: cos and sin of at least T slots, float32 ``[slots, F]``.
@@ -311,6 +313,11 @@ def attend_trellis(
         "sin": sin,
         "frequency": frequency,
     }
+    if layout.first is not None:
+        assert wide.shape[1] == 0
+        of_first = {"blocks": layout.first.blocks, "scale": layout.first.scale, "offset": layout.first.offset}
+        tensors |= {f"first_{name}": tensor for name, tensor in of_first.items()}
+        own["wide"] = 1
     T = codes.shape[2]
     if pages is not None:
         T = pages.table.shape[1] * codes.shape[2]  # at most; each sequence has a length of its own
