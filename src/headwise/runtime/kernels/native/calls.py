@@ -11,7 +11,7 @@ dim, R latent rank, P rotary dims, F frequencies of the model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -253,6 +253,15 @@ class TrellisLayout:
     turn: Tensor
     first: TrellisLayout | None = None
 
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by the names of the kernels' arguments."""
+        tensors = {"blocks": self.blocks, "tables": self.tables, "gains": self.gains, "level_scale": self.scale}
+        tensors |= {"level_offset": self.offset, "turn_cos": self.turn[0], "turn_sin": self.turn[1]}
+        if (first := self.first) is not None:
+            tensors |= {"first_blocks": first.blocks, "first_scale": first.scale, "first_offset": first.offset}
+        return tensors
+
 
 def attend_trellis(
     query: Tensor,
@@ -304,19 +313,9 @@ def attend_trellis(
     }
     # To the kernel, the codes are the keys of one head, and the values of first tokens its values.
     tensors = {"query": query, "key": codes, "value": wide.contiguous()[:, None], "first": first.contiguous()}
-    tensors |= {"blocks": layout.blocks, "tables": layout.tables, "gains": layout.gains}
-    tensors |= {"level_scale": layout.scale, "level_offset": layout.offset}
-    tensors |= {
-        "turn_cos": layout.turn[0],
-        "turn_sin": layout.turn[1],
-        "cos": cos,
-        "sin": sin,
-        "frequency": frequency,
-    }
+    tensors |= layout.tensors | {"cos": cos, "sin": sin, "frequency": frequency}
     if layout.first is not None:
         assert wide.shape[1] == 0
-        of_first = {"blocks": layout.first.blocks, "scale": layout.first.scale, "offset": layout.first.offset}
-        tensors |= {f"first_{name}": tensor for name, tensor in of_first.items()}
         own["wide"] = 1
     T = codes.shape[2]
     if pages is not None:
