@@ -49,7 +49,7 @@ def test_zeros_change_nothing(model_type: str, bias_free: bool, pad_to: str, tmp
     # Without biases a norm's constant is near 1 on the text alone; where it is near 0, roundings are magnified.
     ids = load_tokenizer(source)(TEXT * 2, return_tensors="pt").input_ids[:, :80].view(2, 40)
     padded = logits(tmp_path / "padded", ids)
-    assert_close(padded, logits(tmp_path / "plain", ids), 10 * FLOAT32_NORM)
+    assert_close(padded, logits(tmp_path / "plain", ids), 20 * FLOAT32_NORM)
     config = json.loads((tmp_path / "padded" / "config.json").read_text())
     expected = (64, 128) if rope == 64 else (8, 8)  # the smallest heads of a kernel; none has these rotary dims
     assert (config["qk_nope_head_dim"], config["v_head_dim"]) == expected
