@@ -101,9 +101,7 @@ class CodedPages:
             states: ``[Q, W]``, keys not rotated.
             batch: the batch that the tokens are of.
         """
-        # Tokens that pad a batch go to the first page, which vLLM gives to no request.
-        slots, tokens = batch.slots.long().clamp_min(0), cache.shape[2]
-        cache[:, 0][slots // tokens, slots % tokens] = self.code.encode(states, batch.are_first)
+        self.code.write(states, cache[:, 0], batch.slots.long(), batch.are_first)
 
     def attend(
         self,
@@ -171,8 +169,8 @@ class CodedPages:
         self, query: Tensor, cache: Tensor, pages: Pages, scale: float, window: int | None
     ) -> Tensor:
         """Attend to codes of several requests as they lie in their pages: ``[n, S, H, …]``, as the queries come."""
-        nothing = torch.empty(len(query), 0, self.code.width, dtype=torch.bfloat16, device=query.device)
-        first = torch.zeros(len(query), dtype=torch.int64, device=query.device)
+        nothing = torch.empty(query.shape[0], 0, self.code.width, dtype=torch.bfloat16, device=query.device)
+        first = torch.zeros(query.shape[0], dtype=torch.int64, device=query.device)
         stored = Stored((cache, cache[..., :0], nothing, first), (self.code.width, 0), query.dtype)
         scoring = Scoring(None, True, scale, window)
         return self.format.attend(query.transpose(1, 2), stored, scoring, self.rotation, pages=pages).transpose(1, 2)

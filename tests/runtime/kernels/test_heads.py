@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -123,6 +124,28 @@ def test_codes_in_pages_are_read_as_those_in_a_row(tokens: int, is_latent: bool,
         own = slice(row, row + 1)
         alone = attend_trellis(query[own], codes[own, :, :length], wide[own], first[own], *others)
         assert_close(together[own], alone, 1e-5)  # threads may share tokens out otherwise
+
+
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_a_first_token_is_read_by_its_own_code(is_latent: bool) -> None:
+    pick, noise = random.Random(4), torch.Generator().manual_seed(4)
+    B, T, K, D = 3, 130, 2, 48
+    draw = (lambda: latent_code(pick, noise, 33, 32)) if is_latent else (lambda: random_code(pick, noise, K, D, D))
+    code, own = draw(), draw()
+    size = max(code.token_bytes, own.token_bytes)
+    codes = torch.randint(0, 256, (B, 1, T, size), generator=noise, dtype=torch.uint8)
+    codes[..., 0] = (codes[..., 0] & 0x77) + 1
+    query = torch.randn(B, 6, 2, 65 if is_latent else D, generator=noise)
+    first, rows = torch.tensor([0, 70, 129]), torch.arange(B)
+    wide = own.decode(codes[rows, 0, first, None, : own.token_bytes], torch.bfloat16)
+    frequency = torch.randint(0, FREQUENCIES, (16 if is_latent else D // 2,), generator=noise)
+    angles = torch.arange(T)[:, None] * torch.rand(FREQUENCIES, generator=noise)
+    cos, sin = angles.cos(), angles.sin()
+    layout = trellis_layout(code, (cos[:TURN, frequency], sin[:TURN, frequency]))
+    others = (cos, sin), frequency, Scoring(torch.arange(T) >= first[:, None, None, None], True, 0.05)
+    given = attend_trellis(query, codes, wide, first, layout, *others)
+    read = replace(layout, first=trellis_layout(own, None))
+    assert torch.equal(attend_trellis(query, codes, wide[:, :0], first, read, *others), given)
 
 
 @pytest.mark.parametrize("bias", [3, 30, 300, 3000])

@@ -58,7 +58,9 @@ int main() {
           turn[t * half + d] = std::cos(angle(t, frequency[d]));
           turn[(TURN + t) * half + d] = std::sin(angle(t, frequency[d]));
         }
-      const int64_t first_tokens = 1 + random() % 4;
+      const bool decodes_first = random() % 2;  // by a code of its own, of the same bits
+      const int64_t first_tokens = decodes_first ? 1 : 1 + random() % 4;
+      const std::vector<float> first_offset = draw(columns);
       std::vector<bfloat16> wide(B * first_tokens * W), narrow(B * H * S * D);
       for (bfloat16& x : wide) put(&x, normal(random));
       std::vector<float> query = draw(B * H * S * D);
@@ -81,6 +83,8 @@ int main() {
       c.cos = angles.data(), c.sin = angles.data() + T * FREQUENCIES, c.frequency = frequency.data();
       c.count = blocks.size(), c.P = P, c.bytes = bytes, c.frequencies = FREQUENCIES, c.wide = first_tokens,
       c.heads = K;
+      if (decodes_first)
+        c.first_blocks = blocks.data(), c.first_scale = scale.data(), c.first_offset = first_offset.data();
       // Of one type the codes lie in pages, the first of which is at the end of memory.
       constexpr int64_t PAGE = 5;
       const int64_t count = (T + PAGE - 1) / PAGE;
@@ -114,9 +118,13 @@ int main() {
               for (int k = begin; k < begin + 8; k++) window = window << 1 | (of_token[k / 8] >> (7 - k % 8) & 1);
               const double gain = gains[channel < K * D ? *of_token & 15 : *of_token >> 4];
               const int64_t at = column_of[channel];
-              value[channel] = offset[at] + double(scale[at]) * gain * tables[256 * block.bits + window];
-              if (t >= first[b] && t < first[b] + c.wide)
-                value[channel] = number(wide[(b * c.wide + t - first[b]) * W + channel]);
+              const double product = double(scale[at]) * gain * tables[256 * block.bits + window];
+              value[channel] = offset[at] + product;
+              if (t >= first[b] && t < first[b] + c.wide) {
+                bfloat16 given = wide[(b * c.wide + t - first[b]) * W + channel];
+                if (decodes_first) put(&given, float(product) + first_offset[at]);
+                value[channel] = number(given);
+              }
             }
           double score = 0;
           const float* q = query.data() + row * D;

@@ -30,7 +30,7 @@ from headwise.models.specs import GroupedSpec, LatentSpec
 from headwise.runtime.kernels import gpu
 from headwise.runtime.kernels.native.abi import CHANNELS, TURN
 from headwise.runtime.kernels.native.build import are_plain
-from headwise.runtime.kernels.native.calls import TrellisLayout, can_encode, choose_gains, decode_trellis
+from headwise.runtime.kernels.native.calls import TrellisLayout, can_encode, choose_gains, code_tokens, decode_trellis
 from headwise.runtime.quantization.groups import is_on_gpu
 from headwise.runtime.quantization.trellis import NOISE, REACH, UNIT, decode, encode, tables
 
@@ -123,7 +123,7 @@ class TransformCode:
     @property
     def width(self) -> int:
         """W."""
-        return len(self.offset)
+        return self.offset.shape[0]
 
     @property
     def wide_tokens(self) -> int:
@@ -151,6 +151,25 @@ class TransformCode:
             is_first: bool ``[…]``, which of the tokens begin a text; None where none does.
         """
         return self._by_token(lambda code, rows: code._encode(rows, self.token_bytes), states, is_first)
+
+    def write(self, states: Tensor, pages: Tensor, slots: Tensor, is_first: Tensor) -> None:
+        """Write the codes of some tokens to pages of a cache; see `encode`.
+
+        Args:
+            states: the values, ``[n, W]``.
+            pages: uint8 ``[pages, tokens of a page, token_bytes]``.
+            slots: int64 ``[n]``, of each token the number of a page times its tokens, plus the place in it; below 0
+                for tokens that pad a batch.
+            is_first: bool ``[n]``, which of the tokens begin a text.
+        """
+        if not (can_encode() and are_plain(states, pages, slots, self.offset)):
+            # Tokens that pad a batch go to the first page, which engines give to no text.
+            slots, tokens = slots.clamp_min(0), pages.shape[1]
+            pages[slots // tokens, slots % tokens] = self.encode(states, is_first)
+            return
+        self._write(states, pages, slots)
+        if self.first is not None and bool(is_first.any()):
+            self.first._write(states[is_first], pages, slots[is_first])
 
     def rounded(self, states: Tensor, is_first: Tensor | None = None) -> Tensor:
         """What becomes of values ``[…, W]`` when they are coded, without the bytes; see `encode` and `decode`."""
@@ -187,11 +206,23 @@ class TransformCode:
 
     def _encode(self, states: Tensor, size: int) -> Tensor:
         """Codes in rows of so many bytes, of which the last may be empty."""
+        if can_encode() and are_plain(states, self.offset):
+            values = states.reshape(-1, self.width)
+            rows = torch.empty(1, max(1, len(values)), size, dtype=torch.uint8)
+            self._write(values, rows, torch.arange(len(values)))
+            return rows[0, : len(values)].view(*states.shape[:-1], size)
         normal, gains, starts = self.normalised(states)
         rows = starts.new_zeros(len(starts), size)
         rows[:, 0] = starts
         encode(normal, self.weights, self.channel_bits, starts, gains, codes=rows[:, 1 : self.token_bytes])
         return rows.view(*states.shape[:-1], size)
+
+    def _write(self, states: Tensor, pages: Tensor, slots: Tensor) -> None:
+        channels = (self.offset, self.scale, self._noise, self._reach)
+        code_tokens(
+            *(states.float(), channels, self.parts, self._of_numbers, self.channel_bits, tables(), pages, slots),
+            (GAINS_TRIED, GAIN_ZERO, GAIN_STEP),
+        )
 
     def _decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         if can_encode() and are_plain(codes, self.offset):
@@ -367,6 +398,7 @@ def trellis_layout(code: TransformCode, turn: tuple[Tensor, Tensor] | None) -> T
         columns(code.scale * UNIT),
         columns(code.offset),
         torch.zeros(2, TURN, 0) if turn is None else torch.stack([_padded(table) for table in turn]),
+        None if code.first is None else trellis_layout(code.first, None),
     )
 
 

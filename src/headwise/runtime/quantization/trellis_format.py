@@ -156,14 +156,15 @@ class TrellisFormat(Codec):
         if scoring.mask is not None:  # sequences in pages have lengths instead
             scoring = scoring._replace(mask=as_bool_mask(scoring.mask, (B, H, S, codes.shape[2])))
         layout = self._layout_for(rotation, of_gpu=is_on_gpu(query))
-        tokens = query, codes, self.first_values(codes, unquantised, first, pages), first
         if rotation is None:
             none = torch.empty(1, 0, device=query.device)
             tables, frequency = (none, none), none[0].long()
         else:
             tables, frequency = (rotation.cos, rotation.sin), rotation.frequency
         if isinstance(layout, gpu.ChannelLayout):
+            tokens = query, codes, self.first_values(codes, unquantised, first, pages), first
             return gpu.attend_trellis(*tokens, layout, tables, scoring, has_sums=has_sums, pages=pages)
+        tokens = query, codes, unquantised, first
         return attend_trellis(*tokens, layout, tables, frequency, scoring, has_sums=has_sums, pages=pages)
 
     def _layout_for(self, rotation: KeyRotation | None, *, of_gpu: bool) -> gpu.ChannelLayout | TrellisLayout:

@@ -113,6 +113,12 @@ class TrellisArguments(Arguments):
         ("frequency", _WHOLE),  # [P / 2], each pair's column in those
         *((size, c_int64) for size in ("count", "P", "bytes", "frequencies")),
         ("wide", c_int64),  # the first tokens whose values replace their codes
+        (
+            "first_blocks",
+            _BLOCKS,
+        ),  # of a sequence's first token, whose code these are of; or null, and its value given
+        ("first_scale", _FLOATS),
+        ("first_offset", _FLOATS),
         ("table", _INTEGERS),  # [B, table_stride], the pages of each sequence in their order, or null
         *((size, c_int64) for size in ("table_stride", "page", "pages")),  # a page's tokens, and all pages
     ]
@@ -193,6 +199,18 @@ class GainsArguments(Structure):
     ]
 
 
+class CoderArguments(GainsArguments):
+    """The codes of tokens, gains and all. ``starts``, ``normal`` and ``of_channel`` are null."""
+
+    _fields_: ClassVar[Any] = [
+        ("bits", _BYTES),  # [width], 1 to 8
+        ("tables", _FLOATS),  # [9, 256], the levels of codes of 0 to 8 bits
+        ("codes", _NEW_BYTES),  # [pages, page, bytes], whose strides are given
+        ("slots", _WHOLE),  # [rows], the number of a page times its tokens, plus the place in it; below 0 for none
+        *((size, c_int64) for size in ("page", "bytes", "page_stride", "token_stride")),
+    ]
+
+
 class DecoderArguments(Structure):
     """Values ``[rows, width]`` of rows of trellis codes."""
 
@@ -234,6 +252,7 @@ KERNELS: dict[str, type[Structure]] = {
     "headwise_linear": LinearArguments,
     "headwise_gains": GainsArguments,
     "headwise_trellis": EncoderArguments,
+    "headwise_code": CoderArguments,
     "headwise_decode": DecoderArguments,
 }
 """The kernels, and the arguments of each."""

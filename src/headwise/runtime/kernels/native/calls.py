@@ -11,7 +11,7 @@ dim, R latent rank, P rotary dims, F frequencies of the model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -174,6 +174,45 @@ def choose_gains(
     return normal, of_channel, starts
 
 
+def code_tokens(
+    values: Tensor,
+    channels: tuple[Tensor, Tensor, Tensor, Tensor],
+    parts: tuple[int, ...],
+    gains: Tensor,
+    bits: Tensor,
+    tables: Tensor,
+    codes: Tensor,
+    slots: Tensor,
+    numbers: tuple[int, int, float],
+) -> None:
+    """Choose the gains and the codes of some tokens, and write both to pages; see `choose_gains`, `trellis_encode`.
+
+    Args:
+        values: float32 ``[n, W]``.
+        channels: see `choose_gains`.
+        parts: see `choose_gains`.
+        gains: see `choose_gains`.
+        bits: see `trellis_encode`.
+        tables: see `trellis_encode`.
+        codes: uint8 ``[pages, tokens of a page, bytes]``, with pages and tokens any number of bytes apart.
+        slots: int64 ``[n]``, of each token the number of a page times its tokens, plus the place in it; below 0 for
+            one that is not written.
+        numbers: ``tried``, ``zero`` and ``step`` of `choose_gains`.
+
+    Raises:
+        MemoryError: the kernel could not allocate its working memory.
+    """
+    names = ("values", "offset", "scale", "noise", "reach", "gains")
+    tensors = {name: x.contiguous() for name, x in zip(names, (values, *channels, gains), strict=True)}
+    assert values.dtype == torch.float32
+    assert codes.stride(2) == 1
+    tensors |= {"parts": _widths(parts), "bits": bits, "tables": tables, "codes": codes, "slots": slots.contiguous()}
+    (rows, width), (_, page, size) = values.shape, codes.shape
+    sizes = {"rows": rows, "width": width, "count": len(parts), "page": page, "bytes": size}
+    sizes |= {"page_stride": codes.stride(0), "token_stride": codes.stride(1)}
+    call("headwise_code", tensors, sizes | dict(zip(("tried", "zero", "step"), numbers, strict=True)))
+
+
 @lru_cache
 def _widths(parts: tuple[int, ...]) -> Tensor:
     return torch.tensor(parts, dtype=torch.int64, device="cpu")
@@ -199,6 +238,7 @@ class TrellisLayout:
         scale: float32 ``[columns]``, of a whole level.
         offset: float32 ``[columns]``.
         turn: float32 ``[2, TURN, P/2]``, padded, cos and sin of the first slots.
+        first: of the code of a sequence's first token; None where it has none of its own.
     """
 
     value_dim: int
@@ -211,6 +251,16 @@ class TrellisLayout:
     scale: Tensor
     offset: Tensor
     turn: Tensor
+    first: TrellisLayout | None = None
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by the names of the kernels' arguments."""
+        tensors = {"blocks": self.blocks, "tables": self.tables, "gains": self.gains, "level_scale": self.scale}
+        tensors |= {"level_offset": self.offset, "turn_cos": self.turn[0], "turn_sin": self.turn[1]}
+        if (first := self.first) is not None:
+            tensors |= {"first_blocks": first.blocks, "first_scale": first.scale, "first_offset": first.offset}
+        return tensors
 
 
 def attend_trellis(
@@ -233,7 +283,7 @@ def attend_trellis(
             heads ``[B, H, S, D]``.
         codes: uint8 ``[B, 1, T, bytes]``; or, in pages, ``[all pages, 1, tokens of a page, bytes]``.
         wide: bfloat16 ``[B, n, W]``, values of each sequence's first n tokens, which replace their codes; W is R + P
-            of latents, and K · (D + V) of heads.
+            of latents, and K · (D + V) of heads. n is 0 where a first token has a code of its own.
         first: int64 ``[B]``, the slot of each sequence's first token.
         layout: the layout of the codes.
         rotation: cos and sin of at least T slots, float32 ``[slots, F]``.
@@ -255,7 +305,7 @@ def attend_trellis(
     )
     cos, sin = (table.contiguous() for table in rotation)
     own |= {
-        "count": len(layout.blocks),
+        "count": layout.blocks.shape[0],
         "P": layout.rotary,
         "bytes": layout.token_bytes,
         "frequencies": cos.shape[-1],
@@ -263,20 +313,15 @@ def attend_trellis(
     }
     # To the kernel, the codes are the keys of one head, and the values of first tokens its values.
     tensors = {"query": query, "key": codes, "value": wide.contiguous()[:, None], "first": first.contiguous()}
-    tensors |= {"blocks": layout.blocks, "tables": layout.tables, "gains": layout.gains}
-    tensors |= {"level_scale": layout.scale, "level_offset": layout.offset}
-    tensors |= {
-        "turn_cos": layout.turn[0],
-        "turn_sin": layout.turn[1],
-        "cos": cos,
-        "sin": sin,
-        "frequency": frequency,
-    }
+    tensors |= layout.tensors | {"cos": cos, "sin": sin, "frequency": frequency}
+    if layout.first is not None:
+        assert wide.shape[1] == 0
+        own["wide"] = 1
     T = codes.shape[2]
     if pages is not None:
         T = pages.table.shape[1] * codes.shape[2]  # at most; each sequence has a length of its own
         tensors |= {"table": pages.table.contiguous(), "lengths": pages.lengths.contiguous()}
-        own |= {"table_stride": pages.table.shape[1], "page": codes.shape[2], "pages": len(codes)}
+        own |= {"table_stride": pages.table.shape[1], "page": codes.shape[2], "pages": codes.shape[0]}
     return attend_stored(kernel, tensors, own, (1, T, layout.value_dim, layout.value_dim + has_sums), scoring)
 
 
@@ -294,10 +339,10 @@ def decode_trellis(codes: Tensor, layout: TrellisLayout, dtype: torch.dtype, wid
         MemoryError: the kernel could not allocate its working memory.
     """
     codes = codes if codes.stride(1) == 1 else codes.contiguous()
-    out = torch.empty(len(codes), width, dtype=dtype)
+    out = torch.empty(codes.shape[0], width, dtype=dtype)
     tensors = {"codes": codes, "out": out, "blocks": layout.blocks, "tables": layout.tables, "gains": layout.gains}
     tensors |= {"level_scale": layout.scale, "level_offset": layout.offset}
-    sizes = {"rows": len(codes), "width": width, "count": len(layout.blocks), "bytes": layout.token_bytes}
+    sizes = {"rows": codes.shape[0], "width": width, "count": layout.blocks.shape[0], "bytes": layout.token_bytes}
     call("headwise_decode", tensors, sizes | {"stride": codes.stride(0), "part": first_part}, dtype)
     return out
 

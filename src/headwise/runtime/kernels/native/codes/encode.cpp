@@ -1,4 +1,4 @@
-// What codes the values of new tokens: the gains of each, and its trellis codes.
+// What codes the values of new tokens: the gains of each, its trellis codes, and both at once into a cache.
 //
 // Products and sums are not rounded as one, so that codes do not depend on where GCC fuses them. (Clang's
 // -ffp-contract=fast may overrule its pragma.)
@@ -174,6 +174,17 @@ struct Place {
   int64_t end, dropped;
 };
 
+// Those of all channels, and where what is dropped ends.
+std::vector<Place> places_of(const uint8_t* bits, int64_t width) {
+  std::vector<Place> places(width + 1);
+  int64_t end = 0;
+  for (int64_t i = 0; i < width; i++) {
+    places[i].end = end += bits[i];
+    places[i + 1].dropped = places[i].dropped + (WINDOWS >> bits[i]);
+  }
+  return places;
+}
+
 void encode_row(const EncoderArguments& a, int64_t row, uint8_t* dropped, const Place* places) {
   alignas(64) float cost[WINDOWS];
   for (int w = 0; w < WINDOWS; w++) cost[w] = w == a.starts[row] ? 0.f : 1e30f;
@@ -217,17 +228,44 @@ int headwise_gains(const GainsArguments* arguments, int) {
 int headwise_trellis(const EncoderArguments* arguments, int) try {
   const EncoderArguments& a = *arguments;
   const int threads = useful_threads(double(a.rows) * a.width * 0.05, a.threads);
-  std::vector<Place> places(a.width);
-  int64_t end = 0, states = 0;
-  for (int64_t i = 0; i < a.width; i++) {
-    places[i] = {end += a.bits[i], states};
-    states += WINDOWS >> a.bits[i];
-  }
-  const int64_t of_thread = states + W;  // whole vectors are stored
+  const std::vector<Place> places = places_of(a.bits, a.width);
+  const int64_t of_thread = places[a.width].dropped + W;  // whole vectors are stored
   std::vector<uint8_t> dropped(threads * of_thread);
   in_threads(threads, [&](int thread) {
     for (int64_t row = a.rows * thread / threads; row < a.rows * (thread + 1) / threads; row++)
       encode_row(a, row, &dropped[thread * of_thread], places.data());
+  });
+  return 0;
+} catch (const std::bad_alloc&) {
+  return NO_MEMORY;
+}
+
+int headwise_code(const CoderArguments* arguments, int) try {
+  const CoderArguments& a = *arguments;
+  const int threads = useful_threads(double(a.rows) * a.width * 0.05, a.threads);
+  const std::vector<Place> places = places_of(a.bits, a.width);
+  const int64_t of_thread = places[a.width].dropped + W;
+  std::vector<uint8_t> dropped(threads * of_thread);
+  std::vector<float> weights(a.width), numbers(threads * 3 * a.width);
+  for (int64_t i = 0; i < a.width; i++) weights[i] = a.scale[i] * a.scale[i];
+  in_threads(threads, [&](int thread) {
+    uint8_t start;
+    GainsArguments own = a;
+    EncoderArguments path{};
+    own.normal = &numbers[thread * 3 * a.width], own.of_channel = own.normal + a.width, own.starts = &start;
+    path.values = own.normal, path.gains = own.of_channel, path.levels = own.of_channel + a.width;
+    path.weights = weights.data(), path.bits = a.bits, path.tables = a.tables, path.starts = &start;
+    path.width = a.width;
+    for (int64_t row = a.rows * thread / threads; row < a.rows * (thread + 1) / threads; row++) {
+      const int64_t slot = a.slots[row];
+      if (slot < 0) continue;
+      uint8_t* codes = a.codes + slot / a.page * a.page_stride + slot % a.page * a.token_stride;
+      own.values = a.values + row * a.width;
+      choose(own, 0);
+      memset(codes, 0, a.bytes);
+      codes[0] = start, path.codes = codes + 1;
+      encode_row(path, 0, &dropped[thread * of_thread], places.data());
+    }
   });
   return 0;
 } catch (const std::bad_alloc&) {

@@ -214,6 +214,7 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
     float* weights;             // [row, BLOCK]
     float* keys;                // of KEYS tokens
     float* wide;                // [a_.wide, heads, value_], values of first tokens in levels
+    bfloat16* first;            // [wide_], of a first token with a code of its own
     float *gain, *second_gain;  // [BLOCK]
     BlockPlan* plans;           // of the blocks
     uint8_t* copies;            // codes at the end of memory
@@ -225,6 +226,7 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
     at.weights = arena.take<float>(rows * BLOCK);
     at.keys = arena.take<float>(KEYS * key);
     at.wide = arena.take<float>(a_.wide * heads_ * value_);
+    at.first = arena.take<bfloat16>(a_.first_blocks ? wide_ : 0);
     at.gain = arena.take<float>(BLOCK), at.second_gain = arena.take<float>(BLOCK);
     at.plans = arena.take<BlockPlan>(a_.count);
     at.copies = arena.take<uint8_t>(BLOCK * (a_.bytes + OVERRUN));
@@ -312,12 +314,34 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
     }
   }
 
+  // The values of a first token with a code of its own.
+  const bfloat16* decode_first(int64_t slot, Tokens& at) const {
+    const uint8_t* token[BLOCK + 3];
+    find_tokens(slot, 1, token, at);
+    const int64_t part = wide_value_ ? wide_value_ : a_.V;  // the channels that have the first gain
+    int64_t channel = 0;
+    for (const CodedBlock *block = a_.first_blocks, *end = block + a_.count; block < end; block++) {
+      alignas(64) int8_t levels[4 * CHANNELS];
+      decode_block(BlockPlan(*block), a_.tables, token, 1, levels, CHANNELS);
+      const float gain = *(channel < part ? at.gain : at.second_gain);
+      alignas(64) float values[CHANNELS];
+      for (int c = 0; c < CHANNELS; c += W) {
+        Vector product = load(levels + c) * gain * load(a_.first_scale + block->column + c);
+        asm("" : "+m"(product));  // is rounded, as where values are decoded alone
+        store(values + c, product + load(a_.first_offset + block->column + c));
+      }
+      for (int c = 0; c < block->width; c++) put(at.first + channel++, values[c]);
+    }
+    return at.first;
+  }
+
   // Tokens without codes.
   template <class Place>
   void attend_wide(Range tokens, Place& at, const Partial& partial) const {
     if (!tokens.length()) return;
     const int count = int(tokens.length());
     const bfloat16* wide = (const bfloat16*)a_.value + (at.b * a_.wide + tokens.from - a_.first[at.b]) * wide_;
+    if (a_.first_blocks) wide = decode_first(tokens.from, at);
     for (int t = 0; t < count; t++)
       for (int64_t head = 0; head < heads_; head++) {
         const bfloat16* from = wide + t * wide_ + wide_value_ + head * a_.V;
