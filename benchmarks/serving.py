@@ -3,10 +3,9 @@
     python -m benchmarks.serving --python llama.cpp=ENV/bin/python vllm=ENV/bin/python
 
 SmolLM2 in 16 bits: itself, also with the engine's own small caches, MQA, MLA of half its cache, and caches in
-headwise's codes. Each measurement is a process that loads one model, reads prompts of C tokens and writes further
-ones; the models take turns, and a row has the medians of the rounds. Speeds are of all texts of the batch together.
-``fits`` is how many texts of C tokens a cache of 1 GiB holds, as the engine allocates it. Kept in
-benchmarks/results/serving.json.
+headwise's codes. A process of each engine reads prompts of C tokens and writes further ones, with the models in
+turns; a row has the medians of the rounds. Speeds are of all texts of the batch together. ``fits`` is how many texts
+of C tokens a cache of 1 GiB holds, as the engine allocates it. Kept in benchmarks/results/serving.json.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,22 @@ from benchmarks import data
 from headwise.conversion import export_gguf
 
 WORKERS = {"llama.cpp": "speed_llama_cpp", "vllm": "speed_vllm"}
-MODELS: dict[str, dict[str, tuple[str, str]]] = {
-    "llama.cpp": {name: (name, "f16") for name in ("original", "MQA", "MLA, deepseek --bias-free")},
+MODELS: dict[str, dict[str, tuple[str, str, int]]] = {
+    "llama.cpp": {name: (name, "f16", 0) for name in ("original", "MQA", "MLA, deepseek --bias-free")},
     "vllm": {
-        "original": ("original", "auto"),
-        "original, fp8 cache": ("original", "fp8"),
-        **{name: (name, "auto") for name in ("MQA", "MLA, headwise", "grouped in codes", "MLA in codes")},
+        "original": ("original", "auto", 4),
+        "original, fp8 cache": ("original", "fp8", 2),
+        **{name: (name, "auto", 2) for name in ("MQA", "MLA, headwise", "grouped in codes", "MLA in codes")},
     },
 }
-"""What each engine is timed with, by its name in the table: an output of `benchmarks.engines`, and the engine's word
-for how it is cached. vLLM's build for CPUs takes ``int8_per_token_head`` too, and computes nonsense with it."""
-LOADS = {"llama.cpp": ((1024, 1), (4096, 1), (1024, 8)), "vllm": ((2048, 1), (2048, 8), (2048, 64))}
-"""Tokens of context, and texts at once."""
+"""What each engine is timed with, by its name in the table: an output of `benchmarks.engines`, the engine's word for
+how it is cached, and GiB of cache, where they are given beforehand: enough for 64 texts. vLLM's build for CPUs takes
+``int8_per_token_head`` too, and computes nonsense with it."""
+LOADS: dict[str, tuple[dict[str, int], ...]] = {
+    "llama.cpp": tuple({"context": C, "batch": B, "prompts": 3} for C, B in ((1024, 1), (4096, 1), (1024, 8))),
+    "vllm": tuple({"context": 2048, "batch": B, "prompts": N} for B, N in ((1, 3), (8, 3), (64, 1))),
+}
+"""Tokens of context, texts at once, and how often prompts are read anew."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -52,53 +55,51 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts are")
     parser.add_argument("--work", type=Path, default=Path("build/engines"), help="where models are converted")
     options = parser.parse_args(arguments)
-    kept = Kept(options.json, {"rounds": options.rounds, "new": options.new, "threads": options.threads})
+    settings = {"new": options.new, "threads": options.threads}
+    kept = Kept(options.json, settings)
     options.work.mkdir(parents=True, exist_ok=True)
     for engine, python in (pair.split("=", 1) for pair in options.python):
         models = {
-            name: {"model": str(_model(engine, make(output, options.work, options.cache, say))), "stored": stored}
-            for name, (output, stored) in MODELS[engine].items()
+            name: {"model": _model(engine, options.work, output, options.cache), "stored": stored, "room": room}
+            for name, (output, stored, room) in MODELS[engine].items()
         }
-        for context, batch in LOADS[engine]:
-            if f"{engine}/{list(models)[-1]}/{context}x{batch}" in kept.rows:
-                continue
-            load = {"context": context, "batch": batch, "new": options.new, "threads": options.threads}
-            said: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
-            for _ in range(options.rounds):
-                for name, model in models.items():
-                    said[name].append(_measure(WORKERS[engine], python, {**load, **model}))
-            for name, runs in said.items():
-                medians = {key: statistics.median(run[key] for run in runs) for key in ("prompt", "decode")}
-                spread = [min(run["decode"] for run in runs), max(run["decode"] for run in runs)]
-                rest = {key: runs[0][key] for key in ("fits", "cache_bytes", "version")}
-                kept.add(
-                    f"{engine}/{name}/{context}x{batch}",
-                    {"engine": engine, "output": name, **load, **medians, "spread": spread, **rest},
-                )
-                say(engine, name, f"{context} x {batch}", {k: round(v, 1) for k, v in medians.items()}, spread, rest)
+        asked = {"models": models, "loads": LOADS[engine], "rounds": options.rounds, **settings}
+        for row in _measure(WORKERS[engine], python, asked):
+            prompt, decode = row.pop("prompt"), row.pop("decode")
+            kept.add(
+                "{}/{output}/{context}x{batch}".format(engine, **row),
+                {
+                    "engine": engine,
+                    **row,
+                    "prompt": statistics.median(prompt),
+                    "decode": statistics.median(decode),
+                    "spread": [min(decode), max(decode)],
+                },
+            )
+            say(engine, row, prompt, decode)
 
 
-def _model(engine: str, folder: Path) -> Path:
-    """What the engine reads: the folder, or a GGUF file of it."""
+def _model(engine: str, work: Path, output: str, texts: Path) -> str:
+    """What the engine reads: the folder of an output, or a GGUF file of it."""
+    folder = make(output, work, texts, say)
     if engine != "llama.cpp":
-        return folder
+        return str(folder)
     file = folder / "speed.gguf"
     if not file.exists():
         export_gguf(folder, file, outtype="f16")
-    return file
+    return str(file)
 
 
-def _measure(worker: str, python: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """One process of an engine: tokens a second of prompts and of decoding, and bytes of cache a token."""
+def _measure(worker: str, python: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A process of an engine: tokens a second of prompts and of decoding, by model and load, as they are measured."""
     root = Path(__file__).parents[1]
-    threads = str(asked["threads"])
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": threads}
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": str(asked["threads"])}
     command = [python, "-m", f"benchmarks.engines.{worker}", json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, env=environment)
-    if done.returncode:
-        sys.exit(f"{worker}: status {done.returncode}\n{done.stderr[-2000:]}")
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return said
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, env=environment) as process:
+        assert process.stdout is not None
+        yield from (json.loads(line) for line in process.stdout if line.startswith('{"output"'))
+    if process.returncode:
+        sys.exit(f"{worker}: status {process.returncode}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The speed of a GGUF file in llama.cpp, with a float16 cache and flash attention, as its server has by default."""
+"""The speed of GGUF files in llama.cpp, with a float16 cache and flash attention, as its server has by default."""
 
 from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import llama_cpp
 from benchmarks.engines.logged import cache_bytes, logged
@@ -14,11 +15,26 @@ CHUNK = 512
 
 
 def main() -> None:
-    """Load, read prompts and decode; the last line printed says how fast."""
+    """Measure each load with the models in turns; a line of JSON for each load and model."""
     asked = request()
-    C, B, N, threads = (asked[name] for name in ("context", "batch", "new", "threads"))
     llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(asked["model"].encode(), llama_cpp.llama_model_default_params())
+    for load in asked["loads"]:
+        C, B = load["context"], load["batch"]
+        said: dict[str, dict[str, Any]] = {name: {"prompt": [], "decode": []} for name in asked["models"]}
+        for _ in range(asked["rounds"]):
+            for name, model in asked["models"].items():
+                prompt, decode, cached = measure(model["model"], C, B, asked["new"], asked["threads"])
+                said[name]["prompt"].append(prompt)
+                said[name]["decode"].append(decode)
+                said[name] |= {"fits": int(2**30 // (cached * C)), "cache_bytes": cached}
+        for name, row in said.items():
+            version = f"llama-cpp-python {llama_cpp.__version__}"
+            print(json.dumps({"output": name, "context": C, "batch": B, **row, "version": version}), flush=True)
+
+
+def measure(file: str, C: int, B: int, N: int, threads: int) -> tuple[float, float, float]:
+    """Load, read prompts and decode: tokens a second of both, and bytes of cache a token."""
+    model = llama_cpp.llama_model_load_from_file(file.encode(), llama_cpp.llama_model_default_params())
     options = llama_cpp.llama_context_default_params()
     options.n_ctx, options.n_batch, options.n_seq_max = (C + N + 8) * B, max(CHUNK, B), B
     options.n_threads = options.n_threads_batch = threads
@@ -49,15 +65,10 @@ def main() -> None:
     for at in range(C + 4, C + 4 + N):
         decode([(token[at], at, text) for text in range(B)])
     speed = B * N / (time.perf_counter() - begin)
-    cached = cache_bytes(log[0])
-    said = {
-        "prompt": prompt,
-        "decode": speed,
-        "fits": int(2**30 // (cached * C)),
-        "cache_bytes": cached,
-        "version": f"llama-cpp-python {llama_cpp.__version__}",
-    }
-    print(json.dumps(said), flush=True)
+    llama_cpp.llama_batch_free(batch)
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(model)
+    return prompt, speed, cache_bytes(log[0])
 
 
 if __name__ == "__main__":
