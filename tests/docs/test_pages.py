@@ -135,6 +135,7 @@ NOT_RUN = {
     "vllm serve ./mla": "another program, and a server",
     "headwise serve ./half --port 8000": "a server",
     "vllm serve ./coded": "another program, and a server",
+    "python -m vllm.entrypoints.openai.api_server --model ./coded --port 8000": "another program, and a server",
 }
 """Commands that are not run, as a page has them but for what stands behind them as a comment, and why."""
 
