@@ -39,10 +39,10 @@ MODELS: dict[str, dict[str, tuple[str, str, int]]] = {
 how it is cached, and GiB of cache, where they are given beforehand: enough for 64 texts. vLLM's build for CPUs takes
 ``int8_per_token_head`` too, and computes nonsense with it."""
 LOADS: dict[str, tuple[dict[str, int], ...]] = {
-    "llama.cpp": tuple({"context": C, "batch": B, "prompts": 3} for C, B in ((1024, 1), (4096, 1), (1024, 8))),
+    "llama.cpp": tuple({"context": C, "batch": B} for C, B in ((1024, 1), (4096, 1), (1024, 8))),
     "vllm": tuple({"context": 2048, "batch": B, "prompts": N} for B, N in ((1, 3), (8, 3), (64, 1))),
 }
-"""Tokens of context, texts at once, and how often prompts are read anew."""
+"""Tokens of context, texts at once, and how often vLLM reads prompts anew; llama.cpp reads them in every round."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,15 +59,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kept = Kept(options.json, settings)
     options.work.mkdir(parents=True, exist_ok=True)
     for engine, python in (pair.split("=", 1) for pair in options.python):
+        loads = [
+            load
+            for load in LOADS[engine]
+            if any(_row(engine, name, **load) not in kept.rows for name in MODELS[engine])
+        ]
+        if not loads:
+            continue
         models = {
             name: {"model": _model(engine, options.work, output, options.cache), "stored": stored, "room": room}
             for name, (output, stored, room) in MODELS[engine].items()
         }
-        asked = {"models": models, "loads": LOADS[engine], "rounds": options.rounds, **settings}
+        asked = {"models": models, "loads": loads, "rounds": options.rounds, **settings}
         for row in _measure(WORKERS[engine], python, asked):
             prompt, decode = row.pop("prompt"), row.pop("decode")
             kept.add(
-                "{}/{output}/{context}x{batch}".format(engine, **row),
+                _row(engine, **row),
                 {
                     "engine": engine,
                     **row,
@@ -77,6 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 },
             )
             say(engine, row, prompt, decode)
+
+
+def _row(engine: str, output: str, context: int, batch: int, **_: Any) -> str:
+    """The name of a row."""
+    return f"{engine}/{output}/{context}x{batch}"
 
 
 def _model(engine: str, work: Path, output: str, texts: Path) -> str:

@@ -67,8 +67,8 @@ def main() -> None:
     """Load all models, and measure each load with the models in turns; a line of JSON for each load and model."""
     asked = request()
     loads, new = asked["loads"], asked["new"]
-    sizes = max(load["batch"] for load in loads), max(load["context"] for load in loads) + new + 8
-    models = {name: Timed(**model, most=sizes[0], length=sizes[1]) for name, model in asked["models"].items()}
+    most, length = max(load["batch"] for load in loads), max(load["context"] for load in loads) + new + 8
+    models = {name: Timed(**model, most=most, length=length) for name, model in asked["models"].items()}
     for load in loads:
         B, C = load["batch"], load["context"]
         said: dict[str, Any] = {
