@@ -11,8 +11,9 @@ import json
 import pickle
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
@@ -25,6 +26,7 @@ from transformers import DynamicCache, StaticCache
 
 import headwise
 from headwise.errors import ArgumentError, CheckpointError
+from headwise.runtime.caches.layers import SlidingLayer
 from headwise.runtime.hf import HeadwiseCache
 from headwise.runtime.hf.attention import CodedAttention
 from headwise.runtime.quantization.transform_code import FILE, SINKS, codes_content, read_codes
@@ -34,23 +36,18 @@ from tests.tiny_families import save_family
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
 
 
+def with_codes(source: Path, folder: Path, **target: Any) -> Path:
+    (folder / "text.txt").write_text(TEXT)
+    sizes = {"calibration_tokens": 1024, "calibration_window": 64}
+    options = {**target, **sizes, "calibrate": folder / "text.txt", "evaluate": False}
+    headwise.convert(source, folder / "model", **options)
+    return folder / "model"
+
+
 @pytest.fixture(scope="module")
 def coded(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("coded")
-    (folder / "text.txt").write_text(TEXT)
-    headwise.convert(
-        tiny_llama_folder,
-        folder / "model",
-        to="mla",
-        kv_lora_rank=12,
-        qk_rope_head_dim=8,
-        bits=3,
-        calibrate=folder / "text.txt",
-        calibration_tokens=1024,
-        calibration_window=64,
-        evaluate=False,
-    )
-    return folder / "model"
+    sizes = {"kv_lora_rank": 12, "qk_rope_head_dim": 8}
+    return with_codes(tiny_llama_folder, tmp_path_factory.mktemp("coded"), to="mla", bits=3, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +55,51 @@ def model(coded: Path) -> Any:
     return headwise.load(coded, dtype=torch.float64)
 
 
-@pytest.fixture(scope="module")
-def old_model(coded: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def as_before(coded: Path, folder: Path) -> Any:
     """The model as the first version of the file had it, whose first tokens are in bfloat16."""
-    folder = tmp_path_factory.mktemp("old") / "model"
     shutil.copytree(coded, folder)
     codes = read_codes(folder)
     codes = {index: replace(code, first=None) for index, code in codes.items()}
     (folder / FILE).write_bytes(codes_content(codes))
     return headwise.load(folder, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def old_model(coded: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return as_before(coded, tmp_path_factory.mktemp("old") / "model")
+
+
+class Case(NamedTuple):
+    """A model with codes, as both versions of the file have it, and how close its ways of caching are."""
+
+    model: Any
+    old_model: Any
+    atol: float
+    has_windows: bool
+
+    def cache(self, length: int | None = None) -> HeadwiseCache:
+        """A cache that can be cropped; windows have to be told."""
+        cache = HeadwiseCache(self.model, length)
+        if self.has_windows:
+            cache.activate_past_recording()
+        return cache
+
+
+@pytest.fixture(scope="module", params=["latents", "latents in windows", "heads in some windows"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """All tokens are seen, or windows of 7 and of 5, which three of their lengths pass after a prompt of 3.
+
+    A window rotates by slots that move with it, whose angles are float32.
+    """
+    if request.param == "latents":
+        return Case(request.getfixturevalue("model"), request.getfixturevalue("old_model"), 1e-10, False)
+    folder = tmp_path_factory.mktemp("windows")
+    if request.param == "latents in windows":
+        target, family = {"to": "mla", "kv_lora_rank": 20, "qk_rope_head_dim": 8}, "mistral"
+    else:
+        target, family = {"to": "same"}, "gemma3_text"
+    coded = with_codes(save_family(folder / "source", family), folder, bits=3, **target)
+    return Case(headwise.load(coded, dtype=torch.float64), as_before(coded, folder / "old"), 1e-4, True)
 
 
 @pytest.fixture
@@ -99,10 +132,8 @@ def test_rounding_changes_what_is_computed(model: Any, old_model: Any, coded: Pa
 @torch.no_grad()
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("prompt", [1, 2, 5, 24])
-def test_any_cache_gives_what_one_forward_gives(
-    model: Any, old_model: Any, ids: Tensor, prompt: int, version: int
-) -> None:
-    model = old_model if version == 1 else model
+def test_any_cache_gives_what_one_forward_gives(case: Case, ids: Tensor, prompt: int, version: int) -> None:
+    model = case.old_model if version == 1 else case.model
     expected = model(ids, use_cache=False).logits
     caches = [
         HeadwiseCache(model),
@@ -111,12 +142,14 @@ def test_any_cache_gives_what_one_forward_gives(
         StaticCache(config=model.config, max_cache_len=30),
     ]
     for cache in caches:
-        assert torch.allclose(stepwise(model, ids, cache, prompt), expected, atol=1e-10)
+        assert torch.allclose(stepwise(model, ids, cache, prompt), expected, atol=case.atol)
+    assert any(isinstance(layer, SlidingLayer) for layer in caches[0].layers) == case.has_windows
     assert all(isinstance(layer.codec, TrellisFormat) for layer in caches[0].layers)
 
 
 @torch.no_grad()
-def test_padding_on_the_left_changes_nothing(model: Any, ids: Tensor) -> None:
+def test_padding_on_the_left_changes_nothing(case: Case, ids: Tensor) -> None:
+    model = case.model
     padded = torch.cat((torch.zeros(2, 3, dtype=torch.int64), ids), 1)
     mask = torch.ones_like(padded)
     mask[0, :3] = 0
@@ -140,7 +173,8 @@ def test_padding_on_the_left_changes_nothing(model: Any, ids: Tensor) -> None:
 
 
 @torch.no_grad()
-def test_generate_stores_codes_by_itself(model: Any, ids: Tensor) -> None:
+def test_generate_stores_codes_by_itself(case: Case, ids: Tensor) -> None:
+    model = case.model
     out = model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True, pad_token_id=0)
     assert all(isinstance(layer.codec, TrellisFormat) for layer in out.past_key_values.layers)
     logits = model(out.sequences, use_cache=False).logits
@@ -148,7 +182,22 @@ def test_generate_stores_codes_by_itself(model: Any, ids: Tensor) -> None:
 
 
 @torch.no_grad()
-def test_beams_are_those_of_a_wide_cache(model: Any, ids: Tensor) -> None:
+def test_the_kernel_attends_to_what_a_window_holds(case: Case, ids: Tensor) -> None:
+    model = copy.deepcopy(case.model).float()
+    layers, outputs = [layer.self_attn for layer in model.model.layers], []
+    layers[0].register_forward_hook(lambda _, args, result: outputs.append(result[0]))
+    cache = HeadwiseCache(model)
+    model(ids[:, :20], past_key_values=cache)
+    for backend in ("auto", "reference"):
+        for layer in layers:
+            layer.backend = backend
+        model(ids[:, 20:21], past_key_values=copy.deepcopy(cache))
+    assert torch.allclose(outputs[1], outputs[2], atol=1e-4)
+
+
+@torch.no_grad()
+def test_beams_are_those_of_a_wide_cache(case: Case, ids: Tensor) -> None:
+    model = case.model
     settings = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
     by_codes = model.generate(ids, **settings)
     wide = model.generate(ids, past_key_values=DynamicCache(config=model.config), **settings)
@@ -156,41 +205,77 @@ def test_beams_are_those_of_a_wide_cache(model: Any, ids: Tensor) -> None:
 
 
 @torch.no_grad()
-def test_a_cropped_and_a_copied_cache_go_on(model: Any, ids: Tensor) -> None:
+@pytest.mark.parametrize("lengths", [(15, 16), (2, 1)])
+def test_a_cropped_and_a_copied_cache_go_on(case: Case, ids: Tensor, lengths: tuple[int, int]) -> None:
+    model, cache = case.model, case.cache()
     expected = model(ids, use_cache=False).logits
-    cache = HeadwiseCache(model)
     model(ids[:, :20], past_key_values=cache)
-    for length in (15, 2):
+    for length in lengths:
         cache.crop(length - cache.length)
         other = copy.deepcopy(cache)
         for one in (cache, other):
-            assert torch.allclose(stepwise(model, ids[:, length:], one, 1), expected[:, length:], atol=1e-10)
+            logits = stepwise(model, ids[:, length:], one, 1)
+            assert torch.allclose(logits, expected[:, length:], atol=case.atol)
 
 
 @torch.no_grad()
-def test_rows_of_a_batch_are_chosen_and_repeated(model: Any, ids: Tensor) -> None:
-    cache = HeadwiseCache(model)
+def test_tokens_that_a_window_has_dropped_do_not_come_back(case: Case, ids: Tensor) -> None:
+    cache = case.cache()
+    case.model(ids[:, :20], past_key_values=cache)
+    cache.crop(-2)
+    if not case.has_windows:
+        cache.crop(-2)
+        return
+    with pytest.raises(ArgumentError, match=r"tokens_to_remove = -2: .* it holds"):
+        cache.crop(-2)
+
+
+@torch.no_grad()
+def test_rows_of_a_batch_are_chosen_and_repeated(case: Case, ids: Tensor) -> None:
+    model, cache = case.model, case.cache()
     model(ids[:, :20], past_key_values=cache)
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([3, 0]))
     expected = model(ids.flip(0), use_cache=False).logits[:, 20:]
-    assert torch.allclose(stepwise(model, ids.flip(0)[:, 20:], cache, 1), expected, atol=1e-10)
+    assert torch.allclose(stepwise(model, ids.flip(0)[:, 20:], cache, 1), expected, atol=case.atol)
 
 
 @torch.no_grad()
-def test_beams_change_places_among_the_first_tokens(model: Any, ids: Tensor) -> None:
-    order = torch.tensor([1, 0])
+@pytest.mark.parametrize("prompt", [2, 20])
+def test_beams_change_places(case: Case, ids: Tensor, prompt: int) -> None:
+    order, model = torch.tensor([1, 0]), case.model
     cache = HeadwiseCache(model)
-    model(ids[:, :2], past_key_values=cache)
+    model(ids[:, :prompt], past_key_values=cache)
     cache.reorder_cache(order)
-    expected = model(ids[order], use_cache=False).logits[:, 2:]
-    assert torch.allclose(stepwise(model, ids[order][:, 2:], cache, 1), expected, atol=1e-10)
+    expected = model(ids[order], use_cache=False).logits[:, prompt:]
+    assert torch.allclose(stepwise(model, ids[order][:, prompt:], cache, 1), expected, atol=case.atol)
+
+
+@torch.no_grad()
+def test_prompts_may_come_in_parts(case: Case, ids: Tensor) -> None:
+    expected, cache = case.model(ids, use_cache=False).logits, HeadwiseCache(case.model)
+    ends = (3, 4, 9, 20, 24)
+    parts = [case.model(ids[:, a:b], past_key_values=cache).logits for a, b in pairwise((0, *ends))]
+    assert torch.allclose(torch.cat(parts, 1), expected, atol=case.atol)
+
+
+@torch.no_grad()
+def test_a_window_keeps_what_a_new_token_sees(case: Case, ids: Tensor) -> None:
+    cache = HeadwiseCache(case.model)
+    allocated = []
+    for place in range(ids.shape[1]):
+        case.model(ids[:, place : place + 1], past_key_values=cache)
+        allocated.append(cache.nbytes)
+    for layer in cache.layers:
+        held = layer.sliding_window - 1 if isinstance(layer, SlidingLayer) else ids.shape[1]
+        assert layer.keys.shape[2] == held
+    assert len(set(allocated[-12:])) == 1
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("move", ["reorder", "repeat"])
-def test_positions_go_with_their_rows(model: Any, ids: Tensor, move: str) -> None:
-    mask = torch.ones_like(ids)
+def test_positions_go_with_their_rows(case: Case, ids: Tensor, move: str) -> None:
+    model, mask = case.model, torch.ones_like(ids)
     mask[1, :3] = 0
     places = (mask.cumsum(1) - 1).clamp(0)
     cache = HeadwiseCache(model)
@@ -204,9 +289,8 @@ def test_positions_go_with_their_rows(model: Any, ids: Tensor, move: str) -> Non
         cache.batch_select_indices(torch.tensor([3]))
     ids, mask, places = ids[rows], mask[rows], places[rows]
     expected = model(ids, mask, places, use_cache=False).logits[:, 20:]
-    assert torch.allclose(
-        model(ids[:, 20:], mask, places[:, 20:], past_key_values=cache).logits, expected, atol=1e-10
-    )
+    logits = model(ids[:, 20:], mask, places[:, 20:], past_key_values=cache).logits
+    assert torch.allclose(logits, expected, atol=case.atol)
 
 
 def test_a_cache_of_other_codes_is_refused(model: Any, coded: Path, ids: Tensor, tmp_path: Path) -> None:
@@ -235,13 +319,15 @@ def test_bytes_are_those_of_the_codes(model: Any, old_model: Any, coded: Path, i
 
 
 @torch.no_grad()
-def test_spare_memory_is_never_read(model: Any, ids: Tensor) -> None:
+def test_spare_memory_is_never_read(case: Case, ids: Tensor) -> None:
+    model, cache = case.model, HeadwiseCache(case.model, max_length=64)
     expected = model(ids, use_cache=False).logits
-    cache = HeadwiseCache(model, max_length=64)
     model(ids[:, :20], past_key_values=cache)
     for layer in cache.layers:
-        layer.memory["keys"][:, :, 20:] = 255
-    assert torch.allclose(stepwise(model, ids[:, 20:], cache, 1), expected[:, 20:], atol=1e-10)
+        held = layer.keys.clone()
+        layer.memory["keys"].fill_(255)
+        layer.keys.copy_(held)
+    assert torch.allclose(stepwise(model, ids[:, 20:], cache, 1), expected[:, 20:], atol=case.atol)
 
 
 def test_another_batch_is_refused(model: Any, ids: Tensor) -> None:

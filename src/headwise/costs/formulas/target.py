@@ -206,18 +206,15 @@ def refuse_codes(converted: ModelSpec) -> None:
     """Refuse a model whose cache cannot be coded.
 
     Raises:
-        SpecError: the model is no decoder, or a layer has a sliding window, norms on keys, or rotary pairs whose two
-            dims lie side by side.
+        SpecError: the model is no decoder, or a layer has sinks, capped scores, or rotary pairs whose two dims lie
+            side by side.
     """
     if not converted.is_causal or converted.cross_layers:
         rule = "is no decoder of text alone; only their caches are coded"
         raise SpecError("model_type", converted.model_type, rule)
     for layer in converted.layers:
-        if layer.sliding_window is not None:
-            raise SpecError("sliding_window", layer.sliding_window, "a layer with one cannot have a coded cache yet")
         if isinstance(layer, GroupedSpec):
             for field, value in (
-                ("qk_norm", layer.qk_norm),
                 ("sinks", layer.sinks or None),
                 ("softcap", layer.softcap),
                 ("rope.interleaved", (layer.rope is not None and layer.rope.interleaved) or None),

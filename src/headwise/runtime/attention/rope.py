@@ -253,17 +253,30 @@ class _Follower:
     def compare(self, rotary: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], output: object) -> None:
         """Report new frequencies."""
         now = frequencies(rotary)
-        if not all(map(_equal, now, self._kept)):
+        if not all(_equal(own, self._kept[prefix]) for prefix, own in now.items()):
             self._kept = now
             positions = keywords["position_ids"] if "position_ids" in keywords else args[1]
             self._changed(int(positions.min()))
 
 
-def frequencies(rotary: nn.Module) -> list[Tensor]:
-    """Copies of the frequencies that a rotary embedding has now, those of each kind of layer apart."""
+def frequencies(rotary: nn.Module) -> dict[str, Tensor]:
+    """Copies of the frequencies that a rotary embedding has now, by the prefix of each kind of layer."""
     own: Any = rotary
     with torch.inference_mode(False), torch.no_grad():
-        return [getattr(own, f"{prefix}inv_freq").detach().clone() for prefix in _prefixes(rotary)]
+        return {prefix: getattr(own, f"{prefix}inv_freq").detach().clone() for prefix in _prefixes(rotary)}
+
+
+def prefix_of(rotary: nn.Module, layer_type: str | None) -> str:
+    """What stands before the names of a rotary embedding's attributes for one kind of layer; "" for all kinds.
+
+    For example ``prefix_of(model.model.rotary_emb, "sliding_attention")`` is ``"sliding_attention_"`` of Gemma 3.
+
+    Args:
+        rotary: the model's rotary embedding.
+        layer_type: the layer's kind, one of the config's ``layer_types``; None where it has none.
+    """
+    prefix = f"{layer_type}_"
+    return prefix if prefix in _prefixes(rotary) else ""
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -27,10 +27,100 @@ _LEAST_TOKENS = 256
 """Tokens for which a growing cache has memory at first."""
 
 
-class GrowingLayer(DynamicLayer):
+class _Layer(DynamicLayer):
+    """What growing and sliding layers do alike: encode, and move the rows of a batch.
+
+    The tensors that a codec names (`Codec.tensors`) are attributes of the layer.
+    """
+
+    # Of codecs that have them.
+    key_scales: Tensor
+    recent_keys: Tensor
+    recent_values: Tensor
+    unquantised: Tensor | None = None
+    first: Tensor | None = None
+
+    def _store_as(self, codec: Codec | None) -> None:
+        """Begin without tokens; ``codec`` says how keys and values are stored."""
+        self.codec = codec
+        self.tensor_names = ("keys", "values") if codec is None else codec.tensors
+        """The attributes that hold what is cached, each ``[B, …]``."""
+        for name in self.tensor_names[2:]:
+            setattr(self, name, None)
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """What is cached; see `Codec`."""
+        return tuple(getattr(self, name) for name in self.tensor_names)
+
+    def _encoded(self, states: Tensor, values: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rows of keys and values; those of each sequence's first tokens by another rule than the others'.
+
+        Args:
+            states: the keys, ``[B, K, S, D]``.
+            values: the values, ``[B, K, S, V]``.
+            first: see `GrowingLayer.append`.
+        """
+        codec = self.codec
+        if codec is None:
+            return states, values
+        if not isinstance(codec, TrellisFormat) or first is None:
+            keys, values = codec.encode(states, values)
+            return keys, values
+        begin, wide = int(self.get_seq_length()), codec.code.wide_tokens
+        if begin == 0 or self.first is None or self.unquantised is None:
+            self.first = first.clone()
+            self.unquantised = states.new_zeros(len(states), wide, states.shape[-1], dtype=torch.bfloat16)
+            self._last_first = int(first.max()) + max(wide, 1) - 1  # the last slot that may hold such a token
+        if begin > self._last_first:
+            keys, values = codec.encode(states, values)
+            return keys, values
+        self.unquantised = keep_first_tokens(self.unquantised, states, self.first, begin)
+        keys, values = codec.encode(states, values, self.first, begin)
+        return keys, values
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory stays."""
+        super().reset()
+        for name in self.tensor_names[2:]:
+            setattr(self, name, None)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Copy row ``beam_idx[b]`` to row b of the batch, for every b where they differ.
+
+        Args:
+            beam_idx: ``[B]``.
+        """
+        if self.get_seq_length() == 0:
+            return
+        beam_idx = beam_idx.to(self.keys.device)
+        tensors = dict(zip(self.tensor_names, self.stored, strict=True))
+        can_infer = torch.is_inference_mode_enabled()
+        frozen = any(states.requires_grad or (states.is_inference() and not can_infer) for states in tensors.values())
+        if frozen or len(beam_idx) != self.keys.shape[0]:
+            for name, states in tensors.items():
+                setattr(self, name, states.index_select(0, beam_idx))
+            return
+        changed = (beam_idx != torch.arange(len(beam_idx), device=beam_idx.device)).nonzero()[:, 0]
+        if len(changed):
+            for states in tensors.values():
+                states[changed] = states[beam_idx[changed]]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row of the batch so many times."""
+        for name in self.tensor_names if self.get_seq_length() else ():
+            setattr(self, name, getattr(self, name).repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows of the batch only."""
+        for name in self.tensor_names if self.get_seq_length() else ():
+            setattr(self, name, getattr(self, name)[indices, ...])
+
+
+class GrowingLayer(_Layer):
     """transformers' `DynamicLayer` with spare memory behind the tokens.
 
-    The tensors that a codec names (`Codec.tensors`) are attributes of the layer. What is coded of a sequence does not
+    What is coded of a sequence does not
     depend on how many tokens came at once. Where a codec codes blocks of tokens, those that fill none yet are kept as
     they are; cropping into a block decodes what is left of it, so that attention goes on reading the same, and its
     tokens are coded again when the block is full again.
@@ -41,31 +131,16 @@ class GrowingLayer(DynamicLayer):
         reads_stored: whether attention is headwise's, which reads what is stored.
     """
 
-    # Of codecs that have them.
-    key_scales: Tensor
-    recent_keys: Tensor
-    recent_values: Tensor
-    unquantised: Tensor | None
-    first: Tensor | None
-
     def __init__(
         self, codec: Codec | None = None, max_length: int | None = None, *, reads_stored: bool = False
     ) -> None:
         super().__init__()
-        self.codec, self.max_length, self.reads_stored = codec, max_length, reads_stored
+        self.max_length, self.reads_stored = max_length, reads_stored
         self.expected: int | None = None
         """The most tokens that there will be, where that is known."""
         self.memory: dict[str, Tensor] = {}
         """The memory of each tensor, with spare memory at the end."""
-        self.tensor_names = ("keys", "values") if codec is None else codec.tensors
-        """The attributes that hold what is cached, each ``[B, …]``."""
-        for name in self.tensor_names[2:]:
-            setattr(self, name, None)
-
-    @property
-    def stored(self) -> tuple[Tensor, ...]:
-        """What is cached; see `Codec`."""
-        return tuple(getattr(self, name) for name in self.tensor_names)
+        self._store_as(codec)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take dtype and device of the first tokens, as transformers does, without storing any."""
@@ -86,14 +161,14 @@ class GrowingLayer(DynamicLayer):
         """
         codec = self.codec
         is_exact = codec is not None and codec.exact_prompt and not self.get_seq_length()
-        self.append(key_states, value_states)
+        stored = self.append(key_states, value_states)
         if codec is None:
             return self.keys, self.values
         if is_exact:
             return key_states, value_states
-        return _attended_states(codec, self.stored, key_states, value_states, reads_stored=self.reads_stored)
+        return _attended_states(codec, stored, key_states, value_states, reads_stored=self.reads_stored)
 
-    def append(self, key_states: Tensor, value_states: Tensor, first: Tensor | None = None) -> None:
+    def append(self, key_states: Tensor, value_states: Tensor, first: Tensor | None = None) -> tuple[Tensor, ...]:
         """Store keys ``[B, K, S, D]`` and values ``[B, K, S, V]``.
 
         Args:
@@ -102,18 +177,18 @@ class GrowingLayer(DynamicLayer):
             first: int64 ``[B]``, the slot of each sequence's first token, for a `TrellisFormat`; later calls need
                 not repeat it.
 
+        Returns:
+            What is stored of all tokens; see `Codec`.
+
         Raises:
             ArgumentError: see `update`.
         """
         codec = self.codec
-        if codec is None:
-            self.append_rows(key_states, value_states)
-        elif codec.block > 1:
+        if codec is not None and codec.block > 1:
             self._append_blocks(codec, key_states, value_states)
-        elif isinstance(codec, TrellisFormat) and first is not None:
-            self._append_codes(codec, key_states, value_states, first)
         else:
-            self.append_rows(*codec.encode(key_states, value_states))
+            self.append_rows(*self._encoded(key_states, value_states, first))
+        return self.stored
 
     def append_rows(self, keys: Tensor, values: Tensor) -> None:
         """Store keys and values that are coded already, a row ``[B, K, S, …]`` for each token.
@@ -154,19 +229,6 @@ class GrowingLayer(DynamicLayer):
             most = most if self.max_length is None else min(most, self.max_length)
             self._extend("recent_keys", keys, lambda tokens: max(tokens, most))
             self._extend("recent_values", values, lambda tokens: max(tokens, most))
-
-    def _append_codes(self, codec: TrellisFormat, states: Tensor, values: Tensor, first: Tensor) -> None:
-        """Store codes, those of each sequence's first tokens by another rule than the others'."""
-        begin, wide = self.get_seq_length(), codec.code.wide_tokens
-        if begin == 0 or self.first is None or self.unquantised is None:
-            self.first = first.clone()
-            self.unquantised = states.new_zeros(len(states), wide, states.shape[-1], dtype=torch.bfloat16)
-            self._last_first = int(first.max()) + max(wide, 1) - 1  # the last slot that may hold such a token
-        if begin > self._last_first:
-            self.append_rows(*codec.encode(states, values))
-            return
-        self.append_rows(*codec.encode(states, values, self.first, begin))
-        self.unquantised = keep_first_tokens(self.unquantised, states, self.first, begin)
 
     def _extend(self, name: str, new: Tensor, size: Callable[[int], int]) -> None:
         """Append to one of the tensors; ``size`` gives the tokens to have memory for, of the number there will be."""
@@ -227,45 +289,8 @@ class GrowingLayer(DynamicLayer):
         self.key_scales = self.key_scales[:, :, : kept // codec.block]
         self.recent_keys, self.recent_values = (states[:, :, kept:total].clone() for states in (keys, values))
 
-    def reset(self) -> None:
-        """Forget all tokens; the memory stays."""
-        super().reset()
-        for name in self.tensor_names[2:]:
-            setattr(self, name, None)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Copy row ``beam_idx[b]`` to row b of the batch, for every b where they differ.
-
-        Args:
-            beam_idx: ``[B]``.
-        """
-        if self.get_seq_length() == 0:
-            return
-        beam_idx = beam_idx.to(self.keys.device)
-        tensors = dict(zip(self.tensor_names, self.stored, strict=True))
-        can_infer = torch.is_inference_mode_enabled()
-        frozen = any(states.requires_grad or (states.is_inference() and not can_infer) for states in tensors.values())
-        if frozen or len(beam_idx) != self.keys.shape[0]:
-            for name, states in tensors.items():
-                setattr(self, name, states.index_select(0, beam_idx))
-            return
-        changed = (beam_idx != torch.arange(len(beam_idx), device=beam_idx.device)).nonzero()[:, 0]
-        if len(changed):
-            for states in tensors.values():
-                states[changed] = states[beam_idx[changed]]
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row of the batch so many times."""
-        for name in self.tensor_names if self.get_seq_length() else ():
-            setattr(self, name, getattr(self, name).repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows of the batch only."""
-        for name in self.tensor_names if self.get_seq_length() else ():
-            setattr(self, name, getattr(self, name)[indices, ...])
-
-
-class SlidingLayer(DynamicSlidingWindowLayer):
+class SlidingLayer(_Layer, DynamicSlidingWindowLayer):
     """transformers' `DynamicSlidingWindowLayer` with spare memory: its window is copied when that is used up.
 
     Args:
@@ -284,7 +309,8 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         reads_stored: bool = False,
     ) -> None:
         super().__init__(sliding_window=sliding_window)
-        self.codec, self.max_length, self.reads_stored = codec, max_length, reads_stored
+        self.max_length, self.reads_stored = max_length, reads_stored
+        self._store_as(codec)
         self.memory: dict[str, Tensor] = {}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -302,21 +328,53 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         Raises:
             ArgumentError: see `GrowingLayer.update`.
         """
-        codec = self.codec
-        keys, values = (key_states, value_states) if codec is None else codec.encode(key_states, value_states)
+        visible, codec = self.append(key_states, value_states), self.codec
+        if codec is None:
+            return visible[0], visible[1]
+        return _attended_states(codec, visible, key_states, value_states, reads_stored=self.reads_stored)
+
+    def append(self, key_states: Tensor, value_states: Tensor, first: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Store keys and values, and forget what no later token may attend to; see `GrowingLayer.append`.
+
+        Returns:
+            What is stored of the tokens that the new ones may attend to. A `TrellisFormat`'s slots of first tokens
+            count from the first of these on; they are below 0 where a window has moved on.
+
+        Raises:
+            ArgumentError: see `GrowingLayer.update`.
+        """
+        keys, values = self._encoded(key_states, value_states, first)
         if not self.cumulative_length:
             self.lazy_initialization(keys, values)
         _refuse_tokens(self.keys, keys, self.cumulative_length + keys.shape[2], self.max_length)
         if self.record_past:  # nothing is dropped then until `crop`
-            visible: tuple[Tensor, Tensor] = super().update(keys, values, *args, **kwargs)
+            visible: tuple[Tensor, Tensor] = super().update(keys, values)
         else:
             self.cumulative_length += keys.shape[2]
             visible = self._slide("keys", keys), self._slide("values", values)
-        return (
-            visible
-            if codec is None
-            else _attended_states(codec, visible, key_states, value_states, reads_stored=self.reads_stored)
+        if self.first is None or self.unquantised is None:
+            return visible
+        return *visible, self.unquantised, self.first - (self.cumulative_length - visible[0].shape[2])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the latest tokens, if the ones before them that a new token sees are held.
+
+        Args:
+            tokens_to_remove: the number of tokens to remove, negated.
+
+        Raises:
+            ArgumentError: the window has dropped some of those.
+            RuntimeError: it does not record the past, as transformers has it.
+        """
+        left, held = (
+            self.cumulative_length + min(tokens_to_remove, 0),
+            self.keys.shape[2] if self.is_initialized else 0,
         )
+        needed = min(max(left, 0), self.sliding_window - 1)
+        if self.record_past and held - (self.cumulative_length - left) < needed:
+            rule = f"leaves fewer than the {needed} tokens that the window sees, of the {held} that it holds"
+            raise ArgumentError("tokens_to_remove", tokens_to_remove, rule)
+        super().crop(tokens_to_remove)
 
     def _slide(self, name: str, new: Tensor) -> Tensor:
         """Append to one of the tensors, and keep the last tokens.

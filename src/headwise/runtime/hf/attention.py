@@ -31,7 +31,7 @@ from headwise.runtime.attention.base import (
     split_heads,
 )
 from headwise.runtime.attention.rope import Rotation, follow, frequencies
-from headwise.runtime.caches.layers import GrowingLayer
+from headwise.runtime.caches.layers import GrowingLayer, SlidingLayer
 from headwise.runtime.hf.interface import as_bool
 from headwise.runtime.kernels.mask import Scoring, causal_mask
 from headwise.runtime.kernels.native.abi import TURN
@@ -73,7 +73,7 @@ class LayerCache:
 
     @property
     def length(self) -> int:
-        """Tokens in the cache."""
+        """Tokens that the cache was given."""
         return 0 if self._past is None else int(self._past.get_seq_length(self._layer_idx))
 
     def update(self, *new: Tensor) -> tuple[Tensor, ...]:
@@ -96,17 +96,19 @@ class LayerCache:
         if first is None:
             first = first_slots(self._mask, len(keys), keys.device)
         if layer is not None:
-            layer.append(keys, values, first)
-            return layer.stored
+            return layer.append(keys, values, first)
+        if dropped := dropped_tokens(self._past, keys.shape[2], self._layer_idx):
+            # Slots count from the first token on that a window holds, and so does the mask.
+            first, begin = torch.where(first == 0, -dropped, first), begin - dropped
         keys = self._codec.rounded(keys, first, begin)
         if self._past is None:
             return (keys,)
         return self._trimmed(self._past.update(keys, values, self._layer_idx))
 
-    def _layer_of_codes(self, codec: TrellisFormat) -> GrowingLayer | None:
+    def _layer_of_codes(self, codec: TrellisFormat) -> GrowingLayer | SlidingLayer | None:
         """The cache's layer, where it holds codes; one of codes that this model does not read is refused."""
         layer = None if self._past is None else self._past.layers[self._layer_idx]
-        if not isinstance(layer, GrowingLayer) or not isinstance(layer.codec, TrellisFormat):
+        if not isinstance(layer, GrowingLayer | SlidingLayer) or not isinstance(layer.codec, TrellisFormat):
             return None
         if layer.codec is not codec:
             if not layer.codec.code.equals(codec.code):
@@ -123,6 +125,11 @@ class LayerCache:
     def _trimmed(self, states: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         cached = states[: self._tensors]
         return tuple(tensor[:, :, : self.length] for tensor in cached) if self._trim else cached
+
+
+def dropped_tokens(past: Any, new: int, layer_idx: int) -> int:
+    """How many tokens a sliding window has dropped, before ``new`` ones come; 0 without a window or a cache."""
+    return 0 if past is None else int(past.get_mask_sizes(new, layer_idx)[1])
 
 
 def first_slots(mask: Tensor | None, batch: int, device: torch.device) -> Tensor:
@@ -147,10 +154,11 @@ class SlotRotation:
 
     Args:
         rotary: the model's rotary embedding, one of transformers'.
+        prefix: what stands before the names of its attributes for one kind of layer; "" where all are alike.
     """
 
-    def __init__(self, rotary: nn.Module) -> None:
-        self._rotary = rotary
+    def __init__(self, rotary: nn.Module, prefix: str = "") -> None:
+        self._rotary, self._prefix = rotary, prefix
         self._forget()
         follow(rotary, self._forget)
 
@@ -166,11 +174,11 @@ class SlotRotation:
         if kept is None or kept[0].shape[1] < count or kept[0].device != device:
             # Not by calling the embedding, which would take so many slots for the length of a text.
             own: Any = self._rotary
-            (inv_freq,) = frequencies(self._rotary)
+            inv_freq = frequencies(self._rotary)[self._prefix]
             with torch.inference_mode(False), torch.no_grad():
                 slots = torch.arange(max(256, 2 * count), dtype=torch.float32, device=device)
                 angles = slots[None, :, None] * inv_freq.to(device=device, dtype=torch.float32)
-                scaling = float(own.attention_scaling)
+                scaling = float(getattr(own, f"{self._prefix}attention_scaling"))
                 kept = self._tables = angles.cos() * scaling, angles.sin() * scaling
         return kept[0][:, :count], kept[1][:, :count]
 
@@ -333,7 +341,8 @@ class CodedAttention(HostedAttention):
     """A layer that can cache its values in a code, as one tensor ``[B, 1, T, W]``.
 
     Slots of the cache stand for positions: keys are rotated by the slot they lie in, and so are queries. That differs
-    from the model's own positions by one rotation of all, which scores do not depend on.
+    from the model's own positions by one rotation of all, which scores do not depend on. The slots of a sliding
+    window count from the first token that it holds.
 
     Keys are coded before rotation because they vary least then, and rotated when they are read. Where frequencies
     change with the length of a text, all keys in the cache are rotated with those of the latest call; but the states
@@ -370,9 +379,13 @@ class CodedAttention(HostedAttention):
                 self.set_code(self.code.to(device), self.slots)
         return self
 
-    def cache_layer(self, max_length: int | None) -> GrowingLayer | None:
+    def cache_layer(self, max_length: int | None) -> GrowingLayer | SlidingLayer | None:
         """The layer of a `HeadwiseCache` that stores this one's codes; None where values are stored as they are."""
-        return None if self.codec is None else GrowingLayer(self.codec, max_length)
+        if self.codec is None:
+            return None
+        if self.window is not None:
+            return SlidingLayer(self.window, self.codec, max_length)
+        return GrowingLayer(self.codec, max_length)
 
     def _cache(self, past: Any, mask: Tensor | None) -> CacheLike | None:
         if self.codec is None:
@@ -383,8 +396,10 @@ class CodedAttention(HostedAttention):
         """See `HostedAttention._rotation`; queries are rotated by their slots where keys are coded."""
         if self.codec is None:
             return super()._rotation(tables, states, past)
+        S = states.shape[1]
         begin = 0 if past is None else int(past.get_seq_length(self.layer_idx))
-        return self._slot_rotation(states, begin, begin + states.shape[1])
+        begin -= dropped_tokens(past, S, self.layer_idx)
+        return self._slot_rotation(states, begin, begin + S)
 
     def _can_attend_to_codes(self, states: Tensor, memory: tuple[Tensor, ...], call: Call) -> bool:
         """Whether a kernel attends to codes as they are stored, of new tokens ``[B, S, E]``."""
@@ -461,7 +476,8 @@ class HostedGroupedAttention(CodedAttention, GroupedQueryAttention):
 
     def __init__(self, spec: GroupedSpec, config: Any, layer_idx: int, channels: list[int]) -> None:
         rope = RopeSpec(dim=spec.rope.dim) if spec.rope else None
-        arguments = constructor_arguments(spec, GroupedQueryAttention) | {"rope": rope, "qk_norm": None}
+        norm_eps = {} if spec.qk_norm is None else {"norm_eps": config.rms_norm_eps}
+        arguments = constructor_arguments(spec, GroupedQueryAttention) | {"rope": rope, **norm_eps}
         super().__init__(**arguments, dropout=_dropout(config))
         self.host(spec, config, layer_idx, channels)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from headwise.models.checkpoints import Checkpoint, family_of
 from headwise.models.families.base import canonical_shapes
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec
 from headwise.models.specs.sources import INDEX, SINGLE, stored_tensors
+from headwise.runtime.attention.rope import prefix_of
 from headwise.runtime.caches.cache import HeadwiseCache
 from headwise.runtime.hf.attention import CodedAttention, HostedGroupedAttention, SlotRotation
 from headwise.runtime.hf.models import refuse_continuous_batching, replace_attention
@@ -45,19 +46,35 @@ def set_codes(model: Any, codes: Mapping[int, TransformCode], checkpoint: Checkp
     if checkpoint is not None:
         _replace_stock(model, codes, checkpoint)
     layers = {module.layer_idx: module for module in model.modules() if isinstance(module, CodedAttention)}
-    rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
-    slots = None if rotary is None else SlotRotation(rotary)
+    slots_of = _slot_rotations(model)
     for index, code in codes.items():
         layer = layers.get(index)
         spec = None if layer is None else layer.spec
         fits = isinstance(spec, GroupedSpec | LatentSpec) and (code.sections, code.parts) == code_shape(spec)
         if layer is None or not fits:
             raise CheckpointError(FILE, index, "codes a layer that the model does not have")
-        layer.set_code(code, slots)
+        layer.set_code(code, slots_of(index))
     model_class: Any = type(model)
     model.__class__ = _storing_codes(model_class)
     model.register_forward_pre_hook(_give_cache, with_kwargs=True)
     model.register_forward_pre_hook(_check_positions, with_kwargs=True)
+
+
+def _slot_rotations(model: Any) -> Callable[[int], SlotRotation | None]:
+    """The rotation of slots of each layer, by its number; layers of one kind share it."""
+    rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or []
+    made: dict[str, SlotRotation] = {}
+
+    def of_layer(index: int) -> SlotRotation | None:
+        if rotary is None:
+            return None
+        prefix = prefix_of(rotary, kinds[index] if index < len(kinds) else None)
+        if prefix not in made:
+            made[prefix] = SlotRotation(rotary, prefix)
+        return made[prefix]
+
+    return of_layer
 
 
 def has_codes(model: Any) -> bool:
@@ -139,6 +156,8 @@ def _replace_stock(model: Any, codes: Mapping[int, TransformCode], checkpoint: C
         pairs = list(range(spec.rope.dim // 2)) if spec.rope else []
         layer = HostedGroupedAttention(spec, model.config, index, pairs)
         layer.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()})
+        if spec.qk_norm is not None:  # which round as the family's do
+            layer.q_norm, layer.k_norm = (base.get_submodule(f"{path}.{name}") for name in ("q_norm", "k_norm"))
         replace_attention(base, path, layer.to(dtype).eval())
 
 
@@ -218,5 +237,7 @@ def _stock_state(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 rule = "has other parameters than its family's, such as adapters': merge them before it is saved"
                 raise ArgumentError("state_dict", path, rule)
             dtype = next(iter(own.values())).dtype
-            stored |= {prefix + name: tensor.to(dtype) for name, tensor in layout.pack(own, spec).items()}
+            norms = {name: own[name] for name in own if name.endswith("_norm.weight")}  # as the family stores them
+            packed = layout.pack(own, spec) | norms
+            stored |= {prefix + name: tensor.to(dtype) for name, tensor in packed.items()}
     return stored

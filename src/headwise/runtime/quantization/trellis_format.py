@@ -47,7 +47,7 @@ class TrellisFormat(Codec):
 
     What is stored are a token's codes, as the layer's keys ``[B, 1, T, bytes]``; no values; the values of each
     sequence's first `TransformCode.wide_tokens` tokens, bfloat16 ``[B, n, W]``; and the slot of each sequence's
-    first token, int64 ``[B]``.
+    first token, int64 ``[B]``, below 0 where a sliding window no longer holds it.
 
     Args:
         code: the code of the layer's values.
@@ -89,7 +89,9 @@ class TrellisFormat(Codec):
             return unquantised
         if pages is not None:
             return own.decode(codes[pages.table[:, 0].long(), 0, :1], torch.bfloat16)
-        slots = first.clamp_max(codes.shape[2] - 1)  # a sequence's first token may be one of those to come
+        slots = first.clamp(
+            0, codes.shape[2] - 1
+        )  # a first token may be to come, or before those that a window holds
         return own.decode(codes[torch.arange(len(codes), device=first.device), 0, slots, None], torch.bfloat16)
 
     def rounded(self, states: Tensor, first: Tensor, begin: int) -> Tensor:
