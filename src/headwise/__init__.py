@@ -55,7 +55,9 @@ _PUBLIC = {
     "QuickFrontier": "headwise.conversion.frontiers",
     "QuickFrontierOptions": "headwise.base.options",
     "RetrievalEvaluation": "headwise.measure.evaluation",
+    "RulerEvaluation": "headwise.measure.evaluation",
     "RetrievalOptions": "headwise.base.options",
+    "RulerOptions": "headwise.base.options",
     "RopeSpec": "headwise.models.specs",
     "RotaryEmbedding": "headwise.runtime.attention",
     "Sample": "headwise.measure.texts",
@@ -78,6 +80,7 @@ _PUBLIC = {
     "evaluate_in_engine": "headwise.serving.engines",
     "evaluate_planted": "headwise.measure.evaluation",
     "evaluate_retrieval": "headwise.measure.evaluation",
+    "evaluate_ruler": "headwise.measure.evaluation",
     "frontier": "headwise.conversion.frontiers",
     "generate": "headwise.runtime.hf",
     "heal": "headwise.conversion.healing",
@@ -105,6 +108,7 @@ if TYPE_CHECKING:
         PrepareOptions,
         QuickFrontierOptions,
         RetrievalOptions,
+        RulerOptions,
         SampleOptions,
     )
     from headwise.conversion import Calibration, Conversion, calibrate, convert
@@ -127,10 +131,12 @@ if TYPE_CHECKING:
         Evaluation,
         PlantedEvaluation,
         RetrievalEvaluation,
+        RulerEvaluation,
         evaluate,
         evaluate_choices,
         evaluate_planted,
         evaluate_retrieval,
+        evaluate_ruler,
     )
     from headwise.measure.texts import Sample, sample
     from headwise.measure.timing import doctor
@@ -209,6 +215,8 @@ __all__ = [
     "RetrievalOptions",
     "RopeSpec",
     "RotaryEmbedding",
+    "RulerEvaluation",
+    "RulerOptions",
     "Sample",
     "SampleOptions",
     "SelfAttention",
@@ -229,6 +237,7 @@ __all__ = [
     "evaluate_in_engine",
     "evaluate_planted",
     "evaluate_retrieval",
+    "evaluate_ruler",
     "frontier",
     "generate",
     "heal",

@@ -23,7 +23,14 @@ from headwise.cli.app import out
 from headwise.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from headwise.measure.evaluation import ChoiceEvaluation, Evaluation, PlantedEvaluation, Rate, RetrievalEvaluation
+    from headwise.measure.evaluation import (
+        ChoiceEvaluation,
+        Evaluation,
+        PlantedEvaluation,
+        Rate,
+        RetrievalEvaluation,
+        RulerEvaluation,
+    )
     from headwise.measure.evaluation.results import Paired
 
 
@@ -202,6 +209,21 @@ def _show_planted(result: PlantedEvaluation) -> None:
     _show_rates({"likeliest of the codes": result.first, "generated": result.found}, result.against)
 
 
+def _show_ruler(result: RulerEvaluation) -> None:
+    samples = "one sample" if result.samples == 1 else f"{result.samples} samples"
+    chat = ", in the chat template" if result.chat else ""
+    cache = "" if result.cache is None else f"; the model's cache in {result.cache}"
+    out.print(
+        f"RULER's tasks in {result.length:,} tokens, {samples} of each, from {escape(result.text)}{chat}{cache}"
+    )
+    table = _table("share of answers found", result.against)
+    for score in result.tasks:
+        _row(table, score.task, score, "score", ".1%")
+    _row(table, "mean", result, "score", ".1%")
+    out.print_table(table)
+    _show_rates({f"all of {score.task}": score.complete for score in result.tasks}, result.against)
+
+
 def _show_retrieval(result: RetrievalEvaluation) -> None:
     out.print(f"{result.questions:,} questions, {result.passages:,} passages of {escape(result.file)}")
     _show_rates({"R@1": result.recall_at_1, "R@10": result.recall_at_10}, result.against)
@@ -246,6 +268,7 @@ SHOW: dict[str, Callable[[Any], None]] = {
     "by_position": _show_by_position,
     "choices": _show_choices,
     "planted": _show_planted,
+    "ruler": _show_ruler,
     "retrieval": _show_retrieval,
 }
 """The function that prints the result of each task, by the task's name."""

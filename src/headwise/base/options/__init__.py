@@ -46,6 +46,8 @@ from headwise.base.options.evaluate import (
     PlantedOptions,
     PythonOptions,
     RetrievalOptions,
+    RulerOptions,
+    RulerTaskOptions,
     TextOptions,
 )
 from headwise.base.options.heal import HealOptions, SampleOptions

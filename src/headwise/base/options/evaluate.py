@@ -119,7 +119,7 @@ class EngineOptions(CacheOptions, FileOptions, ReferenceOptions, PassageOptions,
 class SeedOptions(Options):
     """The seed of a task."""
 
-    seed: int = option("seed of bootstrap intervals, and of the codes of planted facts", default=0)
+    seed: int = option("seed of bootstrap intervals, of the codes of planted facts and of RULER's samples", default=0)
 
 
 class FactOptions(Options):
@@ -157,6 +157,34 @@ class PlantedOptions(FactOptions, ModelOptions, CacheOptions, SeedOptions):
         rule=_FRACTIONS,
     )
     codes: int = option("how many codes the right one is ranked among, itself included", default=10, rule=at_least(2))
+
+
+class RulerTaskOptions(Options):
+    """The tasks of RULER, their samples and their prompts."""
+
+    samples: int = option(
+        "how many samples of each of RULER's tasks", default=10, flag="--ruler-samples", rule=at_least(1)
+    )
+    tasks: Sequence[str] = option(
+        "a task of RULER, as niah_single_2, niah_multikey_3, vt, cwe or fwe, which docs/evaluation.md lists; all when"
+        " left out",
+        default=(),
+        flag="--ruler-task",
+        metavar="TASK",
+    )
+    chat: bool = option(
+        "ask in the tokenizer's chat template; the raw prompt when left out", default=False, flag="--ruler-chat"
+    )
+
+
+class RulerOptions(RulerTaskOptions, ModelOptions, CacheOptions, SeedOptions):
+    """The text, the tasks and their length of `headwise.evaluate_ruler`.
+
+    For example ``RulerOptions(text="text.txt", against="smollm2-135m", length=8192)``.
+    """
+
+    text: str | Path = option("a UTF-8 file that essays and words are cut from", metavar="FILE")
+    length: int = option("the most tokens of a sample, its answer included", default=4096, rule=at_least(1))
 
 
 class ItemOptions(RunOptions):

@@ -19,6 +19,8 @@ from headwise.base.options import (
     PlantedOptions,
     PythonOptions,
     RetrievalOptions,
+    RulerOptions,
+    RulerTaskOptions,
     TextOptions,
     option,
 )
@@ -30,7 +32,7 @@ from headwise.cli.torchrun import as_one_process
 from headwise.errors import ArgumentError, naming
 
 
-class TaskOptions(TextOptions, ItemOptions, FactOptions, PythonOptions):
+class TaskOptions(TextOptions, ItemOptions, FactOptions, RulerTaskOptions, PythonOptions):
     """The texts and tasks that the command evaluates a model on."""
 
     text: Sequence[str | Path] = option("a UTF-8 file to predict", default=(), metavar="FILE")
@@ -39,6 +41,11 @@ class TaskOptions(TextOptions, ItemOptions, FactOptions, PythonOptions):
     )
     planted: int | None = option(
         "plant a fact in a context this long of the first text, and ask for it", default=None, metavar="TOKENS"
+    )
+    ruler: int | None = option(
+        "ask RULER's synthetic tasks, at most this long, in haystacks of the first text",
+        default=None,
+        metavar="TOKENS",
     )
     retrieval: str | Path | None = option(
         "a .jsonl of questions and passages, for an encoder", default=None, metavar="FILE"
@@ -53,9 +60,13 @@ class TaskOptions(TextOptions, ItemOptions, FactOptions, PythonOptions):
             raise ArgumentError("text", None, "is required, unless --choices or --retrieval is given")
         if self.planted is not None and not self.text:
             raise ArgumentError("planted", self.planted, "needs --text, to plant the fact in")
+        if self.ruler is not None and not self.text:
+            raise ArgumentError("ruler", self.ruler, "needs --text, to cut haystacks from")
         if self.cache and not (self.text or self.choices):
             raise ArgumentError("cache", self.cache[0], "needs --text or --choices: an encoder has no cache")
-        for name in ("choices", "planted", "retrieval", "dtype", "device") if self.engine is not None else ():
+        for name in (
+            ("choices", "planted", "ruler", "retrieval", "dtype", "device") if self.engine is not None else ()
+        ):
             if (given := getattr(self, name)) is not None:
                 raise ArgumentError(
                     name, given, "must be left out with --engine, which runs models as they are, on text"
@@ -141,6 +152,10 @@ def _results(model: str, options: TaskOptions, cache: str | None, progress: Prog
             with naming(context="planted", window="planted"):
                 facts = PlantedOptions.of(options, text=options.text[0], context=options.planted, **in_pair)
                 results["planted"] = evaluation.evaluate_planted(pair, facts, progress=progress)
+        if options.ruler is not None:
+            with naming(length="ruler"):
+                tasks = RulerOptions.of(options, text=options.text[0], length=options.ruler, **in_pair)
+                results["ruler"] = evaluation.evaluate_ruler(pair, tasks, progress=progress)
     if options.retrieval:
         results["retrieval"] = evaluation.evaluate_retrieval(
             model, RetrievalOptions.of(options, file=options.retrieval), against=options.against, progress=progress

@@ -1,4 +1,4 @@
-"""Evaluate a model beside its reference: perplexity, cache and speed; multiple choice, planted facts, retrieval."""
+"""Evaluate a model beside its reference: perplexity, cache and speed; multiple choice, facts, RULER, retrieval."""
 
 from headwise.measure.evaluation.choices import (
     Choice,
@@ -20,4 +20,5 @@ from headwise.measure.evaluation.retrieval import (
     load_encoder,
     read_pooling,
 )
+from headwise.measure.evaluation.ruler import RulerEvaluation, RulerScore, evaluate_ruler
 from headwise.measure.evaluation.scoring import Speed, decode_times, score_window
