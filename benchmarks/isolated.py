@@ -1,8 +1,10 @@
 """Run a generated program in a process of its own: no network, and little time, memory, disk and processes.
 
 Linux only. ``unshare`` gives the program namespaces without any network device, with its own processes and mounts:
-all file systems are read-only but a small one in memory, which is its ``/tmp`` and current folder. Root's programs run
-as ``nobody``, and a user's as that user without capabilities. Where these namespaces cannot be had, nothing is run.
+all file systems are read-only but a small one in memory, which is its ``/tmp`` and current folder. Root's programs
+run as ``nobody``, and a user's as that user without capabilities. Where these namespaces cannot be had, nothing is
+run, and there is no option for running it all the same. All this is against mistakes: a program that means harm can
+read what everyone may read, and so find the word by which it is said to have ended.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ class Outcome:
 
     Attributes:
         passed: whether its last statement was reached, and it then ended without an error.
-        why: ``passed``, ``timed out``, ``ended early``, or the last line of its error.
+        why: ``passed``, ``timed out``, ``ended early``, ``killed by`` a signal, or the last line of its error.
     """
 
     passed: bool
@@ -106,7 +108,7 @@ def refuse_no_isolation() -> None:
         raise NoIsolationError(f"programs cannot be isolated here, so none is run: {outcome.why}")
 
 
-def run_isolated(program: str, limits: Limits = Limits()) -> Outcome:  # noqa: B008 - frozen
+def run_isolated(program: str, limits: Limits = Limits()) -> Outcome:
     """Run a Python program, and say whether its end was reached.
 
     An exit status of 0 is not believed, as a program may leave before its tests. After its last statement a random
@@ -138,10 +140,9 @@ def run_isolated(program: str, limits: Limits = Limits()) -> Outcome:  # noqa: B
         lines = [_last_line(file, limits.file_bytes) for file in (out, err)]
     if started.returncode == 0:
         return Outcome(True, "passed") if lines[0] == word else Outcome(False, "ended early")
-    status = started.returncode
-    return Outcome(
-        False, lines[1] or (f"killed by {signal.Signals(status - 128).name}" if status > 128 else "failed")
-    )
+    if started.returncode > 128:  # as a shell says it
+        return Outcome(False, f"killed by {signal.Signals(started.returncode - 128).name}")
+    return Outcome(False, lines[1] or "failed")
 
 
 def _last_line(file: tempfile._TemporaryFileWrapper[bytes], most: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from headwise.measure.texts import language_reference
 from tests.cli.conftest import Result
 from tests.measure.evaluation.test_retrieval import save_bert
 
@@ -67,6 +68,34 @@ def test_random_strings_in_place_of_facts(cli: Callable[..., Result], tasks: Pat
     assert "2 random strings of 8 tokens planted in 128 tokens" in " ".join(cli(*arguments).out.split())
 
 
+def test_ruler_beside_the_reference(
+    cli: Callable[..., Result], refused: Callable[..., str], tasks: Path, edit_config: Callable[..., None]
+) -> None:
+    edit_config(max_position_embeddings=4096)
+    (tasks / "long.txt").write_text(language_reference(slice(20)))
+    arguments = ("evaluate", "tiny", "--against", "tiny", "--text", "long.txt", *SMALL, "--ruler", "2600")
+    arguments = (*arguments, "--ruler-samples", "2", "--ruler-task", "niah_single_1", "--ruler-task", "cwe")
+    report = document(cli(*arguments, "--cache", "int8", "--json"))["ruler"]
+    assert (report["length"], report["samples"], report["text"], report["cache"]) == (2600, 2, "long.txt", "int8")
+    assert [(task["task"], task["answers"]) for task in report["tasks"]] == [("niah_single_1", 1), ("cwe", 10)]
+    assert report["score"] == sum(task["score"] for task in report["tasks"]) / 2
+    assert report.keys() >= {"reference_score"}
+    for task in report["tasks"]:
+        assert task.keys() == {"task", "answers", "score", "reference_score", "complete"}
+        assert task["complete"]["items"] == 2
+    shown = " ".join(cli(*arguments).out.split())
+    assert "RULER's tasks in 2,600 tokens, 2 samples of each, from long.txt" in shown
+    for said in ("share of answers found", "all of cwe", "mean"):
+        assert said in shown
+    for wrong, line in (
+        (("--ruler-task", "qa_1"), "'qa_1': must be one of niah_single_1"),
+        (("--ruler", "5000"), "ruler = 5000: must be at most 4096"),
+        (("--ruler-samples", "0"), "samples = 0: must be at least 1"),
+        (("--ruler-chat",), "chat = True: needs a tokenizer with a chat template"),
+    ):
+        assert line in refused(*arguments, *wrong)
+
+
 def test_choices_alone(cli: Callable[..., Result], tasks: Path) -> None:
     report = document(cli("evaluate", "tiny", "--choices", "choices.jsonl", "--json"))
     assert report.keys() == {"model", "against", "choices"}
@@ -121,6 +150,7 @@ def test_several_caches_are_measured_one_after_the_other(
         ((), "text = None: is required, unless --choices or --retrieval is given"),
         (("--planted", "64"), "text = None: is required"),
         (("--choices", "choices.jsonl", "--planted", "64"), "planted = 64: needs --text"),
+        (("--choices", "choices.jsonl", "--ruler", "4096"), "ruler = 4096: needs --text, to cut haystacks from"),
         (("--choices", "nowhere.jsonl"), "choices = 'nowhere.jsonl': could not be read"),
         (("--choices", "passages.jsonl"), "choices = 'passages.jsonl, item 1': must have question, choices"),
         (("--choices", "choices.jsonl", "--limit", "0"), "limit = 0: must be at least 1"),

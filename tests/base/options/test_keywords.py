@@ -106,6 +106,7 @@ def test_the_options_of_public_functions_are_public() -> None:
         headwise.evaluate_in_engine: headwise.EngineOptions,
         headwise.evaluate_planted: headwise.PlantedOptions,
         headwise.evaluate_retrieval: headwise.RetrievalOptions,
+        headwise.evaluate_ruler: headwise.RulerOptions,
         headwise.frontier: headwise.FrontierOptions,
         headwise.heal: headwise.HealOptions,
         headwise.migrate: headwise.MigrateOptions,
@@ -136,6 +137,7 @@ def test_the_options_of_public_functions_are_public() -> None:
         (headwise.evaluate_choices, ("source",)),
         (headwise.evaluate_planted, ("source",)),
         (headwise.evaluate_retrieval, ("source",)),
+        (headwise.evaluate_ruler, ("source",)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
