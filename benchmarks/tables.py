@@ -402,6 +402,18 @@ def beginnings(document: Document) -> str:
     return table(head, lines)
 
 
+def humaneval(document: Document) -> str:
+    """The table of HumanEval's problems that pass with each cache, beside those with the model's own."""
+    rows = []
+    for name, row in document["rows"].items():
+        low, high = (f"{100 * end:.1f}" for end in row["interval"])
+        beside = row.get("beside_own")
+        alone = ["", ""] if beside is None else [str(beside["only_model"]), str(beside["only_reference"])]
+        passed = f"{row['passed']} of {row['problems']}"
+        rows.append([name, passed, f"{100 * row['rate']:.1f} ({low} to {high})", *alone])
+    return table(["cache", "pass", "% (95 %)", "only with it", "only with the model's own"], rows)
+
+
 def first_tokens(document: Document) -> str:
     """The table of ways to store first tokens: perplexities, beside four tokens in bfloat16."""
     rows = []
@@ -623,6 +635,7 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "rivals": ("rivals.json", rivals),
     "formats": ("formats.json", formats),
     "beginnings": ("beginnings.json", beginnings),
+    "humaneval": ("humaneval.json", humaneval),
     "prepared": ("prepared-llama.cpp.json", prepared),
     "simulated": ("simulated.json", simulated),
     "prepared-short": ("prepared-llama.cpp.json", prepared_short),

@@ -72,6 +72,13 @@ def test_an_evaluation() -> None:
     assert text.draw is not None
     assert [list(line.get_ydata()) for line in text.draw().axes[0].lines] == [[3.0, 2.5], [2.9, 2.4]]
     assert tasks.table.rows[0] == ("planted facts, repeated", "20", "50.0%", "30.0% to 70.0%", "–")
+    ruler = {"tasks": [{"task": "vt", "complete": rate}, {"task": "cwe", "complete": {**rate, "items": 7}}]}
+    _, tasks = sections({**EVALUATION, "planted": {"found": rate}, "ruler": ruler})
+    assert [row[:2] for row in tasks.table.rows] == [
+        ("planted facts, repeated", "20"),
+        ("RULER's vt, all answers", "20"),
+        ("RULER's cwe, all answers", "7"),
+    ]
     (alone,) = sections({**EVALUATION, "texts": [{"text": "a", "perplexity": float("inf")}]})
     assert alone.table.rows == [("a", "diverged", "–", "–", "–", "–")]
     assert alone.draw is None

@@ -195,6 +195,10 @@ def _tasks(document: Mapping[str, Any]) -> Iterable[Section]:
         "recall_at_1": "retrieval, R@1",
         "recall_at_10": "retrieval, R@10",
     }
+    if isinstance(ruler := document.get("ruler"), dict):
+        for task in ruler["tasks"]:
+            name = f"RULER's {task['task']}, all answers"
+            names[name], found[name] = name, {name: task["complete"]}
     rows = [
         (
             label,
@@ -308,7 +312,7 @@ _KINDS: tuple[tuple[Callable[[Mapping[str, Any]], bool], _Made], ...] = (
     (lambda document: document.get("is_predicted") is True and "points" in document, _prediction),
     (lambda document: "kv_bytes_per_token_after" in document, _conversion),
     (lambda document: "texts" in document and "perplexity" in document and "points" not in document, _evaluation),
-    (lambda document: any(name in document for name in ("choices", "planted", "retrieval")), _tasks),
+    (lambda document: any(name in document for name in ("choices", "planted", "ruler", "retrieval")), _tasks),
     (lambda document: "kind" in document and "cases" in document, _bench),
     (lambda document: "rows" in document and "match" in document, _comparison),
 )
