@@ -143,13 +143,18 @@ class FactOptions(Options):
     )
 
 
-class PlantedOptions(FactOptions, ModelOptions, CacheOptions, SeedOptions):
+class ContextTextOptions(Options):
+    """The text of long contexts."""
+
+    text: str | Path = option("a UTF-8 file that contexts are cut from", metavar="FILE")
+
+
+class PlantedOptions(FactOptions, ContextTextOptions, ModelOptions, CacheOptions, SeedOptions):
     """The text, the planted facts and the questions of `headwise.evaluate_planted`.
 
     For example ``PlantedOptions(text="text.txt", against="smollm2-135m", context=4096)``.
     """
 
-    text: str | Path = option("a UTF-8 file of at least ``context`` tokens", metavar="FILE")
     context: int = option("tokens of the text, the fact, the question and the code together", default=2048)
     depths: Sequence[float] = option(
         "positions of the fact, from 0 (the beginning of the context) to 1 (right before the question)",
@@ -177,13 +182,12 @@ class RulerTaskOptions(Options):
     )
 
 
-class RulerOptions(RulerTaskOptions, ModelOptions, CacheOptions, SeedOptions):
+class RulerOptions(RulerTaskOptions, ContextTextOptions, ModelOptions, CacheOptions, SeedOptions):
     """The text, the tasks and their length of `headwise.evaluate_ruler`.
 
     For example ``RulerOptions(text="text.txt", against="smollm2-135m", length=8192)``.
     """
 
-    text: str | Path = option("a UTF-8 file that essays and words are cut from", metavar="FILE")
     length: int = option("the most tokens of a sample, its answer included", default=4096, rule=at_least(1))
 
 
