@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headwise
 from benchmarks import glassllm
@@ -107,6 +107,19 @@ def test_its_nine_heads_pooled_to_three_are_the_original(
 ) -> None:
     headwise.convert(mha, mha.parent / "pooled", to="gqa:3", evaluate=False)
     assert float((logits(mha.parent / "pooled", ids) - expected).abs().max()) < 1e-4
+
+
+def test_one_head_is_the_mean_of_three(shallow: Path, ids: torch.Tensor) -> None:
+    out = shallow.parent / "mqa-mean"
+    headwise.convert(shallow, out, to="mqa", method="mean", evaluate=False)
+    before, after = (load_file(folder / "model.safetensors") for folder in (shallow, out))
+    for name in ("k_proj", "v_proj"):
+        path = f"model.layers.5.self_attn.{name}.weight"
+        assert torch.allclose(after[path], before[path].unflatten(0, (3, 64)).mean(0), atol=1e-6)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.num_key_value_heads == 1
+    with torch.no_grad():
+        assert torch.allclose(model(ids).logits, logits(out, ids), atol=1e-3)
 
 
 def test_lossless_mla(smollm2: Path, text: Path, ids: torch.Tensor) -> None:

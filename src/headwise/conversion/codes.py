@@ -281,6 +281,10 @@ FLATTENED = 0.85
 ROUNDS = 3
 """The number of times that scales are fitted to gains, which depend on them."""
 
+_LEAST = 1e-20
+"""The least standard deviation of a channel: one that never varies, such as behind a norm with a weight of 0, has a
+scale too."""
+
 SAMPLE = 2048
 """The number of tokens that scales are fitted to."""
 
@@ -316,7 +320,7 @@ def fit_scales(values: Tensor, parts: tuple[int, ...], importance: Tensor, *, to
         tokens: the number of tokens that scales are fitted to.
     """
     offset = values.mean(0)
-    deviation = (values - offset).square().mean(0).sqrt().clamp_min(1e-20)
+    deviation = (values - offset).square().mean(0).sqrt().clamp_min(_LEAST)
     return _fitted(offset.float(), deviation.float(), *_sample(values, importance, tokens), parts)
 
 
@@ -332,7 +336,7 @@ def fit_first_scales(first: Tensor, usual: Tensor, others: ScaleTable, parts: tu
     # Few tokens say little of how far others may lie: one alone says no more than all other tokens do.
     spread = (first - usual).square().mean(0) + others.variance / len(first) ** 2
     weights = torch.full((len(first),), 1 / len(first))
-    return _fitted(usual.float(), spread.sqrt().float(), first.float(), weights, parts)
+    return _fitted(usual.float(), spread.sqrt().clamp_min(_LEAST).float(), first.float(), weights, parts)
 
 
 def _fitted(offset: Tensor, deviation: Tensor, sample: Tensor, weights: Tensor, parts: tuple[int, ...]) -> ScaleTable:

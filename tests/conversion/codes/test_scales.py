@@ -47,6 +47,18 @@ def test_first_tokens_are_coded_by_how_they_lie_themselves(seen: int) -> None:
     assert seen < 500 or error(unseen, code) < limit
 
 
+def test_channels_that_are_always_zero_have_scales() -> None:
+    """Gemma 3's norms of keys have weights of 0."""
+    values = heavy_tailed(4096, 0)
+    values[:, [0, 70]] = 0
+    table = fit_scales(values, PARTS, torch.ones(4096))
+    first = fit_first_scales(values[:600], values[:600].mean(0), table, PARTS)
+    for fitted in (table, first):
+        code = allot(fitted, SECTIONS, PARTS, 1 + 96 * 4 // 8)
+        assert bool((code.scale > 0).all())
+        assert float(code.rounded(values[:8])[:, [0, 70]].abs().max()) < 1e-15
+
+
 def test_no_error_is_left_that_bits_do_not_lessen() -> None:
     table = fit_scales(heavy_tailed(4096, 0), PARTS, torch.ones(4096))
     fresh = heavy_tailed(1024, 1)

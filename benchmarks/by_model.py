@@ -1,0 +1,146 @@
+"""What every way to a smaller cache loses, model by model: engines' caches as they are and prepared, and headwise's.
+
+    python -m benchmarks.by_model                                # kept in benchmarks/results/by-model.json
+    python -m benchmarks.by_model gemma-3-270m --ways same@0.28 --samples "articles 1 of 3"
+
+Conversions are made from several samples of WikiText-2 train that share no article, of 16,384 tokens each, or 65,536
+below 10 percent, and evaluated on texts of which no article is in any sample. Formats need no sample; models are
+prepared for an engine's cache on the first one. Every row is kept as soon as it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kept import Kept, say
+from benchmarks.samples import SAMPLES, sample
+from benchmarks.small_models import MODELS as TRAINED
+
+import headwise
+from benchmarks import data
+from headwise.measure.evaluation.beside_source import bfloat16_bytes
+from headwise.measure.texts import read_text
+from headwise.models.checkpoints import open_checkpoint
+
+MODELS: dict[str, Callable[[Path], str | Path]] = {
+    "smollm2-135m": lambda _: "smollm2-135m",
+    "qwen2.5-coder-0.5b": data.qwen,
+    "gemma-3-270m": data.gemma,
+    "gemma3, trained here": lambda cache: trained("gemma3", cache),
+    "qwen3, trained here": lambda cache: trained("qwen3", cache),
+}
+"""How each model is found. The first three are real; Gemma 3 has windows and norms of queries and keys."""
+
+FORMATS = (
+    "llama.cpp:q8_0",
+    "vllm:fp8",
+    "llama.cpp:q4_0",
+    "mlx:4",
+    "kivi4",
+    "kivi3:32",
+    "int3+hadamard/int2",
+    "kivi2",
+)
+PREPARED = ("llama.cpp:q8_0", "llama.cpp:q4_0", "mlx:4")
+CONVERSIONS = ("same@0.28", "mla@0.28", "mla@0.19", "mla@0.125")
+WAYS = (*FORMATS, *(f"{cache}, prepared" for cache in PREPARED), *CONVERSIONS)
+
+TOKENS, MORE_TOKENS, NEEDS_MORE = 16_384, 65_536, 0.1
+"""Tokens of each sample, and of those for sizes below `NEEDS_MORE`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=[*MODELS], metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument("--ways", nargs="+", default=WAYS, metavar="WAY", help=", ".join(WAYS))
+    parser.add_argument("--samples", nargs="+", default=SAMPLES, metavar="NAME", help="of the conversions' text")
+    parser.add_argument("--texts", nargs="+", default=["wikitext-test", "brown", "python-reference"], metavar="TEXT")
+    parser.add_argument("--windows", type=int, default=6, help="of each text to evaluate on")
+    parser.add_argument("--window", type=int, default=1024, help="tokens in each")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/by-model.json"))
+    parser.add_argument("--cache", type=Path, default=data.CACHE, help="where models and texts are")
+    parser.add_argument("--work", type=Path, default=Path("build/by-model"), help="where models are converted")
+    options = parser.parse_args(arguments)
+    kept = Kept(options.json, {name: getattr(options, name) for name in ("texts", "windows", "window")})
+    options.work.mkdir(parents=True, exist_ok=True)
+    for model in options.models:
+        for way in options.ways:
+            for name in options.samples if way in CONVERSIONS else SAMPLES[:1]:
+                row = f"{model}/{way}/{name}" if way in CONVERSIONS else f"{model}/{way}"
+                if row not in kept.rows:
+                    kept.add(row, {"model": model, "way": way, "sample": name, **measure(model, way, name, options)})
+                ratios = ", ".join(f"×{text['perplexity_ratio']:.4f}" for text in kept.rows[row]["texts"])
+                say(f"{row:50} {kept.rows[row]['bytes']:6.1%}  {ratios}")
+
+
+def trained(name: str, cache: Path) -> Path:
+    """A small model that is trained here, once."""
+    folder = cache / f"{name}-trained"
+    if not (folder / "config.json").exists():
+        TRAINED[name](folder, cache)
+    return folder
+
+
+def measure(model: str, way: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Make one way's model, or set its cache's format, and evaluate it beside the source."""
+    source = MODELS[model](options.cache)
+    text = options.work / f"{name.replace(' ', '-')}.txt"
+    text.write_text(sample(read_text(data.wikitext("train", options.cache)), name), encoding="utf-8")
+    exams = [data.ALL[exam](options.cache) for exam in options.texts]
+    if way.endswith(", prepared"):
+        return _prepared(source, way.removesuffix(", prepared"), text, exams, options)
+    fraction = float(way.partition("@")[2] or 1)
+    folder = options.work / "frontier"
+    frontier = headwise.frontier(
+        source,
+        folder,
+        targets=[way],
+        calibrate=text,
+        calibration_tokens=TOKENS if fraction >= NEEDS_MORE else MORE_TOKENS,
+        evaluate=exams,
+        window=options.window,
+        windows=options.windows,
+        dtype="float32",
+        plot=False,
+    )
+    (point,) = frontier.points
+    shutil.rmtree(folder)
+    row = {"bytes": point.cache_fraction, "texts": _texts(point.evaluation)}
+    return row | ({"seconds": point.seconds, "threads": frontier.threads} if point.conversion else {})
+
+
+def _prepared(
+    source: str | Path, cache: str, text: Path, exams: Sequence[Path], options: argparse.Namespace
+) -> dict[str, Any]:
+    """A model that is prepared for a cache on a text, in that cache beside the source."""
+    folder = options.work / "prepared"
+    made = headwise.prepare(source, folder, cache=cache, calibrate=text, overwrite=True)
+    result = headwise.evaluate(
+        made.output,
+        against=source,
+        cache=cache,
+        text=exams,
+        window=options.window,
+        windows=options.windows,
+        dtype="float32",
+    )
+    checkpoint = open_checkpoint(source)
+    fraction = bfloat16_bytes(checkpoint, options.window, cache) / bfloat16_bytes(checkpoint, options.window)
+    return {"bytes": fraction, "seconds": made.seconds, "texts": _texts(result.to_dict())}
+
+
+def _texts(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is kept of an evaluation: the losses on each text."""
+    names = ("text", "tokens", "perplexity", "perplexity_ratio", "kl", "kl_999", "top1_changed")
+    return [
+        {name: Path(text[name]).name if name == "text" else text[name] for name in names}
+        for text in evaluation["texts"]
+    ]
+
+
+if __name__ == "__main__":
+    main()
