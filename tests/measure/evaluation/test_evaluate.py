@@ -17,6 +17,7 @@ from headwise.measure.texts import token_windows
 from headwise.models.checkpoints import load_tokenizer
 from headwise.runtime.hf import HeadwiseCache
 from tests.real_models import exchange_tokens, save_tiny
+from tests.tiny_families import save_family
 
 TEXT = "Whatever is worth measuring is worth measuring twice, side by side; and saying how. " * 20
 
@@ -279,6 +280,28 @@ def test_a_quantised_cache_is_read_in_windows_whole_and_in_pieces(
     assert pieces.perplexity == pytest.approx(evaluation.perplexity, rel=1e-2 if "kivi" in cache else 1e-6)
     assert pieces.cache_bytes_per_token == evaluation.cache_bytes_per_token
     assert evaluate(pair, **options).perplexity == plain.perplexity
+
+
+def test_windows_are_filled_alike(tmp_path: Path) -> None:
+    """Of a sliding window a short prompt holds more bytes a token than a long one."""
+    source = save_family(tmp_path / "source", "mistral", sliding_window=32, max_position_embeddings=256)
+    (tmp_path / "text.txt").write_text(TEXT)
+    short, long = (
+        evaluate(
+            open_pair(source, against=source),
+            text=tmp_path / "text.txt",
+            window=window,
+            windows=1,
+            context=20,
+            cache="int4",
+        )
+        for window in (32, 200)
+    )
+    assert short.reference is not None
+    assert long.reference is not None
+    assert long.reference.cache_bytes_per_token < 0.6 * short.reference.cache_bytes_per_token
+    of_reference = [one.cache_bytes_per_token / one.reference.cache_bytes_per_token for one in (short, long)]  # type: ignore[union-attr]
+    assert of_reference[0] == pytest.approx(of_reference[1], rel=0.01)
 
 
 def test_a_cache_that_cannot_be_is_refused(root: Path) -> None:

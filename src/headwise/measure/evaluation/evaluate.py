@@ -21,7 +21,7 @@ from headwise.measure.evaluation.results import Evaluation, Scores, evaluation_o
 from headwise.measure.evaluation.scoring import Speed, allocated_bytes, decode_times, score_window
 from headwise.measure.texts.sources import named_texts, read_text, refuse_twice
 from headwise.measure.texts.windows import default_window, first_ids, token_windows
-from headwise.runtime.hf import check_logits, has_codes
+from headwise.runtime.hf import HeadwiseCache, check_logits, has_codes
 
 WINDOW = 2048
 CONTEXT = 512
@@ -146,8 +146,12 @@ def evaluate_windows(
         scores = _score_texts(pair, texts, progress, shared=shared)
         speed = _measure_speed(pair, prompt, progress, shared=shared)
     if cache is not None or has_codes(pair.models["model"]):
-        allocated = allocated_bytes(pair.models["model"], texts[0][1][0], cache)
-        speed["model"] = replace(speed["model"], bytes_per_token=allocated)
+        window = texts[0][1][0]
+        for name, model in pair.models.items():
+            # Sliding windows hold a part of a text, which both caches have to be filled with then.
+            if name == "model" or any(HeadwiseCache(model).is_sliding):
+                allocated = allocated_bytes(model, window, cache if name == "model" else None)
+                speed[name] = replace(speed[name], bytes_per_token=allocated)
     about = {"window": texts[0][1].shape[1], "begin": leading_tokens(pair, texts), "context": context}
     return summarised(pair, scores, speed, about | {"cache": cache})
 
