@@ -23,6 +23,7 @@ _COMMON = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _OWN: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -35,6 +36,17 @@ _OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "query_pre_attn_scalar": 20,
     },
+    "olmo2": {},
+    "granite": {
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.4,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 0.5,
+    },
+    "smollm3": {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+    "qwen3_moe": {**_EXPERTS, "head_dim": 14, "norm_topk_prob": True},
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "gpt2": {},
@@ -73,7 +85,7 @@ def tiny_family(name: str, *, num_key_value_heads: int = 3, **overrides: Any) ->
     config = CONFIG_MAPPING[name](**{**sizes, **overrides})
     torch.manual_seed(0)
     auto = getattr(transformers, family_of(name).autos[0])
-    model = auto.from_config(config, dtype=torch.float64).eval()
+    model = auto.from_config(config, dtype=torch.float64, experts_implementation="eager").eval()
     with torch.no_grad():
         for own, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -107,5 +119,7 @@ def noise(batch: int) -> torch.Tensor:
 
 FAMILIES = family_names()
 STOCK = [name for name in FAMILIES if family_of(name).stock_kv_heads]
-NORMED = ["gemma3_text", "qwen3"]
-"""Families with norms on queries and keys, which MLA cannot take."""
+NORMED = ["gemma3_text", "olmo2", "qwen3", "qwen3_moe"]
+"""Families with norms on queries and keys, which transformers computes in float32 whatever the model's dtype."""
+MERGES = {"olmo2": "mean"}
+"""The methods that merge the heads of families whose heads are not aligned."""

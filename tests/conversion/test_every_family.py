@@ -16,12 +16,13 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import headwise
 from headwise.conversion import convert_spec, parse_target
+from headwise.conversion.methods.repeat import head_tensors
 from headwise.measure.timing import cache_nbytes
 from headwise.models.checkpoints import family_of, open_checkpoint
 from headwise.models.specs import GroupedSpec, read_config
 from tests.closeness import assert_close
 from tests.conversion.test_resumed import TEXT
-from tests.tiny_families import FAMILIES, NORMED, STOCK, answer, noise, save_family
+from tests.tiny_families import FAMILIES, MERGES, NORMED, STOCK, answer, noise, save_family
 
 OWN = [name for name in FAMILIES if name not in STOCK]
 """Families whose own class has one number of heads: headwise's GQA layers replace theirs."""
@@ -36,9 +37,11 @@ Folders = Callable[..., Path]
 
 
 def convert(source: Path, out: Path, to: str, budget: float = 0.5, **options: Any) -> Any:
-    return headwise.convert(
-        source, out, to=to, **({"kv_budget": budget} if to == "mla" else {}), **options, evaluate=False
-    )
+    if to == "mla":
+        options["kv_budget"] = budget
+    elif to in ("mqa", "gqa:1", "gqa:3") and (name := open_checkpoint(source).config["model_type"]) in MERGES:
+        options["method"] = MERGES[name]
+    return headwise.convert(source, out, to=to, **options, evaluate=False)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +76,9 @@ def test_repeating_heads_changes_not_a_bit(name: str, family: Folders, tmp_path:
     assert done.method == ("repeat" if name in STOCK else "copy")
     config = open_checkpoint(tmp_path / "out").config
     assert config["model_type"] == name
-    assert torch.equal(answer(headwise.load(tmp_path / "out"), ids), answer(headwise.load(source), ids))
+    # One norm over all heads is of as many more numbers as there are heads, whose squares are summed in float32.
+    tolerance = 1e-5 if name == "olmo2" else 0
+    assert_close(answer(headwise.load(tmp_path / "out"), ids), answer(headwise.load(source), ids), tolerance)
 
 
 def share_heads(source: Path, num_kv_heads: int) -> None:
@@ -85,7 +90,7 @@ def share_heads(source: Path, num_kv_heads: int) -> None:
         assert isinstance(spec, GroupedSpec)
         state = checkpoint.family.read_attention(checkpoint.read, index, spec, cross=cross)
         for name, tensor in state.items():
-            if name.partition(".")[0] in ("k_proj", "v_proj"):
+            if name in head_tensors(state, spec):
                 heads = tensor.unflatten(0, (num_kv_heads, spec.num_kv_heads // num_kv_heads, -1))
                 state[name] = heads[:, :1].expand_as(heads).flatten(0, 2)
         tensors |= checkpoint.family.write_attention(state, index, spec, cross=cross)
@@ -99,15 +104,16 @@ def test_heads_that_were_equal_are_merged_without_loss(name: str, to: str, tmp_p
     source = save_family(tmp_path / "source", name, **({"num_key_value_heads": 6} if name in STOCK else {}))
     share_heads(source, 1 if to == "mqa" else 3)
     done = convert(source, tmp_path / "out", to)
-    assert done.method == "aligned"
+    assert done.method == MERGES.get(name, "aligned")
     config = open_checkpoint(tmp_path / "out").config
     assert config["model_type"] == (name if name in STOCK else f"headwise_{name}")
     expected = answer(headwise.load(source), ids)
-    assert_close(answer(headwise.load(tmp_path / "out"), ids), expected, 1e-12)
+    tolerance = 1e-5 if name == "olmo2" else 1e-12
+    assert_close(answer(headwise.load(tmp_path / "out"), ids), expected, tolerance)
     # And back to the family's own class.
     convert(tmp_path / "out", tmp_path / "back", "mha")
     assert open_checkpoint(tmp_path / "back").config["model_type"] == name
-    assert_close(answer(headwise.load(tmp_path / "back"), ids), expected, 1e-12)
+    assert_close(answer(headwise.load(tmp_path / "back"), ids), expected, tolerance)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -131,6 +137,30 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "windows and norms": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "windows in every other layer, beside experts": (
+        "qwen2_moe",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "windows in layers without RoPE": ("smollm3", {"use_sliding_window": True, "sliding_window": 5}),
+    "llama 3.2": (
+        "llama",
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "biases everywhere": ("granite", {"attention_bias": True, "mlp_bias": True}),
     "partial longrope": (
         "phi3",
         {
@@ -178,7 +208,7 @@ def test_variants_of_the_families(variant: str, to: str, tmp_path: Path, ids: to
         share_heads(source, 3)
     convert(source, tmp_path / "out", to, 1.0)
     expected = answer(headwise.load(source), ids)
-    assert_close(answer(headwise.load(tmp_path / "out"), ids), expected, 1e-8)
+    assert_close(answer(headwise.load(tmp_path / "out"), ids), expected, 1e-6 if name in NORMED else 1e-8)
 
 
 @pytest.mark.parametrize(("name", "to"), [("bert", "mla"), ("bert", "gqa:2"), *CONVERTED])
@@ -275,7 +305,7 @@ def test_auto_classes_save_and_load_it(
 ) -> None:
     folder = converted(name, to)
     auto = getattr(transformers, family_of(name).autos[0])
-    model = auto.from_pretrained(folder)
+    model = auto.from_pretrained(folder, experts_implementation="eager")
     model.save_pretrained(tmp_path / "again")
     assert_close(answer(headwise.load(tmp_path / "again"), ids), answer(model, ids), 1e-12)
     assert headwise.inspect(tmp_path / "again").layers == headwise.inspect(folder).layers
@@ -286,10 +316,14 @@ def test_auto_classes_save_and_load_it(
 def test_attention_weights_are_the_sources(name: str, family: Folders, converted: Folders, ids: torch.Tensor) -> None:
     auto = getattr(transformers, family_of(name).autos[0])
     actual, expected = (
-        attentions(auto.from_pretrained(folder, attn_implementation="eager"), ids)
+        attentions(auto.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager"), ids)
         for folder in (converted(name, "mla", 1.0), family(name))
     )
-    assert len(actual) == len(expected) == {"whisper": 4, "gemma3_text": 3}.get(name, 2)
+    assert (
+        len(actual)
+        == len(expected)
+        == open_checkpoint(family(name)).spec.num_layers * (2 if name == "whisper" else 1)
+    )
     for own, other in zip(actual, expected, strict=True):
         assert_close(own, other, 1e-6)
 
@@ -364,8 +398,10 @@ def test_a_layer_with_padding_alone_keeps_its_window(
         assert_close(layer(states, tables, mask)[0], expected, 1e-6)  # stock eager's softmax is in float32
 
 
-@pytest.mark.parametrize("name", NORMED)
-@pytest.mark.parametrize("method", ["headwise", "transmla", "mha2mla"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("olmo2", "headwise"), *((n, m) for n in ("gemma3_text", "qwen3") for m in ("headwise", "transmla", "mha2mla"))],
+)
 def test_mla_behind_norms_is_solved_by_every_method(
     name: str, method: str, family: Folders, tmp_path: Path, ids: torch.Tensor
 ) -> None:

@@ -37,7 +37,7 @@ from headwise.models.specs import (
     as_normed,
     split_in_blocks,
 )
-from headwise.runtime.hf import check_complete
+from headwise.runtime.hf import check_complete, stock_config
 
 Calibration = Literal["text", "statistics"]
 
@@ -302,8 +302,8 @@ def read_layer(checkpoint: Checkpoint, place: Place) -> Layer:
     was_hosted = str(checkpoint.config["model_type"]).startswith(HOSTED_PREFIX)
     state = checkpoint.family.read_attention(checkpoint.read, place.index, spec, cross=place.cross, hosted=was_hosted)
     state = {name: to_device(tensor) for name, tensor in state.items()}
-    norm_eps = checkpoint.config.get("rms_norm_eps")
-    return Layer(spec, state, norm_eps=NORM_EPS if norm_eps is None else float(norm_eps))
+    config = stock_config(checkpoint.config).get_text_config()
+    return Layer(spec, state, norm_eps=float(getattr(config, "rms_norm_eps", NORM_EPS)))
 
 
 def refuse_inputs(

@@ -185,6 +185,27 @@ def test_folders_that_old_releases_saved(kind: str, to: str, tmp_path: Path) -> 
         assert_close(old[name], new[name], 1e-9)
 
 
+EXPERTS: dict[str, Any] = {
+    "lacks matrices of its experts: 7 are stored": lambda tensors, last: tensors.pop(last),
+    "is made of experts that differ in shape or dtype": lambda tensors, last: tensors.update(
+        {last: tensors[last].float()}
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", EXPERTS)
+def test_experts_that_make_no_whole(rule: str, tmp_path: Path) -> None:
+    folder, last = save_family(tmp_path / "model", "mixtral"), "model.layers.1.block_sparse_moe.experts.3.w1.weight"
+
+    def change(tensors: Any) -> Any:
+        EXPERTS[rule](tensors, last)
+        return tensors
+
+    rewrite(folder, change)
+    with pytest.raises(CheckpointError, match=rf"^tensor = 'model.layers.1.mlp.experts.gate_up_proj': {rule}"):
+        open_checkpoint(folder)
+
+
 def test_an_encoder_with_a_head_keeps_it(tmp_path: Path) -> None:
     """A masked-language model's names begin with ``bert.``, and its head comes along."""
     from transformers import BertForMaskedLM

@@ -69,6 +69,9 @@ class FolderCheckpoint(Checkpoint):
         self._stored = family.names_today(self.tensors) if family else {name: name for name in self.tensors}
         self.tensors = {name: self.tensors[stored] for name, stored in self._stored.items()}
         self._join()
+        self._joined = family.experts(self.tensors) if family else {}
+        for name, experts in self._joined.items():
+            self.tensors[name] = self._joined_info(name, experts)
         self._take_as_transformers()
 
     def _plain_config(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -77,6 +80,18 @@ class FolderCheckpoint(Checkpoint):
 
     def _join(self) -> None:
         """Put tensors in the place of several stored ones that they are made of, where there are such."""
+
+    def _joined_info(self, name: str, experts: list[list[str]]) -> TensorInfo:
+        """The shape and the dtype of a tensor that is made of each expert's, which are taken out of `tensors`.
+
+        Raises:
+            CheckpointError: the experts' tensors differ in shape or dtype.
+        """
+        parts = [[self.tensors.pop(part) for part in expert] for expert in experts]
+        if any(other != parts[0] for other in parts) or len({(*part.shape[1:], part.dtype) for part in parts[0]}) > 1:
+            raise CheckpointError("tensor", name, "is made of experts that differ in shape or dtype")
+        rows = sum(part.shape[0] for part in parts[0])
+        return TensorInfo((len(experts), rows, *parts[0][0].shape[1:]), parts[0][0].dtype)
 
     @property
     def stored_config(self) -> dict[str, Any]:
@@ -134,7 +149,12 @@ class FolderCheckpoint(Checkpoint):
         return self._open[file]
 
     def _read(self, name: str) -> Tensor:
-        return self._read_stored(name)
+        if (experts := self._joined.get(name)) is None:
+            return self._read_stored(name)
+        whole = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
+        for place, parts in zip(whole, experts, strict=True):
+            torch.cat([self._read(part) for part in parts], out=place)
+        return whole
 
     def _read_stored(self, name: str) -> Tensor:
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -188,6 +189,9 @@ class Family:
         autos: names of the transformers Auto classes that load the family's folders; the first is the default.
         buffers: endings of stored names that are buffers and not weights; they are not read.
         renamed: parts of stored names, and the current transformers names that replace them.
+        joined: transformers' name of a tensor that holds a matrix of every expert → the names of the matrices that it
+            is made of, where files store each expert's by itself; both with ``{layer}``, the latter with
+            ``{expert}`` too. Several matrices of an expert are stacked by rows.
         gguf_tensors: GGUF name → transformers name, both with ``{layer}`` for the number of a layer and without
             ``.weight`` or ``.bias`` at the end.
         gguf_interleaved: GGUF stores rows of queries and keys as neighbouring pairs, transformers as halves.
@@ -211,6 +215,7 @@ class Family:
     autos: tuple[str, ...] = ("AutoModelForCausalLM",)
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gguf_tensors: Mapping[str, str] = field(default_factory=dict)
     gguf_interleaved: bool = False
     gguf_norm_offset: float = 0.0
@@ -243,6 +248,31 @@ class Family:
                 today = today.replace(old, new)
             names[today] = name
         return names
+
+    def experts(self, names: Collection[str]) -> dict[str, list[list[str]]]:
+        """The tensors that hold a matrix of every expert, and the names that they are made of, by expert.
+
+        Args:
+            names: the names of the tensors in the files, as transformers has them today.
+
+        Raises:
+            CheckpointError: matrices of an expert are missing.
+        """
+        found: dict[str, dict[tuple[int, int], str]] = {}
+        for whole, parts in self.joined.items():
+            for part, pattern in enumerate(parts):
+                place = re.escape(pattern).replace(r"\{layer\}", r"(\d+)").replace(r"\{expert\}", r"(\d+)")
+                for name, match in ((name, re.fullmatch(place, name)) for name in names):
+                    if match is not None:
+                        found.setdefault(whole.format(layer=match[1]), {})[int(match[2]), part] = name
+        joined = {}
+        for name, stored in found.items():
+            count = max(part for _, part in stored) + 1
+            experts = len(stored) // count
+            joined[name] = [[stored.get((expert, part), "") for part in range(count)] for expert in range(experts)]
+            if len(stored) % count or not all(map(all, joined[name])):
+                raise CheckpointError("tensor", name, f"lacks matrices of its experts: {len(stored)} are stored")
+        return joined
 
     def place(self, layer: int, *, cross: bool = False, hosted: bool = False) -> str:
         """The path of a layer's attention module.

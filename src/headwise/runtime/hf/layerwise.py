@@ -22,7 +22,7 @@ from headwise.errors import ArgumentError, CheckpointError, SpecError
 from headwise.models.checkpoints import Checkpoint, has_family
 from headwise.models.specs import AttentionSpec
 from headwise.runtime.caches.cache import GivenCache, OneTokenCache, Update
-from headwise.runtime.hf.models import refused, stock_config
+from headwise.runtime.hf.models import config_in, refused
 
 
 @dataclass(frozen=True, eq=False)
@@ -438,7 +438,7 @@ class _EnoughError(Exception):
 def _without_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
     """The transformers model of a checkpoint, its parameters on the meta device and its buffers on the given one."""
     builder = AutoModelForCausalLM if checkpoint.spec.is_causal else AutoModel
-    config = stock_config(checkpoint.config)
+    config = config_in(dtype, checkpoint.config)
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -32,7 +32,7 @@ from headwise.models.checkpoints import (
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec
 from headwise.runtime.attention.rope import changes_at, follow, rotaries_by_length, warn_of_change
 from headwise.runtime.hf.codes import set_codes
-from headwise.runtime.hf.models import model_class, refused, stock_config
+from headwise.runtime.hf.models import config_in, model_class, refused, stock_config
 from headwise.runtime.quantization.transform_code import read_codes
 
 _DEPTHS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "n_layer", "n_layers", "num_layers")
@@ -213,7 +213,7 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
     wanted = wanted or checkpoint.dtype
     if isinstance(checkpoint, GgufCheckpoint):
         state = {name: checkpoint.read(name) for name in checkpoint.tensors}
-        config = stock_config(checkpoint.config)
+        config = config_in(wanted, checkpoint.config)
         try:
             model, loading = model_class(checkpoint.config).from_pretrained(
                 None, config=config, state_dict=state, dtype=wanted, output_loading_info=True
@@ -223,9 +223,7 @@ def load(source: str | Path, *, dtype: torch.dtype | str | None = None, device: 
         model.name_or_path = str(checkpoint.path)
     else:
         refuse_other_weights(checkpoint.path)
-        config = stock_config(checkpoint.config)
-        if wanted == torch.float64 and config._experts_implementation is None:
-            config._experts_implementation = "eager"  # the default does not support float64
+        config = config_in(wanted, checkpoint.config)
         try:
             loader = model_class(checkpoint.config) if is_family else transformers.AutoModelForCausalLM
             model, loading = loader.from_pretrained(

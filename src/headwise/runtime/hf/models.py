@@ -10,6 +10,7 @@ from functools import cache
 from textwrap import shorten
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
@@ -43,6 +44,21 @@ def stock_config(config: dict[str, Any]) -> Any:
     except Exception as error:  # transformers' validators raise many kinds of exceptions
         raise refused("config.json", config.get("model_type"), error) from None
     _refuse_kernels_of(stock)
+    return stock
+
+
+def config_in(dtype: torch.dtype, config: dict[str, Any]) -> Any:
+    """Build transformers' config object of a model that is run in a dtype; see `stock_config`.
+
+    For example ``config_in(torch.float64, open_checkpoint("./model").config)``.
+
+    Args:
+        dtype: the dtype.
+        config: the parsed file.
+    """
+    stock = stock_config(config)
+    if dtype == torch.float64 and stock._experts_implementation is None:
+        stock._experts_implementation = "eager"  # the default does not support float64
     return stock
 
 
