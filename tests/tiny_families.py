@@ -36,6 +36,21 @@ _OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "query_pre_attn_scalar": 20,
     },
+    "gemma3": {
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 8,
+            "patch_size": 2,
+            "vision_use_head": False,
+        },
+        "mm_tokens_per_image": 4,
+        "image_token_index": 96,
+        "boi_token_index": 95,
+        "eoi_token_index": 94,
+    },
     "olmo2": {},
     "granite": {
         "attention_multiplier": 0.3,
@@ -79,17 +94,19 @@ def tiny_family(name: str, *, num_key_value_heads: int = 3, **overrides: Any) ->
 
     Everything learned is random, biases and norms too.
     """
-    sizes = _OWN[name] if name == "whisper" else {**_COMMON, **_OWN[name]}
+    text = "gemma3_text" if name == "gemma3" else name
+    sizes = _OWN[name] if name == "whisper" else {**_COMMON, **_OWN[text]}
     if family_of(name).stock_kv_heads:
         sizes = {**sizes, "num_key_value_heads": num_key_value_heads}
-    config = CONFIG_MAPPING[name](**{**sizes, **overrides})
+    sizes |= overrides
+    config = CONFIG_MAPPING[name](**(sizes if text == name else {**_OWN[name], "text_config": sizes}))
     torch.manual_seed(0)
     auto = getattr(transformers, family_of(name).autos[0])
     model = auto.from_config(config, dtype=torch.float64, experts_implementation="eager").eval()
     with torch.no_grad():
         for own, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                is_scale = own.endswith("weight") and name != "gemma3_text"  # Gemma's are offsets from 1
+                is_scale = own.endswith("weight") and text != "gemma3_text"  # Gemma's are offsets from 1
                 parameter.normal_(1.0 if is_scale else 0.0, 0.3)
             else:
                 parameter.normal_(0.0, 1.5 / parameter[0].numel() ** 0.5)
@@ -119,7 +136,7 @@ def noise(batch: int) -> torch.Tensor:
 
 FAMILIES = family_names()
 STOCK = [name for name in FAMILIES if family_of(name).stock_kv_heads]
-NORMED = ["gemma3_text", "olmo2", "qwen3", "qwen3_moe"]
+NORMED = ["gemma3", "gemma3_text", "olmo2", "qwen3", "qwen3_moe"]
 """Families with norms on queries and keys, which transformers computes in float32 whatever the model's dtype."""
 MERGES = {"olmo2": "mean"}
 """The methods that merge the heads of families whose heads are not aligned."""

@@ -190,7 +190,7 @@ def _prepare(model: str | Path, output: Path, options: HealOptions) -> _Prepared
     else:
         rule = "must be a model folder or a .gguf: the result is written in its format"
         raise ArgumentError("model", str(model), rule)
-    sizes = [one.config.get("vocab_size") for one in (checkpoint, teacher)]
+    sizes = [one.spec.vocab_size for one in (checkpoint, teacher)]
     if sizes[0] != sizes[1]:
         raise ArgumentError(
             "teacher", str(options.teacher), f"has a vocabulary of {sizes[1]}, the model of {sizes[0]}"

@@ -15,7 +15,7 @@ from headwise.conversion.solvers.device import CPU
 from headwise.conversion.solvers.layer import Layer, grouped_spec
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints import TensorInfo, dtype_name
-from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, hosted_attention
+from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, LatentSpec, hosted_attention, text_part
 from headwise.runtime.hf import model_class, stock_config, tensors_of
 
 _OF_A_LOADED_MODEL = ("_attn_implementation", "_commit_hash", "_experts_implementation", "_name_or_path")
@@ -79,7 +79,9 @@ class OutputLayout:
                     frequencies.get(index, [0] * count) for index, count in enumerate(pairs)
                 ]
         elif family.stock_kv_heads:
-            config["num_key_value_heads"] = grouped_spec(after.layers[0]).num_kv_heads
+            heads = {"num_key_value_heads": grouped_spec(after.layers[0]).num_kv_heads}
+            is_nested = text_part(config) is not config
+            config |= {"text_config": config["text_config"] | heads} if is_nested else heads
         config["architectures"] = [model_class(config).__name__]
         config = _with_one_rope(config)
         return _with_former_rope_keys(config) if family.former_rope and not self.is_hosted else config
@@ -121,6 +123,8 @@ class OutputLayout:
 
 def _with_one_rope(config: dict[str, Any]) -> dict[str, Any]:
     """A config without ``rope_scaling`` beside ``rope_parameters``, of which engines would read one or the other."""
+    if text_part(config) is not config:
+        return {**config, "text_config": _with_one_rope(config["text_config"])}
     if not (config.get("rope_parameters") and config.get("rope_scaling")):
         return config
     one = {"rope_parameters": stock_config(config).rope_parameters}

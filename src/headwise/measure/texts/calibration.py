@@ -313,8 +313,8 @@ def refuse_unknown_tokens(checkpoint: Checkpoint, *windows: Tensor) -> None:
     Raises:
         ArgumentError: one is outside the vocabulary.
     """
-    vocabulary, largest = checkpoint.config.get("vocab_size"), max(int(batch.max()) for batch in windows)
-    if isinstance(vocabulary, int) and largest >= vocabulary:
+    vocabulary, largest = checkpoint.spec.vocab_size, max(int(batch.max()) for batch in windows)
+    if vocabulary is not None and largest >= vocabulary:
         raise ArgumentError("token", largest, f"is outside the model's vocabulary of {vocabulary}")
 
 

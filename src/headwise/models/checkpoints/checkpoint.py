@@ -26,7 +26,7 @@ from torch import Tensor
 from headwise.base.disk import storage_errors
 from headwise.errors import CheckpointError, SpecError
 from headwise.models.families.base import Family, family_of, has_family
-from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, ModelSpec, read_config
+from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, ModelSpec, read_config, text_part
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The dtypes that weights are read in, by their names in safetensors and in GGUF."""
@@ -208,11 +208,12 @@ class Checkpoint(ABC):
 
     def _optional_biases(self, spec: ModelSpec) -> Iterator[str]:
         """The names of the biases that a field of the config asks for, where the family has such a field."""
+        config = text_part(self.config)
         for index, layer in enumerate(spec.layers[: len(self.tensors)]):  # a damaged config may have any number
-            if self.config.get("attention_bias") and isinstance(layer, GroupedSpec):
+            if config.get("attention_bias") and isinstance(layer, GroupedSpec):
                 yield from (name for name in self.family.stored_shapes(index, layer) if name.endswith(".bias"))
             network = None if spec.body is None else spec.body.feed_forward[index]
-            if self.config.get("mlp_bias") and network is not None and network.bias:
+            if config.get("mlp_bias") and network is not None and network.bias:
                 place = self.family.layer.format(layer=index)
                 yield from (f"{place}.mlp.{name}_proj.bias" for name in ("gate", "up", "down"))
 

@@ -7,7 +7,7 @@ from headwise.models.specs.expert_latent import ExpertLatentSpec
 from headwise.models.specs.gguf_config import GGUF_ARCHITECTURES, GgufModel, gguf_config, gguf_model
 from headwise.models.specs.gguf_header import read_gguf_header
 from headwise.models.specs.grouped import GroupedSpec
-from headwise.models.specs.huggingface import HOSTED_PREFIX, hosted_attention, read_config
+from headwise.models.specs.huggingface import HOSTED_PREFIX, hosted_attention, read_config, text_part
 from headwise.models.specs.indexed_latent import IndexedLatentSpec
 from headwise.models.specs.latent import LatentSpec
 from headwise.models.specs.latent_space import LatentSpaceSpec

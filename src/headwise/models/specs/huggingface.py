@@ -27,7 +27,7 @@ _REFUSED = {
     "has attention and Mamba side by side in a layer": ("falcon_h1",),
 }  # fmt: skip
 """Model types that are refused, by reason."""
-_OUTER = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "compression_config")
+_OUTER = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "compression_config", "headwise")
 """Fields that a multimodal model's config has outside that of its text part."""
 _SHARED = "is not understood: layers that share keys and values are known in gemma3n_text alone"
 _MLA = {*deepseek.LATENT_READERS, "kimi_linear"}
@@ -60,11 +60,7 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
     """
     if not isinstance(config, Mapping):
         raise SpecError("config.json", type(config).__name__, "must hold a JSON object")
-    if isinstance(nested := config.get("text_config"), Mapping) and "num_hidden_layers" not in config:
-        outer = {key: config[key] for key in _OUTER if key in config}
-        config = {**outer, **nested}
-        if outer.get("tie_word_embeddings"):  # the class of the whole ties them, whatever its text part says
-            config["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    config = text_part(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise SpecError("model_type", model_type, "must be present: it names the architecture")
@@ -94,6 +90,26 @@ def read_config(config: Mapping[str, Any]) -> ModelSpec:
         cross_layers=reader.cross(config) if reader.cross else (),
         stored=read_stored(config, model_type, layers, networks),
     )
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a config that describe the text part of a multimodal model; all fields of any other model.
+
+    For example ``text_part({"text_config": {"model_type": "gemma3_text"}})["model_type"]`` is ``"gemma3_text"``.
+
+    Args:
+        config: a parsed ``config.json``.
+    """
+    nested = config.get("text_config")
+    if not isinstance(nested, Mapping) or "num_hidden_layers" in config:
+        return config
+    outer = {key: config[key] for key in _OUTER if key in config}
+    part = {**outer, **nested}
+    if outer.get("tie_word_embeddings"):  # the class of the whole ties them, whatever its text part says
+        part["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    if str(config.get("model_type")).startswith(HOSTED_PREFIX):
+        part["model_type"] = f"{HOSTED_PREFIX}{part.get('model_type')}"
+    return part
 
 
 def _reader(model_type: str, config: Config) -> Reader:

@@ -163,6 +163,7 @@ def hosted_classes(model_type: str) -> tuple[type[Any], dict[str, type[Any]]]:
         },
     )
 
+    @cache
     def hosted(base: type[Any]) -> type[Any]:
         def init(self: Any, config: Any) -> None:
             base.__init__(self, config)
@@ -226,16 +227,16 @@ def install_attention(model: Any, config: Any) -> None:
     values = config.to_dict()
     spec, family = read_config(values), family_of(values["model_type"])
     # The family's paths start at the language model; those of `bare` start at its base model.
-    bare, base = family.bare(), model.base_model
+    bare, base, text = family.bare(), model.base_model, config.get_text_config()
     frequencies = [buffer.numel() for name, buffer in base.named_buffers() if name.endswith("inv_freq")]
     channels = _channels(config, spec.layers, min(frequencies, default=0))
     for index, (layer, pairs) in enumerate(zip(spec.layers, channels, strict=True)):
         path = bare.place(index, hosted=True)
-        replace_attention(base, path, _hosted_layer(layer, config, index, pairs))
+        replace_attention(base, path, _hosted_layer(layer, text, index, pairs))
         for name in family.emptied:
             base.set_submodule(f"{bare.place(index)}.{name}", nn.Identity())
     for index, layer in enumerate(spec.cross_layers):
-        replace_attention(base, bare.place(index, cross=True), _hosted_layer(layer, config, index, []))
+        replace_attention(base, bare.place(index, cross=True), _hosted_layer(layer, text, index, []))
 
 
 def _channels(config: Any, layers: tuple[AttentionSpec, ...], frequencies: int) -> list[list[int]]:
