@@ -885,7 +885,7 @@ def test_encoders(refused: Refused, cli: Callable[..., Result], here: Path, tiny
     ("kind", "config"),
     [
         ("mistral", {"sliding_window": 5}),
-        ("mixtral", {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": None}),
+        ("olmoe", {"num_experts": 2, "num_experts_per_tok": 1}),
     ],
 )
 def test_models_that_are_run_and_not_converted(

@@ -22,11 +22,8 @@ from tests.tiny_families import FAMILIES, answer, noise, tiny_family
 GENERATING = [name for name in FAMILIES if name not in ("bert", "whisper")]
 MORE = {
     "gemma": {"head_dim": 14, "num_key_value_heads": 2},
-    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_key_value_heads": 3},
-    "mixtral": {"num_local_experts": 4, "num_key_value_heads": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 3},
     "phi": {"partial_rotary_factor": 0.5},
-    "olmo2": {},
-    "granite": {},
     "starcoder2": {"num_key_value_heads": 2},
 }
 """Families that cannot be converted, but can be run."""

@@ -21,8 +21,14 @@ from tests.real_models import save_tiny
 from tests.tiny_families import save_family
 
 MIXTURES: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "granitemoe": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 0,
+    },
     "gemma2": {"head_dim": 8},
 }
 
@@ -47,21 +53,20 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "line"),
     [
-        ("mixtral", {"num_hidden_layers": 9000}, "num_hidden_layers = 9000: is more than the 29 tensors of"),
-        ("mixtral", {"num_hidden_layers": 20}, "weights = '60,432 numbers': are fewer than half of the 520,"),
-        ("mixtral", {"num_local_experts": 10_000}, "weights = '60,432 numbers': are fewer than half of the"),
-        # transformers has one name for another.
-        ("mixtral", {"num_experts": 100_000}, "num_experts = 100000: is more than the 60,432 numbers of"),
-        ("mixtral", {"intermediate_size": 10**8}, "weights = '60,432 numbers': are fewer than half of the"),
-        ("mixtral", {"head_dim": 2**20}, "weights = '60,432 numbers': are fewer than half of the"),
-        ("mixtral", {"vocab_size": 10**9}, "weights = '60,432 numbers': are fewer than half of the"),
-        ("qwen3_moe", {"num_experts": 100_000}, "weights = '42,224 numbers': are fewer than half of the"),
-        ("qwen3_moe", {"moe_intermediate_size": 10**8}, "weights = '42,224 numbers': are fewer than half of the"),
+        ("granitemoe", {"num_hidden_layers": 9000}, "num_hidden_layers = 9000: is more than the 21 tensors of"),
+        ("granitemoe", {"num_hidden_layers": 20}, "weights = '60,432 numbers': are fewer than half of the 520,"),
+        ("granitemoe", {"num_local_experts": 10_000}, "weights = '60,432 numbers': are fewer than half of the"),
+        ("granitemoe", {"num_experts": 100_000}, "num_experts = 100000: is more than the 60,432 numbers of"),
+        ("granitemoe", {"intermediate_size": 10**8}, "weights = '60,432 numbers': are fewer than half of the"),
+        ("granitemoe", {"head_dim": 2**20}, "weights = '60,432 numbers': are fewer than half of the"),
+        ("granitemoe", {"vocab_size": 10**9}, "weights = '60,432 numbers': are fewer than half of the"),
+        ("glm4_moe", {"n_routed_experts": 100_000}, "weights = '46,808 numbers': are fewer than half of the"),
+        ("glm4_moe", {"moe_intermediate_size": 10**8}, "weights = '46,808 numbers': are fewer than half of the"),
         # The file does not say what its class assumes.
         (
-            "qwen3_moe",
-            {"num_experts": 9000, "moe_intermediate_size": ...},
-            "num_experts = 9000: is more than the 42,224 num",
+            "glm4_moe",
+            {"n_routed_experts": 9000, "moe_intermediate_size": ...},
+            "n_routed_experts = 9000: is more than the 46,808 num",
         ),
         ("gemma2", {"intermediate_size": 10**8}, "weights = '37,344 numbers': are fewer than half of the"),
     ],

@@ -14,6 +14,7 @@ FAMILY = replace(
     renamed={
         "model.language_model.model.": "model.language_model.",
         "model.language_model.lm_head.": "lm_head.",
+        "model.lm_head.": "lm_head.",
         "model.vision_tower.vision_model.": "model.vision_tower.",
     },
     gguf_tensors={},
