@@ -82,6 +82,21 @@ def test_repeating_heads_changes_not_a_bit(name: str, family: Folders, tmp_path:
     assert_close(answer(headwise.load(tmp_path / "out"), ids), answer(headwise.load(source), ids), tolerance)
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if family_of(name).joined])
+def test_stock_folders_store_experts_as_published(name: str, family: Folders, tmp_path: Path) -> None:
+    """One by one, as engines ask for them; the folders of headwise's own classes have them joined."""
+    convert(family(name), tmp_path / "out", "mha")
+    published, stock = (load_file(folder / "model.safetensors") for folder in (family(name), tmp_path / "out"))
+    assert published.keys() == stock.keys()
+    experts = [own for own in stock if ".experts.3." in own]
+    assert experts
+    assert all(torch.equal(stock[own], published[own]) for own in experts)
+    convert(tmp_path / "out", tmp_path / "mla", "mla", 1.0)
+    checkpoint = open_checkpoint(tmp_path / "mla")
+    assert not checkpoint.parts
+    assert [own for own in checkpoint.tensors if own.endswith("experts.gate_up_proj")]
+
+
 def share_heads(source: Path, num_kv_heads: int) -> None:
     """Make neighbouring key and value heads of a folder equal, so that fewer heads are lossless."""
     checkpoint = open_checkpoint(source)

@@ -143,7 +143,7 @@ def convert_layers(
     for name in layout.tensors:
         place = owner.get(name)
         if place is None and not writer.has(name):
-            writer.add(name, layout.cast(name, plan.checkpoint.read(name)))
+            writer.add(name, layout.cast(name, plan.checkpoint.read(layout.read_name(name))))
         if place not in waiting:
             continue
         waiting.remove(place)  # with its first tensor all of a layer's are due

@@ -45,7 +45,29 @@ class OutputLayout:
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
         """All tensors of the folder, in the folder's order."""
-        return tensors_of(self.config(), self.plan.dtype)
+        return {stored: info for stored, (_, info) in self._stored.items()}
+
+    def read_name(self, stored: str) -> str:
+        """The source's name of a tensor that is carried over, by its name in the folder."""
+        return self._stored[stored][0]
+
+    @cached_property
+    def _stored(self) -> dict[str, tuple[str, TensorInfo]]:
+        """The source's name, the shape and the dtype of each tensor, by its name in the folder.
+
+        A stock folder stores experts one by one where the source does, as engines ask for them.
+        """
+        whole = tensors_of(self.config(), self.plan.dtype)
+        if self.is_hosted:  # whose class transformers joins nothing for
+            return {name: (name, info) for name, info in whole.items()}
+        stored: dict[str, tuple[str, TensorInfo]] = {}
+        for name, info in whole.items():
+            for part, own in self.plan.checkpoint.parts.get(name, {name: info}).items():
+                written = part
+                for today, former in self.plan.checkpoint.family.written.items():
+                    written = written.replace(today, former)
+                stored[written] = (part, TensorInfo(own.shape, self.plan.dtype))
+        return stored
 
     @cached_property
     def owner(self) -> dict[str, Place]:

@@ -12,12 +12,13 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class Checkpoint(ABC):
         config: the content of its ``config.json``; for a GGUF file, the ``config.json`` that its metadata amount to.
         tensors: shape and dtype of every tensor, by transformers' name.
         zeros: the names of those that are not stored, and are zeros.
+        parts: the tensors that files store in the place of one, by its name; they are read by their names too.
         notes: what a user should know of the files, where they are no whole model that agrees with its config.
         read_seconds: spent so far on reading and checking tensors.
     """
@@ -80,6 +82,7 @@ class Checkpoint(ABC):
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     zeros: frozenset[str] = frozenset()
+    parts: Mapping[str, Mapping[str, TensorInfo]] = MappingProxyType({})
     notes: tuple[str, ...] = ()
     read_seconds: float = 0.0
 
@@ -128,8 +131,10 @@ class Checkpoint(ABC):
         """
         start = time.perf_counter()
         with self._reading(name):
-            info = self.tensors[name]
-            tensor = torch.zeros(info.shape, dtype=info.dtype) if name in self.zeros else self._read(name)
+            if name in self.zeros:
+                tensor = torch.zeros(self.tensors[name].shape, dtype=self.tensors[name].dtype)
+            else:
+                tensor = self._read(name)
         # In pieces: `isfinite` of the whole would take the tensor's memory twice over.
         if not all(bool(torch.isfinite(piece).all()) for piece in torch.split(tensor.flatten(), _PIECE)):
             kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinite values"
@@ -157,7 +162,7 @@ class Checkpoint(ABC):
 
     def _reading(self, name: str) -> AbstractContextManager[None]:
         """What turns errors of reading a tensor into those that name it; the checkpoint must have it."""
-        if name not in self.tensors:
+        if name not in self.tensors and not any(name in parts for parts in self.parts.values()):
             raise CheckpointError("tensor", name, f"is missing from {self.path}")
         return storage_errors("tensor", name, "read")
 

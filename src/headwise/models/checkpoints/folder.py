@@ -70,6 +70,10 @@ class FolderCheckpoint(Checkpoint):
         self.tensors = {name: self.tensors[stored] for name, stored in self._stored.items()}
         self._join()
         self._joined = family.experts(self.tensors) if family else {}
+        self.parts = {
+            name: {part: self.tensors.pop(part) for expert in experts for part in expert}
+            for name, experts in self._joined.items()
+        }
         for name, experts in self._joined.items():
             self.tensors[name] = self._joined_info(name, experts)
         self._take_as_transformers()
@@ -82,12 +86,12 @@ class FolderCheckpoint(Checkpoint):
         """Put tensors in the place of several stored ones that they are made of, where there are such."""
 
     def _joined_info(self, name: str, experts: list[list[str]]) -> TensorInfo:
-        """The shape and the dtype of a tensor that is made of each expert's, which are taken out of `tensors`.
+        """The shape and the dtype of a tensor that is made of each expert's.
 
         Raises:
             CheckpointError: the experts' tensors differ in shape or dtype.
         """
-        parts = [[self.tensors.pop(part) for part in expert] for expert in experts]
+        parts = [[self.parts[name][part] for part in expert] for expert in experts]
         if any(other != parts[0] for other in parts) or len({(*part.shape[1:], part.dtype) for part in parts[0]}) > 1:
             raise CheckpointError("tensor", name, "is made of experts that differ in shape or dtype")
         rows = sum(part.shape[0] for part in parts[0])

@@ -189,6 +189,7 @@ class Family:
         autos: names of the transformers Auto classes that load the family's folders; the first is the default.
         buffers: endings of stored names that are buffers and not weights; they are not read.
         renamed: parts of stored names, and the current transformers names that replace them.
+        written: parts of transformers' names, and what stock folders have in their place, as engines ask for it.
         joined: transformers' name of a tensor that holds a matrix of every expert → the names of the matrices that it
             is made of, where files store each expert's by itself; both with ``{layer}``, the latter with
             ``{expert}`` too. Several matrices of an expert are stacked by rows.
@@ -215,6 +216,7 @@ class Family:
     autos: tuple[str, ...] = ("AutoModelForCausalLM",)
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gguf_tensors: Mapping[str, str] = field(default_factory=dict)
     gguf_interleaved: bool = False

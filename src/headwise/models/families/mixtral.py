@@ -11,6 +11,7 @@ FAMILY = replace(
     model_type="mixtral",
     deepseek_blocks=False,
     renamed={".block_sparse_moe.": ".mlp."},
+    written={".mlp.": ".block_sparse_moe."},
     joined={
         f"{_EXPERTS}.gate_up_proj": (f"{_EXPERT}.w1.weight", f"{_EXPERT}.w3.weight"),
         f"{_EXPERTS}.down_proj": (f"{_EXPERT}.w2.weight",),
