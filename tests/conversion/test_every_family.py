@@ -93,7 +93,7 @@ def test_stock_folders_store_experts_as_published(name: str, family: Folders, tm
     assert all(torch.equal(stock[own], published[own]) for own in experts)
     convert(tmp_path / "out", tmp_path / "mla", "mla", 1.0)
     checkpoint = open_checkpoint(tmp_path / "mla")
-    assert not checkpoint.parts
+    assert not checkpoint.joined
     assert [own for own in checkpoint.tensors if own.endswith("experts.gate_up_proj")]
 
 

@@ -62,7 +62,7 @@ class OutputLayout:
             return {name: (name, info) for name, info in whole.items()}
         stored: dict[str, tuple[str, TensorInfo]] = {}
         for name, info in whole.items():
-            for part, own in self.plan.checkpoint.parts.get(name, {name: info}).items():
+            for part, own in self.plan.checkpoint.joined.get(name, {name: info}).items():
                 written = part
                 for today, former in self.plan.checkpoint.family.written.items():
                     written = written.replace(today, former)

@@ -73,7 +73,7 @@ class Checkpoint(ABC):
         config: the content of its ``config.json``; for a GGUF file, the ``config.json`` that its metadata amount to.
         tensors: shape and dtype of every tensor, by transformers' name.
         zeros: the names of those that are not stored, and are zeros.
-        parts: the tensors that files store in the place of one, by its name; they are read by their names too.
+        joined: the tensors that files store in the place of one, by its name; they are read by their names too.
         notes: what a user should know of the files, where they are no whole model that agrees with its config.
         read_seconds: spent so far on reading and checking tensors.
     """
@@ -82,7 +82,7 @@ class Checkpoint(ABC):
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     zeros: frozenset[str] = frozenset()
-    parts: Mapping[str, Mapping[str, TensorInfo]] = MappingProxyType({})
+    joined: Mapping[str, Mapping[str, TensorInfo]] = MappingProxyType({})
     notes: tuple[str, ...] = ()
     read_seconds: float = 0.0
 
@@ -162,7 +162,7 @@ class Checkpoint(ABC):
 
     def _reading(self, name: str) -> AbstractContextManager[None]:
         """What turns errors of reading a tensor into those that name it; the checkpoint must have it."""
-        if name not in self.tensors and not any(name in parts for parts in self.parts.values()):
+        if name not in self.tensors and not any(name in parts for parts in self.joined.values()):
             raise CheckpointError("tensor", name, f"is missing from {self.path}")
         return storage_errors("tensor", name, "read")
 

@@ -69,12 +69,12 @@ class FolderCheckpoint(Checkpoint):
         self._stored = family.names_today(self.tensors) if family else {name: name for name in self.tensors}
         self.tensors = {name: self.tensors[stored] for name, stored in self._stored.items()}
         self._join()
-        self._joined = family.experts(self.tensors) if family else {}
-        self.parts = {
+        self._experts = family.experts(self.tensors) if family else {}
+        self.joined = {
             name: {part: self.tensors.pop(part) for expert in experts for part in expert}
-            for name, experts in self._joined.items()
+            for name, experts in self._experts.items()
         }
-        for name, experts in self._joined.items():
+        for name, experts in self._experts.items():
             self.tensors[name] = self._joined_info(name, experts)
         self._take_as_transformers()
 
@@ -91,7 +91,7 @@ class FolderCheckpoint(Checkpoint):
         Raises:
             CheckpointError: the experts' tensors differ in shape or dtype.
         """
-        parts = [[self.parts[name][part] for part in expert] for expert in experts]
+        parts = [[self.joined[name][part] for part in expert] for expert in experts]
         if any(other != parts[0] for other in parts) or len({(*part.shape[1:], part.dtype) for part in parts[0]}) > 1:
             raise CheckpointError("tensor", name, "is made of experts that differ in shape or dtype")
         rows = sum(part.shape[0] for part in parts[0])
@@ -153,7 +153,7 @@ class FolderCheckpoint(Checkpoint):
         return self._open[file]
 
     def _read(self, name: str) -> Tensor:
-        if (experts := self._joined.get(name)) is None:
+        if (experts := self._experts.get(name)) is None:
             return self._read_stored(name)
         whole = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
         for place, parts in zip(whole, experts, strict=True):
