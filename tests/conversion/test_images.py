@@ -12,7 +12,9 @@ from transformers import AutoModelForImageTextToText
 
 import headwise
 from headwise.models.checkpoints import open_checkpoint
+from headwise.runtime.caches.cache import HeadwiseCache
 from tests.closeness import assert_close
+from tests.conversion.test_resumed import TEXT
 from tests.tiny_families import save_family
 
 IMAGE = 96
@@ -79,6 +81,18 @@ def test_names_of_published_folders(source: Path, tmp_path: Path) -> None:
     assert open_checkpoint(old).tensors == open_checkpoint(source).tensors
     headwise.convert(old, tmp_path / "out", to="mha", evaluate=False)
     assert_close(headwise.load(tmp_path / "out")(**inputs()).logits, headwise.load(old)(**inputs()).logits, 0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("to", ["mla", "same"])
+def test_codes_of_its_cache(to: str, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    how: dict[str, Any] = {"calibrate": tmp_path / "text.txt", "calibration_tokens": 256, "evaluate": False}
+    headwise.convert(source, tmp_path / "out", to=to, kv_bytes=0.5, **how)
+    model, ids = headwise.load(tmp_path / "out"), inputs()["input_ids"].clamp(max=90)
+    cache = HeadwiseCache(model)
+    parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 9), (9, 10), (10, 16))]
+    assert_close(torch.cat(parts, 1), model(ids, use_cache=False).logits, 1e-6)
 
 
 def test_a_head_of_another_task_is_refused(source: Path, tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 import headwise
 from headwise.conversion import export_gguf
-from headwise.models.checkpoints import FolderCheckpoint
+from headwise.models.checkpoints import FolderCheckpoint, open_checkpoint
 from headwise.serving.engines import ENGINE_RULES, engines, rules
 from tests.serving.exports.test_gguf import TEXT, _give_tokenizer, save_plain
+from tests.tiny_families import save_family
 
 SIZES: dict[str, Any] = {"to": "mla", "kv_lora_rank": 16, "qk_rope_head_dim": 8, "evaluate": False}
 OTHER_BASE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
@@ -208,3 +210,18 @@ def test_small_caches_are_those_that_suit_the_model(outputs: dict[str, Path]) ->
     assert found["vLLM"][0] == "--kv-cache-dtype fp8"
     assert found["MLX-LM"] == found["llama.cpp"] == ()
     assert not any(verdict.caches for verdict in engines(outputs["own"]).verdicts)
+
+
+def test_experts_that_are_joined(tmp_path: Path) -> None:
+    """vLLM 0.32 loads a Mixtral with joined experts without a word, and answers with one token again and again."""
+    source = save_family(tmp_path / "source", "mixtral")
+    joined = tmp_path / "joined"
+    shutil.copytree(source, joined)
+    checkpoint = open_checkpoint(source)
+    tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    save_file(tensors, joined / "model.safetensors", metadata={"format": "pt"})
+    headwise.convert(source, tmp_path / "mqa", to="mqa", evaluate=False)
+    (refused,) = (verdict for verdict in engines(joined).verdicts if verdict.engine == "vLLM")
+    assert "one by one" in str(refused.why)
+    (served,) = (verdict for verdict in engines(tmp_path / "mqa").verdicts if verdict.engine == "vLLM")
+    assert served.serves

@@ -94,7 +94,7 @@ def _give_cache(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A cache of codes for a call that would make a dynamic one; training goes on without."""
     wants_cache = keywords.get("use_cache")
-    wants_cache = model.config.use_cache if wants_cache is None else wants_cache
+    wants_cache = model.config.get_text_config().use_cache if wants_cache is None else wants_cache
     is_given = keywords.get("past_key_values") is not None or len(args) >= len(_ARGUMENTS)
     if wants_cache and not is_given and not torch.is_grad_enabled() and has_codes(model):
         keywords = {**keywords, "past_key_values": HeadwiseCache(model)}
@@ -154,7 +154,7 @@ def _replace_stock(model: Any, codes: Mapping[int, TransformCode], checkpoint: C
             continue
         state = family.read_attention(checkpoint.read, index, spec)
         pairs = list(range(spec.rope.dim // 2)) if spec.rope else []
-        layer = HostedGroupedAttention(spec, model.config, index, pairs)
+        layer = HostedGroupedAttention(spec, model.config.get_text_config(), index, pairs)
         layer.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()})
         if spec.qk_norm is not None:  # which round as the family's do
             layer.q_norm, layer.k_norm = (base.get_submodule(f"{path}.{name}") for name in ("q_norm", "k_norm"))

@@ -358,6 +358,9 @@ def _stock_vllm(facts: ModelFacts) -> Refusal | None:
             return f"skips the biases of {', '.join(biases)} in silence", _convert(facts, BIAS_FREE)
         if not facts.config.get("rope_interleave", True):
             return "rotates neighbouring pairs, and these are in halves, in silence", _convert(facts, BIAS_FREE)
+    if facts.family is not None and facts.family.written and not facts.checkpoint.joined:
+        rule = f"asks for the experts of a {facts.model_type} one by one, and skips joined ones in silence"
+        return rule, "load it with transformers, and save it with save_pretrained"
     return _shares(facts)
 
 
