@@ -16,7 +16,7 @@ from headwise.base.progress import Progress, silent
 from headwise.errors import ArgumentError, naming
 from headwise.models.checkpoints import Checkpoint, dtype_name, load_tokenizer, refuse_other_tokens
 from headwise.runtime.hf import as_device, as_dtype, default_cache, load, open_decoder
-from headwise.runtime.hf.optimize import ManyTokensLinear, take_over_linears
+from headwise.runtime.hf.linears import ManyTokensLinear, take_over_linears
 from headwise.runtime.kernels.native import multiplies_bfloat16
 
 

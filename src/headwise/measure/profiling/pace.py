@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from headwise.measure.timing.timing import Timeable, record_graph, time_call
-from headwise.runtime.hf.optimize import take_over_linears
+from headwise.runtime.hf.linears import take_over_linears
 
 HERE = torch.device("cpu")
 """The device that is measured where none is named."""

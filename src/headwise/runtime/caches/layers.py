@@ -202,6 +202,25 @@ class GrowingLayer(_Layer):
         self._extend("keys", keys, self._tokens_of_memory)
         self._extend("values", values, self._tokens_of_memory)
 
+    def lengthen(self, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Make room for the keys and values of new tokens, which the caller writes: no codec, no gradients.
+
+        Args:
+            new: ``[B, K, S, D]``, as the keys and the values will be; its numbers are not read.
+
+        Returns:
+            All keys and values ``[B, K, T, D]``, of which the last S are to be written.
+
+        Raises:
+            ArgumentError: see `update`.
+        """
+        if not self.get_seq_length():
+            self.lazy_initialization(new, new)
+        _refuse_tokens(self.keys, new, self.keys.shape[2] + new.shape[2], self.max_length)
+        self.keys = _lengthened(self.memory, "keys", self.keys, new, self._tokens_of_memory)
+        self.values = _lengthened(self.memory, "values", self.values, new, self._tokens_of_memory)
+        return self.keys, self.values
+
     def _append_blocks(self, codec: Codec, keys: Tensor, values: Tensor) -> None:
         """Code the tokens that fill blocks now, and keep the other new ones as they are."""
         if not self.get_seq_length():
@@ -425,6 +444,15 @@ def _append_in_place(
     Returns:
         ``[B, K, T + S, D]``, a view of the memory.
     """
+    states = _lengthened(memory, name, cached, new, size)
+    states[:, :, states.shape[2] - new.shape[2] :] = new
+    return states
+
+
+def _lengthened(
+    memory: dict[str, Tensor], name: str, cached: Tensor | None, new: Tensor, size: Callable[[int], int]
+) -> Tensor:
+    """Make room behind the cached tokens for new ones, which are not written; see `_append_in_place`."""
     count = 0 if cached is None else cached.shape[2]
     total = count + new.shape[2]
     own = memory.get(name)
@@ -435,7 +463,6 @@ def _append_in_place(
         if cached is not None:
             own[:, :, :count] = cached
         memory[name] = own
-    own[:, :, start + count : start + total] = new
     return own[:, :, start : start + total]
 
 

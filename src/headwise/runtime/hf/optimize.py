@@ -19,38 +19,8 @@ from headwise.models.specs import HOSTED_PREFIX, LatentSpec, RopeSpec
 from headwise.runtime.attention.rope import RotaryEmbedding, Rotation
 from headwise.runtime.caches.cache import NAME, HeadwiseCache
 from headwise.runtime.hf.attention import HostedLatentAttention
-from headwise.runtime.kernels.native import linear, linear_of_many
-
-
-class FewTokensLinear(nn.Linear):
-    """torch's linear layer with headwise's kernel where that applies; made by changing a layer's class."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
-        """Map ``[..., in]`` to ``[..., out]``."""
-        return linear(input, self.weight, self.bias)
-
-
-class ManyTokensLinear(nn.Linear):
-    """torch's linear layer, in float32 where the processor cannot multiply bfloat16; made like `FewTokensLinear`."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
-        """Map ``[..., in]`` to ``[..., out]``."""
-        return linear_of_many(input, self.weight, self.bias)
-
-
-def take_over_linears(model: nn.Module, kind: type[nn.Linear] = FewTokensLinear) -> None:
-    """Change the class of every plain linear layer of a model; parameters are the same objects.
-
-    Layers that are quantised, adapted or have a ``forward`` of their own are left as they are.
-
-    Args:
-        model: the model, which is changed in place.
-        kind: the class.
-    """
-    for module in model.modules():
-        if type(module) is nn.Linear and "forward" not in vars(module):
-            module.__class__ = kind
-
+from headwise.runtime.hf.linears import FewTokensLinear, take_over_linears
+from headwise.runtime.hf.step import FORMS, stepping, take_over_layers
 
 FAMILIES = {"deepseek_v2": "DeepseekV2Attention", "deepseek_v3": "DeepseekV3Attention"}
 """transformers' attention class of each family."""
@@ -154,6 +124,10 @@ def __getattr__(name: str) -> Any:
         if name == f"Optimized{stock}":
             modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
             return _optimized(getattr(modeling, stock))
+    for form in FORMS:
+        if name == f"Optimized{form}DecoderLayer":
+            modeling = importlib.import_module(f"transformers.models.{form.lower()}.modeling_{form.lower()}")
+            return stepping(getattr(modeling, f"{form}DecoderLayer"))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -190,6 +164,7 @@ def optimize(model: Any) -> Any:
         _check(model, family)
         model.set_attn_implementation(NAME)
     take_over_linears(model)
+    take_over_layers(model)
     if model.can_generate():
         instance: Any = model
         instance._prepare_cache_for_generation = partial(_prepare_cache, model)

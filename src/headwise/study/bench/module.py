@@ -24,7 +24,7 @@ from headwise.models.specs import RopeSpec
 from headwise.runtime.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from headwise.runtime.attention.base import AttentionLayer, merge_heads, split_heads
 from headwise.runtime.hf import as_dtype
-from headwise.runtime.hf.optimize import take_over_linears
+from headwise.runtime.hf.linears import take_over_linears
 from headwise.study.bench.decode import DTYPES, check_sizes, expanded, short_name, without_repetitions
 from headwise.study.bench.report import OURS, Bench, Case, UnableError, Way, run_case
 

@@ -178,6 +178,44 @@ class LinearArguments(Structure):
     ]
 
 
+class ProjectionArguments(Structure):
+    """A linear layer's parameters."""
+
+    _fields_: ClassVar[Any] = [("weight", _INPUT), ("bias", _INPUT)]  # [outputs, inputs] and [outputs]; or null
+
+
+class NormArguments(Structure):
+    """RMSNorm's parameters."""
+
+    _fields_: ClassVar[Any] = [("weight", _INPUT), ("eps", c_double)]  # [width], or null where there is no norm
+
+
+class StepArguments(FusedArguments):
+    """A layer of a decoder, of Llama's form, for a few new tokens.
+
+    ``query`` and ``out`` are ``[B, S, H, D]`` and ``[B, S, H, V]``, or null where nobody else reads them. With
+    ``attends`` the cache, ``key`` and ``value``, has room for the new tokens at its end.
+    """
+
+    _fields_: ClassVar[Any] = [
+        ("x", _INPUT),  # [B, S, hidden]
+        ("y", _OUTPUT),  # [B, S, hidden]
+        ("new_key", _OUTPUT),  # [B, K, S, D], where the new tokens' keys go
+        ("new_value", _OUTPUT),  # [B, K, S, V]
+        ("new_key_stride", _STRIDES),
+        ("new_value_stride", _STRIDES),
+        ("cos", _INPUT),  # [B, S, D], or null without rotation
+        ("sin", _INPUT),
+        ("position_stride", c_int64),  # of a sequence; 0 where all have the same positions
+        *((name, NormArguments) for name in ("norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, ProjectionArguments) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((size, c_int64) for size in ("hidden", "inner")),
+        ("projects", c_int64),  # whether queries, keys and values are computed of x
+        ("attends", c_int64),  # whether queries attend
+        ("finishes", c_int64),  # whether y is computed of what was mixed
+    ]
+
+
 class GainsArguments(Structure):
     """The gains of the codes of rows of values."""
 
@@ -250,6 +288,7 @@ KERNELS: dict[str, type[Structure]] = {
     "headwise_heads": HeadsArguments,
     "headwise_affine": AffineArguments,
     "headwise_linear": LinearArguments,
+    "headwise_step": StepArguments,
     "headwise_gains": GainsArguments,
     "headwise_trellis": EncoderArguments,
     "headwise_code": CoderArguments,

@@ -37,6 +37,7 @@ from headwise.runtime.kernels.native.abi import KERNELS, NO_MEMORY, TYPES, heade
 _SOURCES = (
     "attention.cpp",
     "linear.cpp",
+    "step.cpp",
     "codes/coded.cpp",
     "codes/heads.cpp",
     "codes/affine.cpp",
@@ -44,7 +45,7 @@ _SOURCES = (
     "codes/decode.cpp",
 )
 _HEADERS = (
-    *("attend.h", "matrix_tiles.h", "processor.h", "products.h"),
+    *("attend.h", "linear.h", "matrix_tiles.h", "processor.h", "products.h"),
     *("codes/int16_scores.h", "codes/integers.h", "codes/trellis.h"),
 )
 _COMPILERS = ("c++", "g++", "clang++")
@@ -124,10 +125,24 @@ def call(
     Raises:
         MemoryError: the kernel could not allocate its working memory.
     """
+    addresses = {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
+    run(kernel, KERNELS[kernel](**addresses, **numbers), dtype)
+
+
+def run(kernel: str, arguments: Any, dtype: torch.dtype) -> None:
+    """Call a kernel with a structure of arguments, whose number of threads is set here; see `call`.
+
+    Args:
+        kernel: see `call`.
+        arguments: the structure.
+        dtype: see `call`.
+
+    Raises:
+        MemoryError: see `call`.
+    """
     library = built().library
     assert library is not None
-    addresses = {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
-    arguments = KERNELS[kernel](**addresses, **numbers, threads=torch.get_num_threads())
+    arguments.threads = torch.get_num_threads()
     status = getattr(library, kernel)(ctypes.byref(arguments), TYPES[dtype])
     if status == NO_MEMORY:
         raise MemoryError("no memory to compute in")

@@ -2,6 +2,8 @@
 //
 // Matrix libraries cut a product into tiles for the caches. With few rows no weight is used twice, and the product
 // takes as long as reading the weights: memory must never wait.
+#include "linear.h"
+
 #include <new>
 #include <vector>
 
@@ -21,12 +23,10 @@ class Product {
  public:
   Product(const LinearArguments& a, const typename A::Query* x) : a_(a), x_(x), whole_(a.inputs / A::DIMS * A::DIMS) {}
 
-  void run() const {
-    const int threads = useful_threads(double(a_.inputs) * a_.outputs * sizeof(T) / 40e3, a_.threads);
-    in_threads(threads, [&](int thread) {
-      const int64_t from = a_.outputs * thread / threads, to = a_.outputs * (thread + 1) / threads;
-      with_constant<MOST_ROWS>(int(a_.rows), [&](auto ROWS) { outputs<ROWS()>(from, to); });
-    });
+  // One thread's share of the outputs.
+  void share(int thread, int threads) const {
+    const int64_t from = a_.outputs * thread / threads, to = a_.outputs * (thread + 1) / threads;
+    with_constant<MOST_ROWS>(int(a_.rows), [&](auto ROWS) { outputs<ROWS()>(from, to); });
   }
 
  private:
@@ -79,25 +79,38 @@ class Product {
   }
 };
 
+template <class A, class T>
+void multiply(const LinearArguments* products, int count, const typename A::Query* x) {
+  double bytes = 0;
+  for (int i = 0; i < count; i++) bytes += double(products[i].inputs) * products[i].outputs * sizeof(T);
+  const int threads = useful_threads(bytes / 40e3, products->threads);
+  in_threads(threads, [&](int thread) {
+    for (int i = 0; i < count; i++) Product<A, T>(products[i], x).share(thread, threads);
+  });
+}
+
 template <class T>
-void multiply(const LinearArguments& a) {
+void multiply(const LinearArguments* products, int count) {
+  const LinearArguments& a = *products;
 #if HAS_PAIRS
-  if constexpr (std::is_same_v<T, bfloat16>) return Product<Paired, T>(a, (const T*)a.x).run();
+  if constexpr (std::is_same_v<T, bfloat16>) return multiply<Paired, T>(products, count, (const T*)a.x);
 #endif
   if constexpr (std::is_same_v<T, float>) {
-    Product<Single, T>(a, (const T*)a.x).run();
+    multiply<Single, T>(products, count, (const T*)a.x);
   } else {
     std::vector<float> x(a.rows * a.inputs);
     for (int64_t r = 0; r < a.rows; r++)
       for (int64_t i = 0; i < a.inputs; i++) x[r * a.inputs + i] = number(((const T*)a.x)[r * a.x_stride + i]);
-    LinearArguments widened = a;
-    widened.x_stride = a.inputs;
-    Product<Single, T>(widened, x.data()).run();
+    std::vector<LinearArguments> widened(products, products + count);
+    for (LinearArguments& each : widened) each.x_stride = a.inputs;
+    multiply<Single, T>(widened.data(), count, x.data());
   }
 }
 
 }  // namespace
 
-int headwise_linear(const LinearArguments* arguments, int type) {
-  return with_type(type, [&](auto q) { multiply<decltype(q)>(*arguments); });
+int multiply_all(const LinearArguments* products, int count, int type) {
+  return with_type(type, [&](auto q) { multiply<decltype(q)>(products, count); });
 }
+
+int headwise_linear(const LinearArguments* arguments, int type) { return multiply_all(arguments, 1, type); }
