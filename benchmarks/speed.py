@@ -32,7 +32,7 @@ from headwise.measure.evaluation.scoring import kl_divergence
 from headwise.measure.timing.machine import Probes
 from headwise.measure.timing.timing import spread_interleaved, time_call
 from headwise.runtime.hf import HeadwiseCache
-from headwise.runtime.hf.optimize import FewTokensLinear
+from headwise.runtime.hf.linears import FewTokensLinear
 from headwise.runtime.kernels import attend
 
 LAYERS = 4

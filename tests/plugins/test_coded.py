@@ -194,7 +194,7 @@ def step(layer: CodedAttention, pages: CodedPages, paged: Paged, inputs: list[tu
     queries, values, slots, starts, lengths = [], [], [], [0], []
     for sequence, former, states in inputs:
         S = len(states)
-        rotation = layer._slot_rotation(states, former, former + S)
+        rotation = layer.slot_rotation(states, former, former + S)
         if isinstance(layer, HostedLatentAttention):
             query = torch.cat(layer._queries(states[None], rotation), -1)
         else:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 
 import headwise
 from headwise.runtime.hf import HeadwiseCache, attention_forward
-from headwise.runtime.hf.optimize import FewTokensLinear
+from headwise.runtime.hf.linears import FewTokensLinear
 from tests.closeness import assert_close
 from tests.tiny_families import FAMILIES, answer, noise, tiny_family
 

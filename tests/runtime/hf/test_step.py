@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ import headwise
 from headwise.runtime.hf import HeadwiseCache, step
 from headwise.runtime.kernels.native import built
 from tests.closeness import assert_close
-from tests.tiny_families import tiny_family
+from tests.runtime.hf.test_coded import with_codes
+from tests.tiny_families import save_family, tiny_family
 
 FAMILIES = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3"}
 pytestmark = pytest.mark.skipif(built().library is None, reason="there is no compiler")
@@ -44,7 +46,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def steps(model: Any, batch: int = 1, cache: Any = None, **options: Any) -> Tensor:
     """Logits of a prompt of nine tokens and of one, three and one more; all but the first text are padded."""
-    ids = torch.randint(3, 97, (batch, 14), generator=torch.Generator().manual_seed(5))
+    ids = torch.randint(3, 30, (batch, 14), generator=torch.Generator().manual_seed(5))
     mask = torch.ones_like(ids)
     mask[1:, :4] = 0
     cache = HeadwiseCache(model) if cache is None else cache
@@ -91,6 +93,64 @@ def test_generation_equals_that_of_stock(options: dict[str, Any], kernels: list[
     mask[1:, :4] = 0
     call: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, **options}
     assert torch.equal(model.generate(ids, **call), stock.generate(ids, **call))
+    assert kernels
+
+
+@pytest.fixture(scope="module", params=["latents", "heads", "heads behind norms"])
+def coded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model whose cache is in codes."""
+    folder = tmp_path_factory.mktemp("coded")
+    target: dict[str, Any] = {"to": "same"}
+    if request.param == "latents":
+        target = {"to": "mla", "kv_lora_rank": 20, "qk_rope_head_dim": 8}
+    source = save_family(folder / "source", "qwen3" if "norms" in request.param else "llama")
+    return headwise.load(with_codes(source, folder, bits=3, **target), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("batch", [1, 2])
+@torch.inference_mode()
+def test_codes_are_those_of_the_layers_own_forward(coded: Any, batch: int, version: int, kernels: list[str]) -> None:
+    own = copy.deepcopy(coded)
+    if version == 1:  # whose first tokens are in bfloat16
+        for layer in own.model.layers:
+            layer.self_attn.set_code(replace(layer.self_attn.code, first=None), layer.self_attn.slots)
+    model = headwise.optimize(copy.deepcopy(own))
+    theirs, ours = HeadwiseCache(own), HeadwiseCache(model)
+    assert_close(steps(model, batch, ours), steps(own, batch, theirs), 1e-5)
+    assert len(kernels) == 2 * 3
+    for expected, actual in zip(theirs.layers, ours.layers, strict=True):
+        assert torch.equal(actual.keys, expected.keys)
+        assert actual.values.shape == expected.values.shape
+
+
+@torch.inference_mode()
+def test_codes_in_bfloat16_are_as_far_from_float32_as_without_the_kernel(coded: Any, kernels: list[str]) -> None:
+    exact = steps(coded).double()
+    own = copy.deepcopy(coded).bfloat16()
+    model = headwise.optimize(copy.deepcopy(own))
+    ours, theirs = (steps(each).double() - exact for each in (model, own))
+    assert kernels
+    assert ours.square().mean() < 1.5 * theirs.square().mean()
+
+
+@torch.inference_mode()
+def test_coded_layers_that_the_kernel_does_not_know_go_their_own_way(coded: Any, kernels: list[str]) -> None:
+    own = copy.deepcopy(coded)
+    own.model.layers[0].self_attn.o_proj.register_forward_hook(lambda _, args, out: out * 1.5)
+    own.model.layers[1].self_attn.set_code(None, None)
+    model = headwise.optimize(copy.deepcopy(own))
+    assert_close(steps(model), steps(own), 1e-5)
+    assert not kernels
+
+
+@torch.inference_mode()
+def test_beams_over_codes_equal_those_without_the_kernel(coded: Any, kernels: list[str]) -> None:
+    own = copy.deepcopy(coded)
+    model = headwise.optimize(copy.deepcopy(own))
+    ids = torch.randint(3, 30, (2, 9), generator=torch.Generator().manual_seed(5))
+    call: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "num_beams": 3, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **call), own.generate(ids, **call))
     assert kernels
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from headwise.runtime.hf.optimize import FewTokensLinear, ManyTokensLinear, take_over_linears
+from headwise.runtime.hf.linears import FewTokensLinear, ManyTokensLinear, take_over_linears
 from headwise.runtime.kernels.native import build, built, linear, linear_of_many
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernels: {built().reason}")

@@ -203,13 +203,14 @@ class GrowingLayer(_Layer):
         self._extend("values", values, self._tokens_of_memory)
 
     def lengthen(self, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Make room for the keys and values of new tokens, which the caller writes: no codec, no gradients.
+        """Make room for new tokens, which the caller writes; without gradients.
 
         Args:
-            new: ``[B, K, S, D]``, as the keys and the values will be; its numbers are not read.
+            new: ``[B, K, S, D]``, as what is stored of the keys and of the values will be, or of the keys alone where
+                values are not stored; its numbers are not read.
 
         Returns:
-            All keys and values ``[B, K, T, D]``, of which the last S are to be written.
+            What is stored of all keys and values, ``[B, K, T, D]``, of which the last S are to be written.
 
         Raises:
             ArgumentError: see `update`.
@@ -218,8 +219,15 @@ class GrowingLayer(_Layer):
             self.lazy_initialization(new, new)
         _refuse_tokens(self.keys, new, self.keys.shape[2] + new.shape[2], self.max_length)
         self.keys = _lengthened(self.memory, "keys", self.keys, new, self._tokens_of_memory)
-        self.values = _lengthened(self.memory, "values", self.values, new, self._tokens_of_memory)
+        if isinstance(self.codec, TrellisFormat):
+            self.values = self.keys[..., :0]
+        else:
+            self.values = _lengthened(self.memory, "values", self.values, new, self._tokens_of_memory)
         return self.keys, self.values
+
+    def holds_first_tokens(self) -> bool:
+        """Whether a `TrellisFormat` has coded every sequence's first tokens, so that no later token is one."""
+        return self.first is not None and int(self.get_seq_length()) > self._last_first
 
     def _append_blocks(self, codec: Codec, keys: Tensor, values: Tensor) -> None:
         """Code the tokens that fill blocks now, and keep the other new ones as they are."""

@@ -302,11 +302,11 @@ class HostedAttention(AttentionLayer):
         """
         if self.rope is None or tables is None:
             return None
-        channels = self._channels(tables[0])
+        channels = self.channels_of(tables[0])
         cos, sin = (table.index_select(-1, channels) for table in tables)
         return cos, sin
 
-    def _channels(self, table: Tensor) -> Tensor:
+    def channels_of(self, table: Tensor) -> Tensor:
         """``channels`` as a tensor on the table's device; it is kept, as every token needs it."""
         if type(table) is not Tensor or torch.compiler.is_compiling():  # a fake or traced tensor must not be kept
             return torch.tensor(self.channels, device=table.device)
@@ -399,7 +399,7 @@ class CodedAttention(HostedAttention):
         S = states.shape[1]
         begin = 0 if past is None else int(past.get_seq_length(self.layer_idx))
         begin -= dropped_tokens(past, S, self.layer_idx)
-        return self._slot_rotation(states, begin, begin + S)
+        return self.slot_rotation(states, begin, begin + S)
 
     def _can_attend_to_codes(self, states: Tensor, memory: tuple[Tensor, ...], call: Call) -> bool:
         """Whether a kernel attends to codes as they are stored, of new tokens ``[B, S, E]``."""
@@ -417,7 +417,7 @@ class CodedAttention(HostedAttention):
         assert self.codec is not None
         stored, rotation = Stored(memory, (self.codec.code.width, 0), query.dtype), None
         if self.slots is not None and self.channels:
-            channels = self._channels(query)
+            channels = self.channels_of(query)
             rotation = self.slots.of_keys(memory[0].shape[2], channels, tuple(self.channels))
         scoring = Scoring(call.attention_mask, call.is_causal, scale)
         return self.codec.attend(query, stored, scoring, rotation, has_sums=has_sums)
@@ -429,14 +429,14 @@ class CodedAttention(HostedAttention):
             return memory[0]
         return self.codec.decode(Stored(memory, (self.codec.code.width, 0), dtype))[0]
 
-    def _slot_rotation(self, states: Tensor, begin: int, end: int) -> Rotation | None:
+    def slot_rotation(self, states: Tensor, begin: int, end: int) -> Rotation | None:
         """cos and sin ``[1, end − begin, P/2]`` of slots, of the states' dtype; None without rotary dims."""
         if self.slots is None or not self.channels:
             return None
         if end == begin + 1 and type(states) is Tensor and not torch.compiler.is_compiling():
-            return self.slots.of_slot(begin, self._channels(states), tuple(self.channels), states.dtype)
+            return self.slots.of_slot(begin, self.channels_of(states), tuple(self.channels), states.dtype)
         cos, sin = (table[:, begin:] for table in self.slots.tables(end, states.device))
-        channels = self._channels(cos)
+        channels = self.channels_of(cos)
         return cos[..., channels].to(states.dtype), sin[..., channels].to(states.dtype)
 
 
@@ -465,7 +465,7 @@ class HostedLatentAttention(CodedAttention, MultiHeadLatentAttention):
             out: Tensor = self.o_proj(merge_heads(self._decoded_values(mixed)))
             return out
         values, P = self._cached_values(memory, hidden_states.dtype), self.spec.qk_rope_head_dim
-        rotation = self._slot_rotation(values, 0, values.shape[2])
+        rotation = self.slot_rotation(values, 0, values.shape[2])
         if rotation is not None:
             values = torch.cat((values[..., :-P], rotated(values[..., -P:], rotation, self.rope)), -1)
         return super()._attend(hidden_states, (values,), call)
@@ -499,7 +499,7 @@ class HostedGroupedAttention(CodedAttention, GroupedQueryAttention):
         values, K = self._cached_values(memory, hidden_states.dtype), self.spec.num_kv_heads
         widths = (K * self.spec.head_dim, K * self.spec.value_dim)
         key, value = (split_heads(part[:, 0], K) for part in values.split_with_sizes(widths, -1))
-        key = rotated(key, self._slot_rotation(values, 0, key.shape[2]), self.rope)
+        key = rotated(key, self.slot_rotation(values, 0, key.shape[2]), self.rope)
         return super()._attend(hidden_states, (key, value), call)
 
 

@@ -9,6 +9,7 @@ Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens,
 from __future__ import annotations
 
 import sys
+from ctypes import addressof
 from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,19 +19,33 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.activations import ACT2FN
 
+from headwise.models.specs import GroupedSpec
+from headwise.runtime.attention.rope import RotaryEmbedding, Rotation
 from headwise.runtime.caches.cache import NAME, HeadwiseCache
 from headwise.runtime.caches.layers import GrowingLayer
+from headwise.runtime.hf.attention import CodedAttention, HostedAttention
 from headwise.runtime.hf.interface import TRAINED_FORMAT
 from headwise.runtime.hf.linears import FewTokensLinear
 from headwise.runtime.kernels.mask import mask_strides
 from headwise.runtime.kernels.native import are_plain, why_not
-from headwise.runtime.kernels.native.abi import MOST_ROWS, NormArguments, ProjectionArguments, StepArguments
+from headwise.runtime.kernels.native.abi import (
+    KERNELS,
+    MOST_ROWS,
+    CodedArguments,
+    CoderArguments,
+    HeadsArguments,
+    NormArguments,
+    ProjectionArguments,
+    StepArguments,
+)
 from headwise.runtime.kernels.native.build import run
+from headwise.runtime.kernels.native.calls import Coder, TrellisLayout
+from headwise.runtime.quantization.transform_code import SINKS
+from headwise.runtime.quantization.trellis_format import TrellisFormat
 
 FORMS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 """Names before ``DecoderLayer`` in transformers of the layers that have Llama's form."""
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HARMLESS = {"cache_position", "return_dict", "output_hidden_states"}
 """Arguments of a layer that do not change what it computes."""
 
@@ -45,7 +60,7 @@ class SteppingLayer(nn.Module):
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Rotation | None = None,
         **more: Any,
     ) -> Tensor:
         """Map ``[B, S, E]`` to ``[B, S, E]``; arguments as for transformers' layers."""
@@ -72,8 +87,9 @@ def take_over_layers(model: nn.Module) -> None:
         model: the model, which is changed in place.
     """
     for module in model.modules():
-        if _form_of(type(module)) is not None and "forward" not in vars(module):
-            module.__class__ = stepping(type(module))
+        stock: Any = type(module)
+        if _form_of(stock) is not None and "forward" not in vars(module):
+            module.__class__ = stepping(stock)
 
 
 @cache
@@ -111,118 +127,216 @@ class _Prepared(NamedTuple):
     arguments: StepArguments | None
 
 
-_PREPARED: WeakKeyDictionary[nn.Module, _Prepared] = WeakKeyDictionary()
-"""Of each layer; not in the layers, because arguments can be neither copied nor pickled."""
+class _PreparedCodes(NamedTuple):
+    """The arguments of a layer's codes, for as long as they are read by one layout."""
+
+    layout: TrellisLayout
+    coder: CoderArguments
+    attention: HeadsArguments | CodedArguments
 
 
-def _step(
-    layer: Any, states: Tensor, mask: Tensor | None, past: Any, position_embeddings: tuple[Tensor, Tensor]
-) -> Tensor | None:
+# Not in the layers, because arguments can be neither copied nor pickled.
+_PREPARED: WeakKeyDictionary[Any, _Prepared] = WeakKeyDictionary()
+_PREPARED_CODES: WeakKeyDictionary[Any, _PreparedCodes] = WeakKeyDictionary()
+
+
+def _step(layer: Any, states: Tensor, mask: Tensor | None, past: Any, position_embeddings: Rotation) -> Tensor | None:
     """A layer's output by the kernel; None where it does not apply."""
     B, S, _ = states.shape
     if not 0 < B * S <= MOST_ROWS or torch.is_grad_enabled() or layer.training or _has_any_global_hook():
         return None
-    cache = _cache_layer(past, layer._modules["self_attn"], mask, S)
-    if cache is None or why_not(states.dtype, states.device) is not None:
+    attention = layer._modules["self_attn"]
+    cached = past.layers[attention.layer_idx] if type(past) is HeadwiseCache else None
+    if type(cached) is not GrowingLayer or why_not(states.dtype, states.device) is not None:
         return None
+    T = cached.get_seq_length() + S
     prepared = _prepared(layer, states.dtype)
-    cos, sin = position_embeddings
-    if (
-        prepared is None
-        or not are_plain(states, cos, sin, mask)
-        or not (states.is_contiguous() and cos.is_contiguous() and sin.is_contiguous())
-        or not states.dtype == cos.dtype == sin.dtype
-        or cos.shape != sin.shape
-        or cos.shape[1:] != (S, prepared.D)
-    ):
+    if prepared is None or not are_plain(states, mask) or not states.is_contiguous():
+        return None
+    if mask is not None and (mask.dtype != torch.bool or mask.shape[1:] != (1, S, T) or len(mask) not in (1, B)):
         return None
     arguments = StepArguments.from_buffer_copy(prepared)  # another thread may be in this layer
-    keys, values = cache.lengthen(states.new_empty(B, arguments.K, S, arguments.D))
-    out, T = torch.empty_like(states), keys.shape[2]
+    coded = isinstance(attention, CodedAttention)
+    if coded:
+        rotation = _rotation_by_slots(attention, cached, states, T)
+    else:
+        rotation = _rotation_by_positions(attention, cached, position_embeddings, mask, T)
+    if rotation is None or not _set_rotation(arguments, rotation, states):
+        return None
     arguments.B, arguments.S, arguments.T = B, S, T
-    arguments.x, arguments.y = states.data_ptr(), out.data_ptr()
-    arguments.cos, arguments.sin = cos.data_ptr(), sin.data_ptr()
-    arguments.position_stride = S * arguments.D if cos.shape[0] > 1 else 0
-    for name, cached in (("key", keys), ("value", values)):
-        address, stride = cached.data_ptr(), cached.stride()[:3]
-        setattr(arguments, name, address)
-        setattr(arguments, f"{name}_stride", stride)
-        setattr(arguments, f"new_{name}", address + (T - S) * stride[2] * cached.element_size())
-        setattr(arguments, f"new_{name}_stride", stride)
     arguments.causal = mask is None
     if mask is not None:
         arguments.mask, arguments.mask_stride = mask.data_ptr(), mask_strides(mask)
+    if coded:
+        held = _append_codes(arguments, attention, cached, states)
+    else:
+        held = cached.lengthen(states.new_empty(B, arguments.K, S, arguments.D))
+        arguments.key, arguments.key_stride = held[0].data_ptr(), held[0].stride()[:3]
+        arguments.value, arguments.value_stride = held[1].data_ptr(), held[1].stride()[:3]
+    out = torch.empty_like(states)
+    arguments.x, arguments.y = states.data_ptr(), out.data_ptr()
     run("headwise_step", arguments, states.dtype)
     return out
 
 
-def _cache_layer(past: Any, attention: Any, mask: Tensor | None, new: int) -> GrowingLayer | None:
-    """The layer of a cache that the kernel appends to and reads; None where that is not possible."""
-    if type(past) is not HeadwiseCache or attention.config._attn_implementation != NAME:
+def _rotation_by_positions(
+    attention: Any, cached: GrowingLayer, tables: Rotation, mask: Tensor | None, T: int
+) -> Rotation | None:
+    """cos and sin of the model's positions, ``[B or 1, S, D]``; None where attention is not `attention_forward`."""
+    if (
+        attention.config._attn_implementation != NAME
+        or cached.codec is not None
+        or hasattr(attention, TRAINED_FORMAT)
+    ):
         return None
-    layer = past.layers[attention.layer_idx]
-    if type(layer) is not GrowingLayer or layer.codec is not None or hasattr(attention, TRAINED_FORMAT):
+    S = tables[0].shape[1]
+    return tables if mask is not None or S in (1, T) else None  # else without a mask the first tokens are meant
+
+
+def _rotation_by_slots(attention: Any, cached: GrowingLayer, states: Tensor, T: int) -> Rotation | None:
+    """cos and sin of the cache's slots, ``[1, S, P/2]``; None where a layer's codes are not the cache's."""
+    is_eager = attention.config._attn_implementation == "eager"
+    if is_eager or cached.codec is not attention.codec or not cached.holds_first_tokens():
         return None
-    length = layer.get_seq_length()
-    if mask is None:
-        return layer if new == 1 or not length else None
-    return layer if mask.dtype == torch.bool and mask.shape[1:] == (1, new, length + new) else None
+    rotation: Rotation | None = attention.slot_rotation(states, T - states.shape[1], T)
+    return rotation
+
+
+def _set_rotation(arguments: StepArguments, rotation: Rotation, states: Tensor) -> bool:
+    """Set the arguments of cos and sin, each ``[B or 1, S, at least P/2]``; False where they do not fit."""
+    cos, sin = rotation
+    B, S = states.shape[:2]
+    if not (
+        are_plain(cos, sin)
+        and states.dtype == cos.dtype == sin.dtype
+        and cos.stride() == sin.stride()
+        and cos.shape == sin.shape
+        and cos.stride(2) == 1
+        and cos.shape[0] in (1, B)
+        and cos.shape[1] == S
+        and cos.shape[2] in (arguments.P, arguments.P // 2)
+    ):
+        return False
+    arguments.cos, arguments.sin = cos.data_ptr(), sin.data_ptr()
+    arguments.angle_stride = (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
+    return True
+
+
+def _append_codes(arguments: StepArguments, attention: Any, cached: GrowingLayer, states: Tensor) -> tuple[Any, ...]:
+    """Make room for the codes of new tokens, and set the arguments of codes; what they point to is returned."""
+    codec: TrellisFormat = attention.codec
+    size = codec.code.token_bytes
+    codes, _ = cached.lengthen(torch.empty(len(states), 1, states.shape[1], size, dtype=torch.uint8))
+    channels = attention.channels_of(states)
+    rotation = attention.slots.of_keys(codes.shape[2], channels, tuple(attention.channels))
+    layout = codec.layout_for(rotation, of_gpu=False)
+    assert isinstance(layout, TrellisLayout)
+    prepared = _PREPARED_CODES.get(codec)
+    if prepared is None or prepared.layout is not layout:
+        prepared = _PREPARED_CODES[codec] = _new_codes(arguments, codec.code.coder, layout, size)
+    own = type(prepared.attention).from_buffer_copy(prepared.attention)
+    first, wide = cached.first, cached.unquantised
+    assert first is not None
+    assert wide is not None
+    first, wide = first.contiguous(), wide.contiguous()
+    own.first, own.cos, own.sin = first.data_ptr(), rotation.cos.data_ptr(), rotation.sin.data_ptr()
+    own.frequency, own.frequencies = channels.data_ptr(), rotation.cos.shape[-1]
+    own.value, own.value_stride = wide.data_ptr(), (wide.stride(0), wide.stride(0), wide.stride(1))
+    arguments.key, arguments.key_stride = codes.data_ptr(), codes.stride()[:3]
+    arguments.coder = addressof(prepared.coder)
+    setattr(arguments, "heads" if layout.heads else "latents", addressof(own))
+    return codes, rotation, first, wide, prepared, own
+
+
+def _new_codes(arguments: StepArguments, coder: Coder, layout: TrellisLayout, size: int) -> _PreparedCodes:
+    """The arguments of a code that are the same for all tokens."""
+    coding = {name: tensor.data_ptr() for name, tensor in coder.tensors.items()}
+    reading = {name: tensor.data_ptr() for name, tensor in layout.tensors.items()}
+    D = arguments.D
+    if not layout.heads:
+        D = arguments.R + arguments.P if arguments.P < D else arguments.P
+    own = {"K": 1, "G": arguments.K * arguments.G, "D": D, "V": layout.value_dim}
+    own["wide"] = SINKS if layout.first is None else 1
+    kernel: Any = KERNELS[layout.kernel]
+    return _PreparedCodes(
+        layout,
+        CoderArguments(**coding, **coder.numbers, bytes=size),
+        kernel(**reading, **layout.numbers, **own),
+    )
 
 
 def _prepared(layer: Any, dtype: torch.dtype) -> StepArguments | None:
-    """The arguments of a layer's parameters; None where its modules are not all as transformers made them."""
+    """The arguments of a layer's parameters; None where its modules are not all as they were made."""
     own = layer._modules
     attention, mlp = own["self_attn"], own["mlp"]
     modules = (*own.values(), *attention._modules.values(), *mlp._modules.values())
     for module in modules:
         state = module.__dict__
-        if "forward" in state or any(state[name] for name in _HOOKS):
+        if state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state:
             return None
     tensors = [tensor for module in modules for tensor in module._parameters.values() if tensor is not None]
-    key = (dtype, *map(type, modules), *(tensor.data_ptr() for tensor in tensors))
+    state = attention.__dict__
+    key = (dtype, state.get("scaling"), state.get("codec"), *map(type, modules), *(x.data_ptr() for x in tensors))
     known = _PREPARED.get(layer)
     if known is None or known.key != key:
-        fits = _fits(layer, modules) and all(
-            tensor.dtype == dtype and tensor.is_contiguous() and are_plain(tensor) for tensor in tensors
-        )
-        known = _PREPARED[layer] = _Prepared(key, _new_arguments(layer) if fits else None)
+        fits = all(tensor.dtype == dtype and tensor.is_contiguous() and are_plain(tensor) for tensor in tensors)
+        known = _PREPARED[layer] = _Prepared(key, _new_arguments(layer, modules) if fits else None)
     return known.arguments
 
 
-def _fits(layer: Any, modules: tuple[Any, ...]) -> bool:
-    """Whether a layer has the modules of its form."""
+def _new_arguments(layer: Any, modules: tuple[Any, ...]) -> StepArguments | None:
+    """The arguments that are the same in every call; None where a layer computes something else."""
     form = _form_of(type(layer).__mro__[2])
     assert form is not None
-    linears = [module for module in modules if isinstance(module, nn.Linear)]
-    norms = [module for module in modules if type(module) is form.norm]
-    return (
-        type(layer.self_attn) is form.attention
-        and type(layer.mlp) is form.mlp
-        and isinstance(layer.mlp.act_fn, _SILU)
-        and all(type(linear) in (nn.Linear, FewTokensLinear) for linear in linears)
-        and len(linears) + len(norms) + 3 == len(modules)
-    )
+    attention, mlp = layer.self_attn, layer.mlp
+    kinds = {type(attention), form.mlp, form.norm, _SILU, nn.Linear, FewTokensLinear, RotaryEmbedding}
+    is_known = type(attention).forward in (form.attention.forward, HostedAttention.forward)
+    if not is_known or not {type(module) for module in modules} <= kinds:
+        return None
+    sizes = _sizes(attention)
+    if sizes is None:
+        return None
+    of_attention = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
+    if "R" in sizes:
+        of_attention = {"q": "q_proj", "k": "kv_a_proj_with_mqa", "o": "o_proj"}
+        sizes["decoder"] = attention.kv_b_proj.weight.data_ptr()
+    linears = {name: getattr(attention, own) for name, own in of_attention.items()}
+    linears |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
+    for name, linear in linears.items():
+        bias = None if linear.bias is None else linear.bias.data_ptr()
+        sizes[name] = ProjectionArguments(linear.weight.data_ptr(), bias)
+    norms = {"norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm}
+    norms |= {name: norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None}
+    for name, norm in norms.items():
+        sizes[name] = NormArguments(norm.weight.data_ptr(), norm.variance_epsilon)
+    sizes["inner"], sizes["hidden"] = mlp.gate_proj.weight.shape
+    return StepArguments(**sizes)
 
 
 _SILU = type(ACT2FN["silu"])
 
 
-def _new_arguments(layer: Any) -> StepArguments:
-    """The arguments that are the same in every call."""
-    attention, mlp = layer.self_attn, layer.mlp
-    D = attention.head_dim
-    norms = {"norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm}
-    norms |= {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
-    linears = {name: getattr(attention, f"{name}_proj") for name in ("q", "k", "v", "o")}
-    linears |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
-    inner, hidden = mlp.gate_proj.weight.shape
-    K = attention.k_proj.weight.shape[0] // D
-    own: dict[str, Any] = {
-        name: NormArguments(norm.weight.data_ptr(), norm.variance_epsilon) for name, norm in norms.items()
-    }
-    for name, linear in linears.items():
-        bias = None if linear.bias is None else linear.bias.data_ptr()
-        own[name] = ProjectionArguments(linear.weight.data_ptr(), bias)
-    own |= {"K": K, "G": attention.q_proj.weight.shape[0] // D // K, "D": D, "V": D, "scale": attention.scaling}
-    own |= {"hidden": hidden, "inner": inner} | dict.fromkeys(("projects", "attends", "finishes"), 1)
-    return StepArguments(**own)
+def _sizes(attention: Any) -> dict[str, Any] | None:
+    """The sizes of a layer's attention, and the factor of its scores; None where the kernel cannot compute it."""
+    if not isinstance(attention, CodedAttention):
+        D = attention.head_dim
+        K, H = (attention._modules[name].weight.shape[0] // D for name in ("k_proj", "q_proj"))
+        return {"K": K, "G": H // K, "D": D, "V": D, "P": D, "scale": attention.scaling}
+    coded: Any = attention
+    spec, rope = coded.spec, coded.rope
+    if attention.codec is None or attention.slots is None or attention.window is not None or rope is None:
+        return None
+    if rope.spec.interleaved or attention.backend not in ("auto", "fused") or not spec.is_causal:
+        return None
+    H, P = spec.num_heads, rope.spec.dim
+    if isinstance(spec, GroupedSpec):
+        if spec.head_dim != P or spec.qk_norm not in (None, "head") or coded.o_proj is None:
+            return None
+        sizes = {"K": spec.num_kv_heads, "G": H // spec.num_kv_heads, "D": P, "V": spec.value_dim}
+    else:
+        is_plain = coded.q_proj is not None and spec.qk_norm is None and coded.kv_a_layernorm is None
+        if not is_plain or coded.kv_b_proj.bias is not None:
+            return None
+        sizes = {"K": 1, "G": H, "D": spec.qk_head_dim, "V": spec.v_head_dim, "R": spec.kv_lora_rank}
+    scale = sizes["D"] ** -0.5 if spec.softmax_scale is None else spec.softmax_scale
+    return {**sizes, "P": P, "scale": scale}

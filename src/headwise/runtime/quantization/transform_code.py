@@ -30,7 +30,14 @@ from headwise.models.specs import GroupedSpec, LatentSpec
 from headwise.runtime.kernels import gpu
 from headwise.runtime.kernels.native.abi import CHANNELS, TURN
 from headwise.runtime.kernels.native.build import are_plain
-from headwise.runtime.kernels.native.calls import TrellisLayout, can_encode, choose_gains, code_tokens, decode_trellis
+from headwise.runtime.kernels.native.calls import (
+    Coder,
+    TrellisLayout,
+    can_encode,
+    choose_gains,
+    code_tokens,
+    decode_trellis,
+)
 from headwise.runtime.quantization.groups import is_on_gpu
 from headwise.runtime.quantization.trellis import NOISE, REACH, UNIT, decode, encode, tables
 
@@ -218,11 +225,14 @@ class TransformCode:
         return rows.view(*states.shape[:-1], size)
 
     def _write(self, states: Tensor, pages: Tensor, slots: Tensor) -> None:
+        code_tokens(states.float(), self.coder, pages, slots)
+
+    @cached_property
+    def coder(self) -> Coder:
+        """How the compiled kernel codes tokens."""
         channels = (self.offset, self.scale, self._noise, self._reach)
-        code_tokens(
-            *(states.float(), channels, self.parts, self._of_numbers, self.channel_bits, tables(), pages, slots),
-            (GAINS_TRIED, GAIN_ZERO, GAIN_STEP),
-        )
+        rest = (self._of_numbers, self.channel_bits, tables(), GAINS_TRIED, GAIN_ZERO, GAIN_STEP)
+        return Coder(channels, self.parts, *rest)
 
     def _decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         if can_encode() and are_plain(codes, self.offset):

@@ -157,7 +157,7 @@ class TrellisFormat(Codec):
         B, H, S, _ = query.shape
         if scoring.mask is not None:  # sequences in pages have lengths instead
             scoring = scoring._replace(mask=as_bool_mask(scoring.mask, (B, H, S, codes.shape[2])))
-        layout = self._layout_for(rotation, of_gpu=is_on_gpu(query))
+        layout = self.layout_for(rotation, of_gpu=is_on_gpu(query))
         if rotation is None:
             none = torch.empty(1, 0, device=query.device)
             tables, frequency = (none, none), none[0].long()
@@ -169,8 +169,13 @@ class TrellisFormat(Codec):
         tokens = query, codes, unquantised, first
         return attend_trellis(*tokens, layout, tables, frequency, scoring, has_sums=has_sums, pages=pages)
 
-    def _layout_for(self, rotation: KeyRotation | None, *, of_gpu: bool) -> gpu.ChannelLayout | TrellisLayout:
-        """How a kernel reads the code; it is kept until frequencies change."""
+    def layout_for(self, rotation: KeyRotation | None, *, of_gpu: bool) -> gpu.ChannelLayout | TrellisLayout:
+        """How a kernel reads the code; it is the same object until frequencies change.
+
+        Args:
+            rotation: see `attend`.
+            of_gpu: whether the kernel is one of the GPU's.
+        """
         turn = None if rotation is None else rotation.turn
         if self._layout is None or self._turn is not turn:
             with torch.inference_mode(False), torch.no_grad():

@@ -174,7 +174,9 @@ class LinearArguments(Structure):
         ("weight", _INPUT),  # [outputs, inputs]
         ("bias", _INPUT),  # [outputs], or null
         ("y", _OUTPUT),  # [rows, outputs]
-        *((size, c_int64) for size in ("rows", "inputs", "outputs", "x_stride", "weight_stride", "threads")),
+        *((size, c_int64) for size in ("rows", "inputs", "outputs")),
+        *((stride, c_int64) for stride in ("x_stride", "weight_stride", "y_stride")),
+        ("threads", c_int64),
     ]
 
 
@@ -188,32 +190,6 @@ class NormArguments(Structure):
     """RMSNorm's parameters."""
 
     _fields_: ClassVar[Any] = [("weight", _INPUT), ("eps", c_double)]  # [width], or null where there is no norm
-
-
-class StepArguments(FusedArguments):
-    """A layer of a decoder, of Llama's form, for a few new tokens.
-
-    ``query`` and ``out`` are ``[B, S, H, D]`` and ``[B, S, H, V]``, or null where nobody else reads them. With
-    ``attends`` the cache, ``key`` and ``value``, has room for the new tokens at its end.
-    """
-
-    _fields_: ClassVar[Any] = [
-        ("x", _INPUT),  # [B, S, hidden]
-        ("y", _OUTPUT),  # [B, S, hidden]
-        ("new_key", _OUTPUT),  # [B, K, S, D], where the new tokens' keys go
-        ("new_value", _OUTPUT),  # [B, K, S, V]
-        ("new_key_stride", _STRIDES),
-        ("new_value_stride", _STRIDES),
-        ("cos", _INPUT),  # [B, S, D], or null without rotation
-        ("sin", _INPUT),
-        ("position_stride", c_int64),  # of a sequence; 0 where all have the same positions
-        *((name, NormArguments) for name in ("norm", "mlp_norm", "q_norm", "k_norm")),
-        *((name, ProjectionArguments) for name in ("q", "k", "v", "o", "gate", "up", "down")),
-        *((size, c_int64) for size in ("hidden", "inner")),
-        ("projects", c_int64),  # whether queries, keys and values are computed of x
-        ("attends", c_int64),  # whether queries attend
-        ("finishes", c_int64),  # whether y is computed of what was mixed
-    ]
 
 
 class GainsArguments(Structure):
@@ -246,6 +222,29 @@ class CoderArguments(GainsArguments):
         ("codes", _NEW_BYTES),  # [pages, page, bytes], whose strides are given
         ("slots", _WHOLE),  # [rows], the number of a page times its tokens, plus the place in it; below 0 for none
         *((size, c_int64) for size in ("page", "bytes", "page_stride", "token_stride")),
+    ]
+
+
+class StepArguments(FusedArguments):
+    """A layer of a decoder, of Llama's form, for a few new tokens; R latent rank, P rotary dims.
+
+    The cache, ``key`` and ``value``, has room for the new tokens at its end. Where it holds codes they are ``key``;
+    queries, or those of latents where D is N + P and K is 1, attend to it by the arguments of its own kernel.
+    """
+
+    _fields_: ClassVar[Any] = [
+        ("x", _INPUT),  # [B, S, hidden]
+        ("y", _OUTPUT),  # [B, S, hidden]
+        ("cos", _INPUT),  # [B, S, …], of the P / 2 pairs of a head's last dims
+        ("sin", _INPUT),
+        ("angle_stride", c_int64 * 2),  # batch, token
+        *((name, NormArguments) for name in ("norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, ProjectionArguments) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        ("decoder", _INPUT),  # of latents, [H, N + V, R]; k is then what latents and rotary keys are of x
+        *((size, c_int64) for size in ("hidden", "inner", "P", "R")),
+        ("coder", _pointer("const CoderArguments")),  # or null; without values, slots, codes and their strides
+        ("heads", _pointer("const HeadsArguments")),  # or null; without what all kernels of attention are given
+        ("latents", _pointer("const CodedArguments")),
     ]
 
 
@@ -288,11 +287,11 @@ KERNELS: dict[str, type[Structure]] = {
     "headwise_heads": HeadsArguments,
     "headwise_affine": AffineArguments,
     "headwise_linear": LinearArguments,
-    "headwise_step": StepArguments,
     "headwise_gains": GainsArguments,
     "headwise_trellis": EncoderArguments,
     "headwise_code": CoderArguments,
     "headwise_decode": DecoderArguments,
+    "headwise_step": StepArguments,
 }
 """The kernels, and the arguments of each."""
 

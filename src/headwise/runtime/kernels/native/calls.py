@@ -174,43 +174,62 @@ def choose_gains(
     return normal, of_channel, starts
 
 
-def code_tokens(
-    values: Tensor,
-    channels: tuple[Tensor, Tensor, Tensor, Tensor],
-    parts: tuple[int, ...],
-    gains: Tensor,
-    bits: Tensor,
-    tables: Tensor,
-    codes: Tensor,
-    slots: Tensor,
-    numbers: tuple[int, int, float],
-) -> None:
-    """Choose the gains and the codes of some tokens, and write both to pages; see `choose_gains`, `trellis_encode`.
+@dataclass(frozen=True, eq=False)
+class Coder:
+    """How a kernel chooses the gains and the codes of tokens.
 
-    Args:
-        values: float32 ``[n, W]``.
-        channels: see `choose_gains`.
+    Attributes:
+        channels: offset, scale, noise and reach of each channel, float32 ``[W]``; see `choose_gains`.
         parts: see `choose_gains`.
         gains: see `choose_gains`.
         bits: see `trellis_encode`.
         tables: see `trellis_encode`.
+        tried: see `choose_gains`.
+        zero: see `choose_gains`.
+        step: see `choose_gains`.
+    """
+
+    channels: tuple[Tensor, Tensor, Tensor, Tensor]
+    parts: tuple[int, ...]
+    gains: Tensor
+    bits: Tensor
+    tables: Tensor
+    tried: int
+    zero: int
+    step: float
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by the names of the kernel's arguments."""
+        names = ("offset", "scale", "noise", "reach", "gains")
+        tensors = {name: x.contiguous() for name, x in zip(names, (*self.channels, self.gains), strict=True)}
+        return tensors | {"parts": _widths(self.parts), "bits": self.bits, "tables": self.tables}
+
+    @cached_property
+    def numbers(self) -> dict[str, Any]:
+        """The numbers by the names of the kernel's arguments."""
+        own = {"width": len(self.bits), "count": len(self.parts), "tried": self.tried, "zero": self.zero}
+        return own | {"step": self.step}
+
+
+def code_tokens(values: Tensor, coder: Coder, codes: Tensor, slots: Tensor) -> None:
+    """Choose the gains and the codes of some tokens, and write both to pages; see `choose_gains`, `trellis_encode`.
+
+    Args:
+        values: float32 ``[n, W]``.
+        coder: the code.
         codes: uint8 ``[pages, tokens of a page, bytes]``, with pages and tokens any number of bytes apart.
         slots: int64 ``[n]``, of each token the number of a page times its tokens, plus the place in it; below 0 for
             one that is not written.
-        numbers: ``tried``, ``zero`` and ``step`` of `choose_gains`.
 
     Raises:
         MemoryError: the kernel could not allocate its working memory.
     """
-    names = ("values", "offset", "scale", "noise", "reach", "gains")
-    tensors = {name: x.contiguous() for name, x in zip(names, (values, *channels, gains), strict=True)}
     assert values.dtype == torch.float32
     assert codes.stride(2) == 1
-    tensors |= {"parts": _widths(parts), "bits": bits, "tables": tables, "codes": codes, "slots": slots.contiguous()}
-    (rows, width), (_, page, size) = values.shape, codes.shape
-    sizes = {"rows": rows, "width": width, "count": len(parts), "page": page, "bytes": size}
-    sizes |= {"page_stride": codes.stride(0), "token_stride": codes.stride(1)}
-    call("headwise_code", tensors, sizes | dict(zip(("tried", "zero", "step"), numbers, strict=True)))
+    tensors = coder.tensors | {"values": values.contiguous(), "codes": codes, "slots": slots.contiguous()}
+    sizes = coder.numbers | {"rows": len(values), "page": codes.shape[1], "bytes": codes.shape[2]}
+    call("headwise_code", tensors, sizes | {"page_stride": codes.stride(0), "token_stride": codes.stride(1)})
 
 
 @lru_cache
@@ -252,6 +271,17 @@ class TrellisLayout:
     offset: Tensor
     turn: Tensor
     first: TrellisLayout | None = None
+
+    @property
+    def kernel(self) -> str:
+        """The kernel that attends to the codes."""
+        return "headwise_heads" if self.heads else "headwise_coded"
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The numbers by the names of the kernel's arguments."""
+        own = {"count": self.blocks.shape[0], "P": self.rotary, "bytes": self.token_bytes}
+        return own | {"heads": self.heads} if self.heads else own
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -300,17 +330,9 @@ def attend_trellis(
         MemoryError: the kernel could not allocate its working memory.
     """
     assert layout.turn.shape[1] == TURN
-    kernel, own = (
-        ("headwise_heads", {"heads": layout.heads}) if layout.heads else ("headwise_coded", {"has_sums": has_sums})
-    )
     cos, sin = (table.contiguous() for table in rotation)
-    own |= {
-        "count": layout.blocks.shape[0],
-        "P": layout.rotary,
-        "bytes": layout.token_bytes,
-        "frequencies": cos.shape[-1],
-        "wide": wide.shape[1],
-    }
+    own = layout.numbers | {"frequencies": cos.shape[-1], "wide": wide.shape[1]}
+    own |= {} if layout.heads else {"has_sums": has_sums}
     # To the kernel, the codes are the keys of one head, and the values of first tokens its values.
     tensors = {"query": query, "key": codes, "value": wide.contiguous()[:, None], "first": first.contiguous()}
     tensors |= layout.tensors | {"cos": cos, "sin": sin, "frequency": frequency}
@@ -322,7 +344,7 @@ def attend_trellis(
         T = pages.table.shape[1] * codes.shape[2]  # at most; each sequence has a length of its own
         tensors |= {"table": pages.table.contiguous(), "lengths": pages.lengths.contiguous()}
         own |= {"table_stride": pages.table.shape[1], "page": codes.shape[2], "pages": codes.shape[0]}
-    return attend_stored(kernel, tensors, own, (1, T, layout.value_dim, layout.value_dim + has_sums), scoring)
+    return attend_stored(layout.kernel, tensors, own, (1, T, layout.value_dim, layout.value_dim + has_sums), scoring)
 
 
 def decode_trellis(codes: Tensor, layout: TrellisLayout, dtype: torch.dtype, width: int, first_part: int) -> Tensor:

@@ -74,36 +74,47 @@ class Product {
         for (int64_t rest = whole_; rest < a_.inputs; rest++)
           y += number(x_[r * a_.x_stride + rest]) * number(weight[m * stride + rest]);
         if (a_.bias) y += number(((const T*)a_.bias)[o + m]);
-        put((T*)a_.y + r * a_.outputs + o + m, y);
+        put((T*)a_.y + r * a_.y_stride + o + m, y);
       }
   }
 };
 
+// `x` of each product is where `A` reads its rows.
 template <class A, class T>
-void multiply(const LinearArguments* products, int count, const typename A::Query* x) {
+void multiply(const LinearArguments* products, int count) {
   double bytes = 0;
   for (int i = 0; i < count; i++) bytes += double(products[i].inputs) * products[i].outputs * sizeof(T);
   const int threads = useful_threads(bytes / 40e3, products->threads);
   in_threads(threads, [&](int thread) {
-    for (int i = 0; i < count; i++) Product<A, T>(products[i], x).share(thread, threads);
+    for (int i = 0; i < count; i++)
+      Product<A, T>(products[i], (const typename A::Query*)products[i].x).share(thread, threads);
   });
 }
 
 template <class T>
 void multiply(const LinearArguments* products, int count) {
-  const LinearArguments& a = *products;
 #if HAS_PAIRS
-  if constexpr (std::is_same_v<T, bfloat16>) return multiply<Paired, T>(products, count, (const T*)a.x);
+  if constexpr (std::is_same_v<T, bfloat16>) return multiply<Paired, T>(products, count);
 #endif
   if constexpr (std::is_same_v<T, float>) {
-    multiply<Single, T>(products, count, (const T*)a.x);
+    multiply<Single, T>(products, count);
   } else {
-    std::vector<float> x(a.rows * a.inputs);
-    for (int64_t r = 0; r < a.rows; r++)
-      for (int64_t i = 0; i < a.inputs; i++) x[r * a.inputs + i] = number(((const T*)a.x)[r * a.x_stride + i]);
     std::vector<LinearArguments> widened(products, products + count);
-    for (LinearArguments& each : widened) each.x_stride = a.inputs;
-    multiply<Single, T>(widened.data(), count, x.data());
+    std::vector<std::vector<float>> xs(count);
+    for (int p = 0; p < count; p++) {
+      LinearArguments& a = widened[p];
+      const T* x = (const T*)a.x;
+      if (p && x == products[p - 1].x) {
+        a.x = widened[p - 1].x;
+      } else {
+        xs[p].resize(a.rows * a.inputs);
+        for (int64_t r = 0; r < a.rows; r++)
+          for (int64_t i = 0; i < a.inputs; i++) xs[p][r * a.inputs + i] = number(x[r * a.x_stride + i]);
+        a.x = xs[p].data();
+      }
+      a.x_stride = a.inputs;
+    }
+    multiply<Single, T>(widened.data(), count);
   }
 }
 

@@ -3,6 +3,6 @@
 
 #include "abi.h"
 
-// Products of the same rows x with several weights, shared out among the threads at once; see with_type for `type` and
-// for what is returned.
+// Products of equally many rows, shared out among the threads at once; see with_type for `type` and for what is
+// returned.
 int multiply_all(const LinearArguments* products, int count, int type);

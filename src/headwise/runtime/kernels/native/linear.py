@@ -36,8 +36,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x = x if x.is_contiguous() else x.contiguous()
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
     sizes = {"rows": rows, "inputs": inputs, "outputs": weight.shape[0], "x_stride": inputs}
+    sizes |= {"weight_stride": weight.stride(0), "y_stride": weight.shape[0]}
     tensors = {"x": x, "weight": weight, "bias": bias, "y": out}
-    call("headwise_linear", tensors, sizes | {"weight_stride": weight.stride(0)}, x.dtype)
+    call("headwise_linear", tensors, sizes, x.dtype)
     return out
 
 
