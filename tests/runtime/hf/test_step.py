@@ -201,6 +201,11 @@ def with_other_activation(model: Any) -> None:
     model.model.layers[1].mlp.act_fn = nn.GELU()
 
 
+def with_other_mlp(model: Any) -> None:
+    torch.manual_seed(1)
+    model.model.layers[1].mlp = nn.Sequential(nn.Linear(48, 48), nn.SiLU())
+
+
 def with_parametrization(model: Any) -> None:
     nn.utils.parametrizations.weight_norm(model.model.layers[1].mlp.up_proj)
 
@@ -216,6 +221,7 @@ CHANGES = {
     "a forward of its own": with_own_forward,
     "an adapter": with_adapter,
     "another activation": with_other_activation,
+    "another MLP": with_other_mlp,
     "a parametrization": with_parametrization,
     "weights that lie otherwise": with_other_weights,
 }

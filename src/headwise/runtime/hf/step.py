@@ -183,11 +183,8 @@ def _rotation_by_positions(
     attention: Any, cached: GrowingLayer, tables: Rotation, mask: Tensor | None, T: int
 ) -> Rotation | None:
     """cos and sin of the model's positions, ``[B or 1, S, D]``; None where attention is not `attention_forward`."""
-    if (
-        attention.config._attn_implementation != NAME
-        or cached.codec is not None
-        or hasattr(attention, TRAINED_FORMAT)
-    ):
+    is_headwise = attention.config._attn_implementation == NAME and attention.is_causal
+    if not is_headwise or cached.codec is not None or hasattr(attention, TRAINED_FORMAT):
         return None
     S = tables[0].shape[1]
     return tables if mask is not None or S in (1, T) else None  # else without a mask the first tokens are meant
@@ -271,8 +268,8 @@ def _prepared(layer: Any, dtype: torch.dtype) -> StepArguments | None:
     attention, mlp = own["self_attn"], own["mlp"]
     modules = (*own.values(), *attention._modules.values(), *mlp._modules.values())
     for module in modules:
-        state = module.__dict__
-        if state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state:
+        state = module.__dict__ if isinstance(module, nn.Module) else {"forward": None}
+        if "forward" in state or state["_forward_hooks"] or state["_forward_pre_hooks"]:
             return None
     tensors = [tensor for module in modules for tensor in module._parameters.values() if tensor is not None]
     state = attention.__dict__
@@ -291,7 +288,7 @@ def _new_arguments(layer: Any, modules: tuple[Any, ...]) -> StepArguments | None
     attention, mlp = layer.self_attn, layer.mlp
     kinds = {type(attention), form.mlp, form.norm, _SILU, nn.Linear, FewTokensLinear, RotaryEmbedding}
     is_known = type(attention).forward in (form.attention.forward, HostedAttention.forward)
-    if not is_known or not {type(module) for module in modules} <= kinds:
+    if not is_known or type(mlp) is not form.mlp or not {type(module) for module in modules} <= kinds:
         return None
     sizes = _sizes(attention)
     if sizes is None:
