@@ -70,6 +70,7 @@ FORWARDED = {
     "study/counting/layer_comparison.py:peer_counts": "to the module that is counted",
     "measure/evaluation/results.py:__init_subclass__": "to Python's own",
     "runtime/hf/attention.py:forward": "called by transformers",
+    "runtime/hf/step.py:forward": "called by transformers",
     "runtime/caches/cache.py:update": "called by transformers",
     "runtime/caches/layers.py:update": "called by transformers",
     "runtime/hf/codes.py:save": "a method of transformers in its place",

@@ -141,6 +141,7 @@ def optimize(model: Any) -> Any:
       are replaced too, because the stock ones decode keys and values from all cached latents at every step.
     - ``generate`` caches in a `HeadwiseCache`, unless a cache or its kind is passed to it.
     - Linear layers read their weights at the speed of memory when there are few tokens (on a CPU, without gradients).
+    - So do whole decoder layers of Llama's form, each in one call of a kernel; see `headwise.runtime.hf.step`.
 
     Outputs are the same up to rounding. Parameters, their names and hooks stay the same objects, and saving the model
     gives a stock folder. A second call changes nothing.
