@@ -36,6 +36,12 @@ int main() {
       for (uint8_t& x : mask) x = random() % 4 > 0;
       std::vector<int8_t> tables(9 * 256);
       for (int8_t& x : tables) x = int(random() % 255) - 127;
+      std::vector<int8_t> pairs(2 << 17);
+      for (int b = 1; b <= 8; b++)
+        for (int both = 0, size = 256 << b; both < size; both++) {
+          pairs[2 * (size + both)] = tables[256 * b + (both >> b)];
+          pairs[2 * (size + both) + 1] = tables[256 * b + both % 256];
+        }
       std::vector<float> gains(16), scale(columns), offset = draw(columns), turn(2 * TURN * half),
                                                     angles(2 * T * FREQUENCIES);
       for (int i = 0; i < 16; i++) gains[i] = 0.5f + i / 16.0f;
@@ -71,7 +77,7 @@ int main() {
       a.key_stride[0] = T * bytes, a.key_stride[2] = bytes;
       a.mask_stride[0] = T, a.mask_stride[3] = 1;
       a.causal = 1, a.threads = 4, a.scale = 0.1;
-      c.first = first.data(), c.blocks = blocks.data(), c.tables = tables.data(), c.gains = gains.data();
+      c.first = first.data(), c.blocks = blocks.data(), c.tables = tables.data(), c.pairs = pairs.data(), c.gains = gains.data();
       c.level_scale = scale.data(), c.level_offset = offset.data(), c.turn_cos = turn.data(),
       c.turn_sin = turn.data() + TURN * half;
       c.cos = angles.data(), c.sin = angles.data() + T * FREQUENCIES, c.frequency = frequency.data();

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -380,6 +380,18 @@ def _whole_levels() -> tuple[Tensor, Tensor]:
     return (tables() / UNIT).round().to(torch.int8), GAIN_STEP ** (torch.arange(16, dtype=torch.float32) - GAIN_ZERO)
 
 
+@lru_cache
+def _pairs() -> Tensor:
+    """Whole levels of all windows that two neighbouring channels share; see `TrellisLayout`."""
+    levels = _whole_levels()[0]
+    pairs = torch.zeros(2**17, 2, dtype=torch.int8)
+    for bits in range(1, 9):
+        size = 2 ** (8 + bits)
+        both = torch.arange(size)
+        pairs[size : 2 * size] = levels[bits, torch.stack((both >> bits, both & 255), 1)]
+    return pairs
+
+
 def trellis_layout(code: TransformCode, turn: tuple[Tensor, Tensor] | None) -> TrellisLayout:
     """How the compiled kernels read a code.
 
@@ -400,11 +412,14 @@ def trellis_layout(code: TransformCode, turn: tuple[Tensor, Tensor] | None) -> T
         """Numbers of channels at the columns of their levels."""
         return torch.cat([_padded(section) for section in channels.float().split_with_sizes(code.sections)])
 
+    levels, gains = _whole_levels()
     return TrellisLayout(
         *_shape(code, turn),
         code.token_bytes,
         torch.tensor(rows, dtype=torch.int32),
-        *_whole_levels(),
+        levels,
+        _pairs(),
+        gains,
         columns(code.scale * UNIT),
         columns(code.offset),
         torch.zeros(2, TURN, 0) if turn is None else torch.stack([_padded(table) for table in turn]),

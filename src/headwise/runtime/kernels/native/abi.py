@@ -103,6 +103,7 @@ class TrellisArguments(Arguments):
         ("first", _WHOLE),  # [B], the slot of each sequence's first token
         ("blocks", _BLOCKS),  # [count]
         ("tables", _LEVELS),  # [9, 256], whole levels of the windows of codes of so many bits
+        ("pairs", _LEVELS),  # [2^17, 2], those of two neighbours: of b bits from 2^(8 + b) on
         ("gains", _FLOATS),  # [16], of each gain number
         ("level_scale", _FLOATS),  # [columns], of a whole level; 0 in columns that pad
         ("level_offset", _FLOATS),  # [columns]
@@ -255,6 +256,7 @@ class DecoderArguments(Structure):
         ("codes", _BYTES),  # [rows, stride]
         ("blocks", _BLOCKS),  # [count]
         ("tables", _LEVELS),  # [9, 256], whole levels of the windows of codes of so many bits
+        ("pairs", _LEVELS),  # [2^17, 2], those of two neighbours: of b bits from 2^(8 + b) on
         ("gains", _FLOATS),  # [16], of each gain number
         ("level_scale", _FLOATS),  # [columns], of a whole level
         ("level_offset", _FLOATS),  # [columns]

@@ -253,6 +253,8 @@ class TrellisLayout:
         blocks: int32 ``[blocks, 4]``, of each its first column, its channels, their bits, and the bit of the
             stream with which the window of the first begins.
         tables: int8 ``[9, 256]``, whole levels of the windows of codes of so many bits.
+        pairs: int8 ``[2**17, 2]``, those of two neighbouring channels of b bits by the 8 + b bits of both windows,
+            from row ``2 ** (8 + b)`` on.
         gains: float32 ``[16]``, the gain of each number.
         scale: float32 ``[columns]``, of a whole level.
         offset: float32 ``[columns]``.
@@ -266,6 +268,7 @@ class TrellisLayout:
     token_bytes: int
     blocks: Tensor
     tables: Tensor
+    pairs: Tensor
     gains: Tensor
     scale: Tensor
     offset: Tensor
@@ -286,8 +289,9 @@ class TrellisLayout:
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by the names of the kernels' arguments."""
-        tensors = {"blocks": self.blocks, "tables": self.tables, "gains": self.gains, "level_scale": self.scale}
-        tensors |= {"level_offset": self.offset, "turn_cos": self.turn[0], "turn_sin": self.turn[1]}
+        tensors = {"blocks": self.blocks, "tables": self.tables, "pairs": self.pairs, "gains": self.gains}
+        tensors |= {"level_scale": self.scale, "level_offset": self.offset}
+        tensors |= {"turn_cos": self.turn[0], "turn_sin": self.turn[1]}
         if (first := self.first) is not None:
             tensors |= {"first_blocks": first.blocks, "first_scale": first.scale, "first_offset": first.offset}
         return tensors
@@ -362,8 +366,8 @@ def decode_trellis(codes: Tensor, layout: TrellisLayout, dtype: torch.dtype, wid
     """
     codes = codes if codes.stride(1) == 1 else codes.contiguous()
     out = torch.empty(codes.shape[0], width, dtype=dtype)
-    tensors = {"codes": codes, "out": out, "blocks": layout.blocks, "tables": layout.tables, "gains": layout.gains}
-    tensors |= {"level_scale": layout.scale, "level_offset": layout.offset}
+    tensors = {"codes": codes, "out": out, "blocks": layout.blocks, "tables": layout.tables, "pairs": layout.pairs}
+    tensors |= {"gains": layout.gains, "level_scale": layout.scale, "level_offset": layout.offset}
     sizes = {"rows": codes.shape[0], "width": width, "count": layout.blocks.shape[0], "bytes": layout.token_bytes}
     call("headwise_decode", tensors, sizes | {"stride": codes.stride(0), "part": first_part}, dtype)
     return out

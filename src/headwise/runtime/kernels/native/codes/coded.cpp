@@ -10,7 +10,7 @@ namespace {
 template <class Query>
 class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArguments, Query> {
   using Base = TrellisAttention<CodedAttention, CodedArguments, Query>;
-  using Base::a_, Base::half_, Base::rows_, Base::tiles_;
+  using Base::a_, Base::half_, Base::rows_, Base::tables_, Base::tiles_;
   using A = Single;
   using Q = Query;
   // Whether scores are computed by tiles too, of numbers rounded to bfloat16 as the queries are.
@@ -254,16 +254,16 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
       if (tiles_ && block.column < content_) {
         int8_t *quads = at.quads + block.column * BLOCK, *levels = at.levels + block.column;
         if (scores_levels_)
-          decode_quads<true>(block, a_.tables, row, count, quads, levels, content_);
+          decode_quads<true>(block, tables_, row, count, quads, levels, content_);
         else
-          decode_quads<false>(block, a_.tables, row, count, quads, levels, content_);
+          decode_quads<false>(block, tables_, row, count, quads, levels, content_);
         continue;
       }
 #endif
       if (block.column < content_)
-        decode_block(block, a_.tables, row, count, at.levels + block.column, content_);
+        decode_block(block, tables_, row, count, at.levels + block.column, content_);
       else
-        decode_block(block, a_.tables, row, count, at.levels + block.column * BLOCK, CHANNELS);
+        decode_block(block, tables_, row, count, at.levels + block.column * BLOCK, CHANNELS);
     }
   }
 

@@ -26,9 +26,10 @@ void decode_tokens(const DecoderArguments& a, const std::vector<BlockPlan>& plan
     gains[0][t] = a.gains[*copies & 15], gains[1][t] = a.gains[*copies >> 4];
   }
   for (int t = count; t < count + 3; t++) token[t] = token[count - 1];
+  const Levels tables(a);
   int64_t channel = 0;
   for (const BlockPlan& block : plans) {
-    decode_block(block, a.tables, token, count, levels, CHANNELS);
+    decode_block(block, tables, token, count, levels, CHANNELS);
     const float *gain = gains[channel >= a.part], *scale = a.level_scale + block.column,
                 *offset = a.level_offset + block.column;
     for (int t = 0; t < count; t++) {

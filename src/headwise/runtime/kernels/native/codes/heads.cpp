@@ -11,7 +11,7 @@ namespace {
 template <class Query>
 class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArguments, Query> {
   using Base = TrellisAttention<HeadsAttention, HeadsArguments, Query>;
-  using Base::a_, Base::group_, Base::half_, Base::heads_, Base::rows_, Base::tiles_;
+  using Base::a_, Base::group_, Base::half_, Base::heads_, Base::rows_, Base::tables_, Base::tiles_;
   using A = Single;
   using Q = Query;
   static constexpr int PIECES = std::is_same_v<Q, float> ? 3 : 2;  // of a whole weight
@@ -124,7 +124,7 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
     const auto decode_keys = [&](int8_t* levels) {
       for (int64_t d = 0; d < D_; d += CHANNELS, plan++) {
         at.ahead.step();
-        decode_block(*plan, a_.tables, token, count, levels + d / CHANNELS * block_, token_);
+        decode_block(*plan, tables_, token, count, levels + d / CHANNELS * block_, token_);
       }
     };
 #if HAS_WHOLE_SUMS
@@ -179,7 +179,7 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
 #if HAS_WHOLE_SUMS
       for (int64_t d = 0; d < V_; d += CHANNELS, plan++) {
         ahead.step();
-        decode_quads<false>(*plan, a_.tables, token, count, at.values + d * BLOCK, nullptr, 0);
+        decode_quads<false>(*plan, tables_, token, count, at.values + d * BLOCK, nullptr, 0);
       }
       const int64_t row = head * group_;
       const auto mix = [&](const auto& mixer) {
@@ -192,7 +192,7 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
 #else
       for (int64_t d = 0; d < V_; d += CHANNELS, plan++) {
         ahead.step();
-        decode_block(*plan, a_.tables, token, count, at.values + d, V_);
+        decode_block(*plan, tables_, token, count, at.values + d, V_);
       }
       this->mix_values(head, at.values, V_, count, at, partial);
 #endif

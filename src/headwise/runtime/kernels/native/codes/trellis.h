@@ -7,9 +7,9 @@
 #include "../matrix_tiles.h"
 
 #if !HAS_BYTE_TABLES && defined(__AVX2__)
-#define HAS_NIBBLE_TABLES 1  // tables of sixteen bytes in registers
+#define HAS_PAIR_TABLES 1  // two levels at a time, from tables in memory
 #else
-#define HAS_NIBBLE_TABLES 0
+#define HAS_PAIR_TABLES 0
 #endif
 
 namespace {
@@ -20,6 +20,14 @@ static_assert(CHANNELS == 16, "blocks are decoded by sixteen channels");
 static_assert(TURN % BLOCK == 0, "the tokens of a block share a rotated query");
 
 // --- levels --------------------------------------------------------------------------------------------------------
+
+// The levels of windows: of one channel, and of two neighbouring ones that share a window of 8 more than their bits.
+struct Levels {
+  const int8_t* single;  // [9, 256]
+  const int16_t* pairs;  // those of b bits from 2^(8 + b) on
+  template <class Call>
+  explicit Levels(const Call& a) : single(a.tables), pairs((const int16_t*)a.pairs) {}
+};
 
 // Of each token a block's reader takes sixteen bytes from the block's first window on. Eight channels' windows lie in
 // eight of them, which are turned round so that the first bit is the highest.
@@ -40,17 +48,17 @@ struct BlockPlan : CodedBlock {
       last[h] = uint64_t((8 - offset) & 63) << 56;
     }
   }
-#elif HAS_NIBBLE_TABLES
-  // Of eight channels: the two bytes that a window is in, the first as the higher one, and what moves it to the highest
-  // bits.
+#elif HAS_PAIR_TABLES
+  // Of each of four pairs of channels: the four bytes from its windows on, the first as the highest one, and how many
+  // bits are behind these.
   uint8_t order[16];
-  uint16_t factor[8];
+  uint32_t behind[4];
 
   explicit BlockPlan(const CodedBlock& block) : CodedBlock(block) {
-    for (int i = 0; i < 8; i++) {
-      const int bit = first % 8 + i * bits;
-      order[2 * i] = uint8_t(bit / 8 + 1), order[2 * i + 1] = uint8_t(bit / 8);
-      factor[i] = uint16_t(1 << bit % 8);
+    for (int i = 0; i < 4; i++) {
+      const int bit = first % 8 + 2 * i * bits;
+      for (int byte = 0; byte < 4; byte++) order[4 * i + byte] = uint8_t(bit / 8 + 3 - byte);
+      behind[i] = uint32_t(32 - bit % 8 - (8 + bits));
     }
   }
 #else
@@ -64,12 +72,12 @@ struct BlockReader {
   int64_t byte;
   bool is_whole_byte;
 
-  INLINE BlockReader(const BlockPlan& plan, const int8_t* tables)
+  INLINE BlockReader(const BlockPlan& plan, const Levels& tables)
       : byte(plan.first / 8), is_whole_byte(plan.bits == 8) {
     order = _mm512_broadcast_i32x4(_mm_set_epi64x(plan.turned[1], plan.turned[0]));
     shifts = _mm512_broadcast_i32x4(_mm_set_epi64x(plan.shift[1], plan.shift[0]));
     last_shifts = _mm512_broadcast_i32x4(_mm_set_epi64x(plan.last[1], plan.last[0]));
-    for (int i = 0; i < 4; i++) table[i] = _mm512_loadu_si512(tables + 256 * plan.bits + 64 * i);
+    for (int i = 0; i < 4; i++) table[i] = _mm512_loadu_si512(tables.single + 256 * plan.bits + 64 * i);
   }
 
   // The levels of sixteen channels of four tokens.
@@ -95,7 +103,7 @@ INLINE void store_rows(__m512i four, int8_t* to, int64_t row) {
 
 // Decodes a block of `count` tokens, whose codes are at `at`, to rows of levels that are `row` bytes apart. Sixteen
 // levels may be written of each token, and of up to three tokens behind the last.
-INLINE void decode_block(const BlockPlan& block, const int8_t* tables, const uint8_t* const* at, int count,
+INLINE void decode_block(const BlockPlan& block, const Levels& tables, const uint8_t* const* at, int count,
                          int8_t* levels, int64_t row) {
   const BlockReader reader(block, tables);
   if (row == CHANNELS) {
@@ -104,46 +112,37 @@ INLINE void decode_block(const BlockPlan& block, const int8_t* tables, const uin
   }
   for (int t = 0; t < count; t += 4) store_rows(reader.read(at + t), levels + t * row, row);
 }
-#elif HAS_NIBBLE_TABLES
-// Levels of 32 windows: of all sixteen parts of the table by the lower half of each window, those that the higher half
-// names.
-INLINE __m256i look_up(const int8_t* table, __m256i windows) {
-  const __m256i low = _mm256_and_si256(windows, _mm256_set1_epi8(15));
-  const __m256i bit6 = _mm256_add_epi8(windows, windows), bit5 = _mm256_add_epi8(bit6, bit6),
-                bit4 = _mm256_add_epi8(bit5, bit5);
-  const auto part = [&](int i) __attribute__((always_inline)) {
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table + i)), low);
-  };
-  const auto two = [&](int i) __attribute__((always_inline)) { return _mm256_blendv_epi8(part(i), part(i + 1), bit4); };
-  const auto four = [&](int i) __attribute__((always_inline)) { return _mm256_blendv_epi8(two(i), two(i + 2), bit5); };
-  const auto eight = [&](int i)
-                         __attribute__((always_inline)) { return _mm256_blendv_epi8(four(i), four(i + 4), bit6); };
-  return _mm256_blendv_epi8(eight(0), eight(8), windows);
-}
-
-// See above.
-INLINE void decode_block(const BlockPlan& block, const int8_t* tables, const uint8_t* const* at, int count,
+#elif HAS_PAIR_TABLES
+// See above. All windows are found first, so that no store of levels is between those and what reads them.
+INLINE void decode_block(const BlockPlan& block, const Levels& tables, const uint8_t* const* at, int count,
                          int8_t* levels, int64_t row) {
-  const int8_t* table = tables + 256 * block.bits;
+  alignas(32) uint32_t windows[BLOCK][CHANNELS / 2];
   const __m256i order = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)block.order));
-  const __m256i factor = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)block.factor));
+  const __m256i behind = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)block.behind));
+  const __m256i own = _mm256_set1_epi32((1 << (8 + block.bits)) - 1);
   const int64_t byte = block.first / 8, half = byte + block.bits;
-  const auto windows = [=](const uint8_t* const* token, int64_t from) __attribute__((always_inline)) {
-    const __m128i *first = (const __m128i*)(token[0] + from), *second = (const __m128i*)(token[1] + from);
+  for (int t = 0; t < count; t++) {
     const __m256i bytes =
-        _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(first)), _mm_loadu_si128(second), 1);
-    return _mm256_srli_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(bytes, order), factor), 8);
-  };
-  for (int t = 0; t < count; t += 2, levels += 2 * row) {
-    const __m256i two = look_up(table, _mm256_packus_epi16(windows(at + t, byte), windows(at + t, half)));
-    _mm_storeu_si128((__m128i*)levels, _mm256_castsi256_si128(two));
-    _mm_storeu_si128((__m128i*)(levels + row), _mm256_extracti128_si256(two, 1));
+        _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)(at[t] + byte))),
+                                _mm_loadu_si128((const __m128i*)(at[t] + half)), 1);
+    _mm256_store_si256((__m256i*)windows[t],
+                       _mm256_and_si256(_mm256_srlv_epi32(_mm256_shuffle_epi8(bytes, order), behind), own));
+  }
+  const int16_t* pairs = tables.pairs + (1 << (8 + block.bits));
+  asm("" : "+r"(pairs));  // one address for the table: the compiler would rather add its place to each window
+  for (int t = 0; t < count; t++, levels += row) {
+    const uint32_t* window = windows[t];
+    __m128i two = _mm_cvtsi32_si128(uint16_t(pairs[window[0]]));
+    two = _mm_insert_epi16(two, pairs[window[1]], 1), two = _mm_insert_epi16(two, pairs[window[2]], 2);
+    two = _mm_insert_epi16(two, pairs[window[3]], 3), two = _mm_insert_epi16(two, pairs[window[4]], 4);
+    two = _mm_insert_epi16(two, pairs[window[5]], 5), two = _mm_insert_epi16(two, pairs[window[6]], 6);
+    _mm_storeu_si128((__m128i*)levels, _mm_insert_epi16(two, pairs[window[7]], 7));
   }
 }
 #else
-INLINE void decode_block(const BlockPlan& block, const int8_t* tables, const uint8_t* const* at, int count,
+INLINE void decode_block(const BlockPlan& block, const Levels& tables, const uint8_t* const* at, int count,
                          int8_t* levels, int64_t row) {
-  const int8_t* table = tables + 256 * block.bits;
+  const int8_t* table = tables.single + 256 * block.bits;
   for (int c = 0; c < block.width; c++) {
     const int bit = block.first + c * block.bits, shift = 8 - bit % 8;
     for (int t = 0; t < count; t++) {
@@ -157,7 +156,7 @@ INLINE void decode_block(const BlockPlan& block, const int8_t* tables, const uin
 #if HAS_WHOLE_SUMS
 // Decodes a block of channels to quads, and when ROWS to rows of levels too that are `row` bytes apart.
 template <bool ROWS>
-INLINE void decode_quads(const BlockPlan& block, const int8_t* tables, const uint8_t* const* at, int count,
+INLINE void decode_quads(const BlockPlan& block, const Levels& tables, const uint8_t* const* at, int count,
                          int8_t* quads, int8_t* levels, int64_t row) {
   const BlockReader reader(block, tables);
   for (int t = 0; t < count; t += 4) {
@@ -187,6 +186,7 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
  protected:
   using Base = AttentionKernel<Kernel, Call, Query>;
   using Base::a_, Base::rows_, Base::kernel;
+  const Levels tables_;
   const bool tiles_;          // whether matrix tiles are used
   const int heads_, group_;   // of keys and values, and rows of each
   const int64_t half_;        // pairs that rotate, padded
@@ -197,6 +197,7 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
 
   TrellisAttention(const Call& a, int64_t heads, bool tiles, int64_t column, int64_t wide, int64_t wide_value)
       : Base(a),
+        tables_(a),
         tiles_(tiles),
         heads_(int(heads)),
         group_(int(rows_ / heads)),
@@ -322,7 +323,7 @@ class TrellisAttention : public AttentionKernel<Kernel, Call, Query> {
     int64_t channel = 0;
     for (const CodedBlock *block = a_.first_blocks, *end = block + a_.count; block < end; block++) {
       alignas(64) int8_t levels[4 * CHANNELS];
-      decode_block(BlockPlan(*block), a_.tables, token, 1, levels, CHANNELS);
+      decode_block(BlockPlan(*block), tables_, token, 1, levels, CHANNELS);
       const float gain = *(channel < part ? at.gain : at.second_gain);
       alignas(64) float values[CHANNELS];
       for (int c = 0; c < CHANNELS; c += W) {
