@@ -148,6 +148,24 @@ def test_a_first_token_is_read_by_its_own_code(is_latent: bool) -> None:
     assert torch.equal(attend_trellis(query, codes, wide[:, :0], first, read, *others), given)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_a_query_of_zeros_attends_to_all_tokens_alike(is_latent: bool, dtype: torch.dtype) -> None:
+    pick, noise, T = random.Random(5), torch.Generator().manual_seed(5), 70
+    code = latent_code(pick, noise, 33, 32) if is_latent else random_code(pick, noise, 2, 32, 32)
+    codes = torch.randint(0, 256, (1, 1, T, code.token_bytes), generator=noise, dtype=torch.uint8)
+    wide, first, frequency = torch.empty(1, 0, code.width).bfloat16(), torch.tensor([0]), torch.arange(16) % FREQUENCIES
+    angles = torch.arange(T)[:, None] * torch.rand(FREQUENCIES, generator=noise)
+    cos, sin = angles.cos(), angles.sin()
+    layout = trellis_layout(code, (cos[:TURN, frequency], sin[:TURN, frequency]))
+    query = torch.zeros(1, 4, 1, 65 if is_latent else 32, dtype=dtype)
+    out = attend_trellis(query, codes, wide, first, layout, (cos, sin), frequency, Scoring(None, True, 0.1))
+    values = code.decode(codes[0, 0]).mean(0)
+    of_heads = [values[:33]] * 4 if is_latent else [values[64 + 32 * (head // 2) :][:32] for head in range(4)]
+    expected = torch.stack(of_heads)
+    assert (out[0, :, 0].float() - expected).abs().max() <= CLOSE[dtype] * expected.abs().max()
+
+
 @pytest.mark.parametrize("bias", [3, 30, 300, 3000])
 @pytest.mark.parametrize("seed", range(4))
 def test_keys_far_from_zero_lose_no_more_than_in_bfloat16(seed: int, bias: float) -> None:

@@ -131,6 +131,67 @@ class WholeMixer {
 };
 #endif
 
+#if HAS_WORDS && !HAS_WHOLE_SUMS && BYTES == 32
+#define HAS_WORD_MIXER 1
+// Mixtures of rows of weights that are rounded to words, of levels in blocks [columns / 16, BLOCK, 16].
+class WordMixer {
+  static constexpr int ROWS = 4;       // whose sums for sixteen columns are in registers
+  static constexpr float ONE = 32767;  // sums of a block of tokens are less than 2³¹
+  const int rows_;
+  int16_t* words_;  // [row, BLOCK]
+  float* one_;      // [row], the weight of 1
+
+ public:
+  WordMixer(Arena& arena, int rows)
+      : rows_(rows), words_(arena.take<int16_t>(rows * BLOCK)), one_(arena.take<float>(rows)) {}
+
+  // out[r] = keep[r] · out[r] + Σ weights[r, t] · level[t]; weights are [row, BLOCK], rows of out `columns` apart.
+  void mix(float* out, const float* weights, const float* keep, const int8_t* levels, int64_t columns) const {
+    for (int r = 0; r < rows_; r++) {
+      Vector top{};
+      for (int t = 0; t < BLOCK; t += W) top = larger(top, load(weights + r * BLOCK + t));
+      const float most = largest(top), factor = most > 0 ? ONE / most : 0.0f;
+      for (int t = 0; t < BLOCK; t += W) store_words(words_ + r * BLOCK + t, load(weights + r * BLOCK + t) * factor);
+      one_[r] = most / ONE;
+    }
+    in_blocks<ROWS>(rows_, [&](int row, auto SIZE) __attribute__((always_inline)) {
+      for (int64_t d = 0; d < columns; d += TILE)
+        mix_columns<SIZE>(row, out + row * columns + d, keep, levels + d * BLOCK, columns);
+    });
+  }
+
+ private:
+  template <int SIZE>
+  INLINE void mix_columns(int row, float* out, const float* keep, const int8_t* levels, int64_t columns) const {
+    Words sums[SIZE][2];
+    UNROLL for (int r = 0; r < SIZE; r++) sums[r][0] = sums[r][1] = Words{};
+    const int16_t* words = words_ + row * BLOCK;
+    for (int t = 0; t < BLOCK; t += 2) {
+      // Of two tokens the levels of columns 0 … 3 and 8 … 11, side by side, and of the others.
+      const Words first = _mm256_cvtepi8_epi16(_mm_load_si128((const __m128i*)(levels + t * TILE)));
+      const Words second = _mm256_cvtepi8_epi16(_mm_load_si128((const __m128i*)(levels + (t + 1) * TILE)));
+      const Words low = _mm256_unpacklo_epi16(first, second), high = _mm256_unpackhi_epi16(first, second);
+      UNROLL for (int r = 0; r < SIZE; r++) {
+        int32_t two;
+        memcpy(&two, words + r * BLOCK + t, 4);
+        const Words of_row = _mm256_set1_epi32(two);
+        add_products(sums[r][0], low, of_row), add_products(sums[r][1], high, of_row);
+      }
+    }
+    UNROLL for (int r = 0; r < SIZE; r++) {
+      const Words in_order[2] = {_mm256_permute2x128_si256(sums[r][0], sums[r][1], 0x20),
+                                 _mm256_permute2x128_si256(sums[r][0], sums[r][1], 0x31)};
+      UNROLL for (int i = 0; i < 2; i++) {
+        float* to = out + r * columns + i * W;
+        store(to, load(to) * keep[row + r] + (Vector)_mm256_cvtepi32_ps(in_order[i]) * one_[row + r]);
+      }
+    }
+  }
+};
+#else
+#define HAS_WORD_MIXER 0
+#endif
+
 #if HAS_MATRIX_TILES
 // Whether this process may use tiles: the kernel is asked once.
 inline bool may_use_tiles() {

@@ -40,6 +40,12 @@
 #define HAS_WHOLE_SUMS 0
 #endif
 
+#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define HAS_WORDS 1  // products of whole numbers of 16 bits, in vectors as wide as those of floats
+#else
+#define HAS_WORDS 0
+#endif
+
 #define INLINE inline __attribute__((always_inline))
 // Unrolled early, so that small arrays become registers.
 #define UNROLL _Pragma("GCC unroll 32")
@@ -228,6 +234,51 @@ INLINE bool exceeds(Vector lanes, float x) {
   return is_more;
 #endif
 }
+
+// --- words -------------------------------------------------------------------------------------------------------
+
+#if HAS_WORDS
+#if BYTES == 64
+typedef __m512i Words;
+typedef __m512i_u LooseWords;
+#define OF_VECTOR(operation) _mm512_##operation
+#else
+typedef __m256i Words;
+typedef __m256i_u LooseWords;
+#define OF_VECTOR(operation) _mm256_##operation
+#endif
+
+INLINE Words words_at(const void* at) { return *(const LooseWords*)at; }
+INLINE void put_words(void* at, Words x) { *(Words*)at = x; }
+// Sixteen bytes, in every sixteen of the vector.
+INLINE Words repeated(const void* at) {
+  const __m128i sixteen = _mm_load_si128((const __m128i*)at);
+#if BYTES == 64
+  return _mm512_broadcast_i32x4(sixteen);
+#else
+  return _mm256_broadcastsi128_si256(sixteen);
+#endif
+}
+// Rounds numbers to words.
+INLINE void store_words(int16_t* to, Vector x) {
+#if BYTES == 64
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32((__m512)x)));
+#else
+  const __m256i whole = _mm256_cvtps_epi32((__m256)x);
+  _mm_storeu_si128((__m128i*)to, _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1)));
+#endif
+}
+// Adds the products of two neighbouring words to each sum of 32 bits.
+INLINE void add_products(Words& sums, Words a, Words b) {
+#if BYTES == 64 && defined(__AVX512VNNI__)
+  sums = _mm512_dpwssd_epi32(sums, a, b);
+#elif BYTES == 32 && defined(__AVXVNNI__)
+  sums = _mm256_dpwssd_avx_epi32(sums, a, b);
+#else
+  sums = OF_VECTOR(add_epi32)(sums, OF_VECTOR(madd_epi16)(a, b));
+#endif
+}
+#endif
 
 // 2^x for x ≤ 0, and 0 below -126: exact to rounding, or when ROUGH within 8e-5, for results that are rounded to
 // bfloat16. The polynomials are minimax in relative error on [-1/2, 1/2].

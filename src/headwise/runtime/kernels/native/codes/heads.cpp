@@ -35,7 +35,7 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
         key_(D_ + CHANNELS),
         block_(a.P / 2 % CHANNELS ? CHANNELS : CHANNELS * BLOCK),
         token_(a.P / 2 % CHANNELS ? D_ : CHANNELS),
-#if HAS_WHOLE_SUMS
+#if HAS_WORDS
         words_(!std::is_same_v<Q, float> &&
                WordScores::may(a.P / 2, D_, a.heads, a.level_scale, a.level_offset, a.gains)),
 #else
@@ -48,9 +48,13 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
     float* fours;    // the queries, rotated back, side by side
     int8_t* levels;  // of keys, head by head, or of one head
     int8_t* values;  // of a head's values, [BLOCK, V_], or quads
+#if HAS_WORDS
+    std::optional<WordScores> words;
+#endif
 #if HAS_WHOLE_SUMS
     std::optional<WholeMixer<PIECES>> mixer;
-    std::optional<WordScores> words;
+#elif HAS_WORD_MIXER
+    std::optional<WordMixer> mixer;  // for queries that are rounded themselves
 #endif
 #if HAS_MATRIX_TILES
     std::optional<TileMixer<PIECES>> tiles;
@@ -67,6 +71,10 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
 #endif
 #if HAS_WHOLE_SUMS
     if (!tiles_) at.mixer.emplace(arena, group_);
+#elif HAS_WORD_MIXER
+    if (PIECES == 2) at.mixer.emplace(arena, group_);
+#endif
+#if HAS_WORDS
     if (words_) at.words.emplace(arena, a_.P / 2, D_, heads_, group_);
 #endif
     return at;
@@ -82,7 +90,7 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
     std::copy_n(at.query, rows_ * query_, at.turned);
     std::fill_n(at.fours, heads_ * fours_ * 4 * query_, 0.0f);
     std::fill_n(at.keys, KEYS * key_, 0.0f);
-#if HAS_WHOLE_SUMS
+#if HAS_WORDS
     if (words_) {
       static_assert(TURN == BLOCK);
       at.words->begin(a_.level_scale, a_.level_offset, a_.gains, a_.turn_cos, a_.turn_sin);
@@ -127,7 +135,7 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
         decode_block(*plan, tables_, token, count, levels + d / CHANNELS * block_, token_);
       }
     };
-#if HAS_WHOLE_SUMS
+#if HAS_WORDS
     if (words_) {
       this->turn_back(from / TURN * TURN, at);
       at.words->read_gains(at.gain);
@@ -190,6 +198,17 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
 #endif
       if (!tiles_) mix(*at.mixer);
 #else
+#if HAS_WORD_MIXER
+      if (at.mixer) {
+        for (int64_t d = 0; d < V_; d += CHANNELS, plan++) {
+          ahead.step();
+          decode_block(*plan, tables_, token, count, at.values + d * BLOCK, CHANNELS);
+        }
+        const int64_t row = head * group_;
+        at.mixer->mix(partial.mixture + row * V_, at.weights + row * BLOCK, at.keep + row, at.values, V_);
+        continue;
+      }
+#endif
       for (int64_t d = 0; d < V_; d += CHANNELS, plan++) {
         ahead.step();
         decode_block(*plan, tables_, token, count, at.values + d, V_);
@@ -226,7 +245,7 @@ class HeadsAttention : public TrellisAttention<HeadsAttention<Query>, HeadsArgum
   // Lays out the queries that are rotated back: as words, and four numbers of four rows of a head beside each other,
   // [head, fours of rows, query_ / 4, 4, 4].
   void set_turned(Place& at) const {
-#if HAS_WHOLE_SUMS
+#if HAS_WORDS
     if (words_) at.words->turn_back(at.turned, query_);
 #endif
     if (!fours_) return;

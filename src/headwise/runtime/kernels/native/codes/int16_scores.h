@@ -7,13 +7,14 @@
 
 #include "../attend.h"
 
-#if HAS_WHOLE_SUMS
+#if HAS_WORDS
 namespace {
 
 class WordScores {
-  static constexpr int EIGHT = 8,
-                       STEP = 16;  // words of a token beside each other, and tokens that are scored at a time
-  static constexpr int ROWS = 4;   // of queries, whose sums are in registers
+  static constexpr int EIGHT = 8, STEP = W;         // words of a token beside each other, and tokens that are scored at
+                                                    // a time, in four vectors
+  static constexpr int TOKENS = STEP / 4;           // of a vector
+  static constexpr int ROWS = BYTES == 64 ? 4 : 2;  // of queries, whose sums are in registers
   static constexpr int SLOTS =
       BLOCK + STEP;  // of the rotations; those behind BLOCK are of tokens whose scores are dropped
   static constexpr float MOST = 23000, ONE = 32767;  // rotated, √2 · MOST is less than 2¹⁵
@@ -84,14 +85,15 @@ class WordScores {
     for (int slot = 0; slot < SLOTS; slot++)
       for (int64_t d = 0; d < half_; d += CHANNELS)
         for (const auto& [table, to] : {std::pair{cos, cos_}, std::pair{sin, sin_}}) {
-          const __m256i words = as_words(load(table + std::min(slot, BLOCK - 1) * half_ + d) * ONE);
+          int16_t words[CHANNELS];
+          for (int i = 0; i < CHANNELS; i += W)
+            store_words(words + i, load(table + std::min(slot, BLOCK - 1) * half_ + d + i) * ONE);
           int16_t* at = to + (d / EIGHT * SLOTS + slot) * EIGHT;
-          _mm_store_si128((__m128i*)at, _mm256_castsi256_si128(words));
-          _mm_store_si128((__m128i*)(at + SLOTS * EIGHT), _mm256_extracti128_si256(words, 1));
+          memcpy(at, words, EIGHT * 2), memcpy(at + SLOTS * EIGHT, words + EIGHT, EIGHT * 2);
         }
   }
 
-  // Reads the queries of all heads' rows, `stride` numbers apart, however they are rotated; `factor` is what a rotation
+  // Reads the queries of all heads' rows, `stride` numbers apart, which is no more than columns, however they are rotated; `factor` is what a rotation
   // multiplies by.
   void read_queries(const float* query, int64_t stride, float factor) {
     for (int64_t row = 0; row < heads_ * group_; row++, query += stride) {
@@ -101,16 +103,16 @@ class WordScores {
       for (int64_t d = 0; d < half_; d += W)
         add(length(load(query + d), load(query + half_ + d)) * factor,
             length(load(of_key + d), load(of_key + half_ + d)));
-      for (int64_t d = 2 * half_; d < columns_; d += W) add(size(load(query + d)), load(of_key + d));
+      for (int64_t d = 2 * half_; d < stride; d += W) add(size(load(query + d)), load(of_key + d));
       const float words = std::min(MOST / largest(most), MOST_SUM / sum(sum_of));
-      words_of_[row] = words < 1e30f ? words : words != words ? words : 0.0f;
+      words_of_[row] = std::min(words, 1e30f);  // in this order NaN stays NaN
     }
   }
 
   // Takes the queries, `stride` numbers apart, as they are rotated back.
   void turn_back(const float* query, int64_t stride) {
     for (int64_t row = 0; row < heads_ * group_; row++)
-      for (int64_t d = 0; d < columns_; d += W)
+      for (int64_t d = 0; d < stride; d += W)
         store_words(query_ + row * columns_ + d, load(query + row * stride + d) * words_of_[row]);
   }
 
@@ -146,26 +148,27 @@ class WordScores {
   }
 
  private:
-  static INLINE Vector size(Vector x) { return (Vector)_mm512_abs_ps((__m512)x); }
-  static INLINE Vector length(Vector x, Vector y) { return (Vector)_mm512_sqrt_ps((__m512)(x * x + y * y)); }
-  static INLINE __m256i as_words(Vector x) { return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32((__m512)x)); }
-  static INLINE void store_words(int16_t* to, Vector x) { _mm256_storeu_si256((__m256i*)to, as_words(x)); }
+  static INLINE Vector size(Vector x) { return larger(x, -x); }
+  static INLINE Vector length(Vector x, Vector y) {
+    Vector result = x * x + y * y;
+    for (int i = 0; i < W; i++) result[i] = std::sqrt(result[i]);
+    return result;
+  }
 
   char* place(int64_t column) const { return keys_ + column * STEP * 2; }
 
-  // Eight words of a block's channels of four tokens.
+  // Eight words of a block's channels of TOKENS tokens.
   template <int PART>
   struct Channels {
-    __m512i scale, offset;
+    Words scale, offset;
     INLINE Channels(const int16_t* scales, const int16_t* offsets)
-        : scale(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)scales + PART))),
-          offset(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)offsets + PART))) {}
-    INLINE __m512i words(const int8_t* levels, __m512i inverse) const {
-      const __m512i four = _mm512_loadu_si512(levels), none = _mm512_setzero_si512();
-      const __m512i level = PART ? _mm512_unpackhi_epi8(none, four) : _mm512_unpacklo_epi8(none, four);
-      return _mm512_adds_epi16(_mm512_mulhrs_epi16(level, scale), _mm512_mulhrs_epi16(offset, inverse));
+        : scale(repeated(scales + PART * EIGHT)), offset(repeated(offsets + PART * EIGHT)) {}
+    INLINE Words words(Words levels, Words inverse) const {
+      const Words none{}, level = PART ? OF_VECTOR(unpackhi_epi8)(none, levels) : OF_VECTOR(unpacklo_epi8)(none, levels);
+      return OF_VECTOR(adds_epi16)(product(level, scale), product(offset, inverse));
     }
   };
+  static INLINE Words product(Words a, Words b) { return OF_VECTOR(mulhrs_epi16)(a, b); }
 
   template <int PART>
   INLINE void rotated(const int16_t* scale, const int16_t* offset, const int16_t* cos, const int16_t* sin,
@@ -173,12 +176,12 @@ class WordScores {
     const Channels<PART> first(scale, offset), second(scale + half_, offset + half_);
     char* partner = to + half_ * STEP * 2;
     UNROLL for (int i = 0; i < 4; i++) {
-      const __m512i of_gain = _mm512_load_si512(inverse + 4 * i * EIGHT);
-      const __m512i x = first.words(levels + 4 * i * CHANNELS, of_gain);
-      const __m512i y = second.words(levels + 4 * i * CHANNELS + half_ * BLOCK, of_gain);
-      const __m512i c = _mm512_loadu_si512(cos + 4 * i * EIGHT), s = _mm512_loadu_si512(sin + 4 * i * EIGHT);
-      _mm512_store_si512(to + i * 64, _mm512_sub_epi16(_mm512_mulhrs_epi16(x, c), _mm512_mulhrs_epi16(y, s)));
-      _mm512_store_si512(partner + i * 64, _mm512_add_epi16(_mm512_mulhrs_epi16(y, c), _mm512_mulhrs_epi16(x, s)));
+      const Words of_gain = words_at(inverse + i * TOKENS * EIGHT);
+      const Words x = first.words(words_at(levels + i * BYTES), of_gain);
+      const Words y = second.words(words_at(levels + i * BYTES + half_ * BLOCK), of_gain);
+      const Words c = words_at(cos + i * TOKENS * EIGHT), s = words_at(sin + i * TOKENS * EIGHT);
+      put_words(to + i * BYTES, OF_VECTOR(sub_epi16)(product(x, c), product(y, s)));
+      put_words(partner + i * BYTES, OF_VECTOR(add_epi16)(product(y, c), product(x, s)));
     }
   }
 
@@ -187,38 +190,40 @@ class WordScores {
                         char* to) const {
     const Channels<PART> channels(scale, offset);
     UNROLL for (int i = 0; i < 4; i++)
-      _mm512_store_si512(to + i * 64,
-                         channels.words(levels + 4 * i * CHANNELS, _mm512_load_si512(inverse + 4 * i * EIGHT)));
+      put_words(to + i * BYTES,
+                channels.words(words_at(levels + i * BYTES), words_at(inverse + i * TOKENS * EIGHT)));
   }
+
+  // Of token TOKENS i + l, the four sums are in lanes of sixteen bytes l of vector i.
+  static constexpr int in_order(int token) { return token % TOKENS * 4 + token / TOKENS; }
 
   // Scores of STEP keys with rows of queries.
   template <int SIZE>
   INLINE void multiply(int64_t row, Vector gains, float* scores) const {
     const int16_t* query = query_ + row * columns_;
-    __m512i sums[SIZE][4];
+    Words sums[SIZE][4];
     UNROLL for (int r = 0; r < SIZE; r++) UNROLL
-      for (int i = 0; i < 4; i++) sums[r][i] = _mm512_setzero_si512();
+      for (int i = 0; i < 4; i++) sums[r][i] = Words{};
     for (int64_t d = 0; d < columns_; d += EIGHT) {
-      __m512i keys[4];
+      Words keys[4];
       UNROLL for (int i = 0; i < 4; i++)
-        keys[i] = _mm512_load_si512(place(d) + i * 64);
+        keys[i] = words_at(place(d) + i * BYTES);
       UNROLL for (int r = 0; r < SIZE; r++) {
-        const __m512i of_row = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)(query + r * columns_ + d)));
+        const Words of_row = repeated(query + r * columns_ + d);
         UNROLL for (int i = 0; i < 4; i++)
-          sums[r][i] = _mm512_dpwssd_epi32(sums[r][i], keys[i], of_row);
+          add_products(sums[r][i], keys[i], of_row);
       }
     }
-    // Of token 4 i + l, the four sums of lane l of sums[i].
-    const __m512i in_order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     UNROLL for (int r = 0; r < SIZE; r++) {
       const auto both = [&](int i) __attribute__((always_inline)) {
-        return _mm512_add_epi32(_mm512_unpacklo_epi32(sums[r][i], sums[r][i + 1]),
-                                _mm512_unpackhi_epi32(sums[r][i], sums[r][i + 1]));
+        return OF_VECTOR(add_epi32)(OF_VECTOR(unpacklo_epi32)(sums[r][i], sums[r][i + 1]),
+                                    OF_VECTOR(unpackhi_epi32)(sums[r][i], sums[r][i + 1]));
       };
-      const __m512i first = both(0), second = both(2);
-      const __m512i sum = _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
-      const Vector score = (Vector)_mm512_cvtepi32_ps(_mm512_permutexvar_epi32(in_order, sum));
-      store(scores + r * BLOCK, score * gains * (1 / words_of_[row + r]));
+      const Words first = both(0), second = both(2);
+      const Words sum =
+          OF_VECTOR(add_epi32)(OF_VECTOR(unpacklo_epi64)(first, second), OF_VECTOR(unpackhi_epi64)(first, second));
+      const Vector score = (Vector)OF_VECTOR(cvtepi32_ps)(sum);
+      store(scores + r * BLOCK, picked<in_order>(score, score) * gains * (1 / words_of_[row + r]));
     }
   }
 };
