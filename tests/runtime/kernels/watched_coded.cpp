@@ -77,7 +77,8 @@ int main() {
       a.key_stride[0] = T * bytes, a.key_stride[2] = bytes;
       a.mask_stride[0] = T, a.mask_stride[3] = 1;
       a.causal = 1, a.threads = 4, a.scale = 0.1;
-      c.first = first.data(), c.blocks = blocks.data(), c.tables = tables.data(), c.pairs = pairs.data(), c.gains = gains.data();
+      c.first = first.data(), c.blocks = blocks.data(), c.tables = tables.data(), c.pairs = pairs.data(),
+      c.gains = gains.data();
       c.level_scale = scale.data(), c.level_offset = offset.data(), c.turn_cos = turn.data(),
       c.turn_sin = turn.data() + TURN * half;
       c.cos = angles.data(), c.sin = angles.data() + T * FREQUENCIES, c.frequency = frequency.data();

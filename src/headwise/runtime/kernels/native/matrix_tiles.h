@@ -164,7 +164,8 @@ class WordMixer {
   template <int SIZE>
   INLINE void mix_columns(int row, float* out, const float* keep, const int8_t* levels, int64_t columns) const {
     Words sums[SIZE][2];
-    UNROLL for (int r = 0; r < SIZE; r++) sums[r][0] = sums[r][1] = Words{};
+    UNROLL for (int r = 0; r < SIZE; r++)
+      sums[r][0] = sums[r][1] = Words{};
     const int16_t* words = words_ + row * BLOCK;
     for (int t = 0; t < BLOCK; t += 2) {
       // Of two tokens the levels of columns 0 … 3 and 8 … 11, side by side, and of the others.

@@ -1,8 +1,10 @@
 // softmax(scale · Q Kᵀ) V on the CPU over tokens of latent attention that are read as they are stored, in trellis
 // codes.
 //
-// A channel's offset adds one number to all scores of a query, which the softmax cancels. Otherwise see
-// TrellisAttention.
+// A channel's offset adds one number to all scores of a query, which the softmax cancels. With AVX2 alone, queries that
+// are rounded themselves are scored and mixed in words (see int16_scores.h), the rotary key and the latent by
+// themselves, which have gains of their own. Otherwise see TrellisAttention.
+#include "int16_scores.h"
 #include "trellis.h"
 
 namespace {
@@ -26,6 +28,7 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
   const int64_t D_;           // of a key: its rotary halves, then its scored content
   const int64_t depth_;       // D_, or where scores are computed by tiles a multiple of theirs
   const int64_t chunks_;      // of the latent's levels in a tile's rows
+  const bool words_;          // whether tokens in codes are scored and mixed in words
 
  public:
   explicit CodedAttention(const CodedArguments& a)
@@ -41,10 +44,19 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
         scored_(a.D > a.P && !tiles_ ? content_ : 0),
         D_(2 * half_ + scored_),
         depth_(up(D_, 32)),
-        chunks_(up(content_, CHUNK) / CHUNK) {}
+        chunks_(up(content_, CHUNK) / CHUNK),
+#if HAS_WORD_MIXER
+        words_(!std::is_same_v<Q, float> && scored_ <= WordScores::MOST_COLUMNS &&
+               WordScores::may(half_, 2 * half_, 1, a.level_scale + content_, a.level_offset + content_, a.gains)) {
+  }
+#else
+        words_(false) {
+  }
+#endif
 
   struct Place : Base::Tokens {
-    int8_t* levels;     // the latent's [BLOCK, content_], then [columns / CHANNELS, BLOCK, CHANNELS] of the rotary key
+    int8_t* levels;     // the latent's [BLOCK, content_], then [columns / CHANNELS, BLOCK, CHANNELS] of the rotary key;
+                        // in words, all as the latter
     int8_t* quads;      // the latent's levels, for matrix tiles
     bfloat16* rounded;  // queries, then KEYS keys, for scores by tiles
     float* content;     // [row, content_], what meets levels, padded to whole chunks
@@ -52,6 +64,10 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
     float* one;         // [row], what 1 in whole queries stands for
 #if HAS_MATRIX_TILES
     std::optional<TileMixer<PIECES>> mixer;
+#elif HAS_WORD_MIXER
+    std::optional<WordScores> rotary, latent;
+    std::optional<WordMixer> mixer;
+    float *ones, *zeros;  // [content_], the scales and offsets of a latent's levels, which are the query's
 #endif
   };
   // Rows of queries are grouped ones [rows / 8, D_ / 2, 8, 2], then the others [row, D_].
@@ -67,6 +83,12 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
     at.one = arena.take<float>(rows_);
 #if HAS_MATRIX_TILES
     if (tiles_) at.mixer.emplace(arena, rows_);
+#elif HAS_WORD_MIXER
+    if (words_) {
+      at.rotary.emplace(arena, half_, 2 * half_, 1, rows_), at.latent.emplace(arena, 0, scored_, 1, rows_);
+      at.mixer.emplace(arena, rows_);
+      at.ones = arena.take<float>(scored_), at.zeros = arena.take<float>(scored_);
+    }
 #endif
     return at;
   }
@@ -80,7 +102,18 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
     read_query(at);
     if (scores_levels_) read_content(at);
     std::copy_n(at.query, padded_rows() * D_, at.turned);
-    round_query(at);
+#if HAS_WORD_MIXER
+    if (words_) {
+      static_assert(TURN == BLOCK);
+      std::fill_n(at.ones, scored_, 1.0f), std::fill_n(at.zeros, scored_, 0.0f);
+      at.rotary->begin(a_.level_scale + content_, a_.level_offset + content_, a_.gains, a_.turn_cos, a_.turn_sin);
+      at.rotary->read_queries(at.query, D_, a_.P ? a_.cos[a_.frequency[0]] : 1.0f);
+      at.latent->begin(at.ones, at.zeros, a_.gains, nullptr, nullptr);
+      at.latent->read_queries(at.query + 2 * half_, D_, 1.0f);
+      at.latent->turn_back(at.query + 2 * half_, D_);
+    }
+#endif
+    set_turned(at);
   }
 
   // Rotates the queries back.
@@ -108,12 +141,15 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
         store(turned + first, x * c + y * s);
         store(turned + second, y * c - x * s);
       }
-    round_query(at);
+    set_turned(at);
   }
 
   // Scores of a block of tokens in codes, all of whose levels are decoded.
   void score_codes(int64_t from, int count, const uint8_t* const* token, int64_t, Place& at) const {
     decode(count, token, at);
+#if HAS_WORD_MIXER
+    if (words_) return score_words(from, count, at);
+#endif
     this->score_tokens(from, count, at, [&](int64_t, int t, int n) { coded_keys(at, from, t, n); });
     if (scores_levels_) score_levels(at, count);
   }
@@ -169,6 +205,8 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
   void mix_codes(int count, const uint8_t* const*, Place& at, const Partial& partial) const {
 #if HAS_MATRIX_TILES
     if (tiles_) return at.mixer->mix(partial.mixture, at.weights, at.keep, at.quads, content_);
+#elif HAS_WORD_MIXER
+    if (words_) return at.mixer->mix(partial.mixture, at.weights, at.keep, at.levels, content_);
 #endif
     this->mix_values(0, at.levels, content_, count, at, partial);
   }
@@ -234,7 +272,11 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
 #endif
   }
 
-  void round_query(Place& at) const {
+  // Rounds the queries that are rotated back, to words or for tiles.
+  void set_turned(Place& at) const {
+#if HAS_WORD_MIXER
+    if (words_) at.rotary->turn_back(at.turned, D_);
+#endif
 #if HAS_BFLOAT16_TILES
     if constexpr (CAN_ROUND)
       if (rounds_) {
@@ -260,7 +302,7 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
         continue;
       }
 #endif
-      if (block.column < content_)
+      if (block.column < content_ && !words_)
         decode_block(block, tables_, row, count, at.levels + block.column, content_);
       else
         decode_block(block, tables_, row, count, at.levels + block.column * BLOCK, CHANNELS);
@@ -294,6 +336,20 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
         store(at.keys + i * D_ + 2 * half_ + d, load(at.levels + (t + i) * content_ + d) * gain);
     }
   }
+
+#if HAS_WORD_MIXER
+  // Scores of a block of tokens in words, whose levels are there.
+  void score_words(int64_t from, int count, Place& at) const {
+    this->turn_back(from / TURN * TURN, at);
+    at.rotary->read_gains(at.second_gain);
+    at.rotary->score(0, int(from % TURN), count, at.levels + content_ * BLOCK, at.second_gain, at.scores);
+    if (!scored_) return;
+    float* scores = at.weights;  // which are computed later
+    at.latent->read_gains(at.gain);
+    at.latent->score(0, 0, count, at.levels, at.gain, scores);
+    for (int64_t i = 0; i < rows_ * BLOCK; i += W) store(at.scores + i, load(at.scores + i) + load(scores + i));
+  }
+#endif
 
   // Adds the latents' part of the scores of a block of tokens, whose levels are there.
   void score_levels(Place& at, int count) const {

@@ -19,7 +19,6 @@ class WordScores {
       BLOCK + STEP;  // of the rotations; those behind BLOCK are of tokens whose scores are dropped
   static constexpr float MOST = 23000, ONE = 32767;  // rotated, √2 · MOST is less than 2¹⁵
   static constexpr float MOST_SUM = 2e9;             // less than 2³¹ by what 1,024 columns are rounded up
-  static constexpr int64_t MOST_COLUMNS = 1024;
   // Offsets that many times as large as levels would leave too few of a word's bits to levels.
   static constexpr float FAR = 16;
 
@@ -36,6 +35,8 @@ class WordScores {
   float least_gain_;
 
  public:
+  static constexpr int64_t MOST_COLUMNS = 1024;
+
   // Whether such keys can be scored in words; see `begin`.
   static bool may(int64_t half, int64_t columns, int64_t heads, const float* scale, const float* offset,
                   const float* gains) {
@@ -93,7 +94,7 @@ class WordScores {
         }
   }
 
-  // Reads the queries of all heads' rows, `stride` numbers apart, which is no more than columns, however they are rotated; `factor` is what a rotation
+  // Reads the queries of all heads' rows, `stride` numbers apart, however they are rotated; `factor` is what a rotation
   // multiplies by.
   void read_queries(const float* query, int64_t stride, float factor) {
     for (int64_t row = 0; row < heads_ * group_; row++, query += stride) {
@@ -103,7 +104,7 @@ class WordScores {
       for (int64_t d = 0; d < half_; d += W)
         add(length(load(query + d), load(query + half_ + d)) * factor,
             length(load(of_key + d), load(of_key + half_ + d)));
-      for (int64_t d = 2 * half_; d < stride; d += W) add(size(load(query + d)), load(of_key + d));
+      for (int64_t d = 2 * half_; d < std::min(columns_, stride); d += W) add(size(load(query + d)), load(of_key + d));
       const float words = std::min(MOST / largest(most), MOST_SUM / sum(sum_of));
       words_of_[row] = std::min(words, 1e30f);  // in this order NaN stays NaN
     }
@@ -112,7 +113,7 @@ class WordScores {
   // Takes the queries, `stride` numbers apart, as they are rotated back.
   void turn_back(const float* query, int64_t stride) {
     for (int64_t row = 0; row < heads_ * group_; row++)
-      for (int64_t d = 0; d < stride; d += W)
+      for (int64_t d = 0; d < std::min(columns_, stride); d += W)
         store_words(query_ + row * columns_ + d, load(query + row * stride + d) * words_of_[row]);
   }
 
@@ -164,7 +165,8 @@ class WordScores {
     INLINE Channels(const int16_t* scales, const int16_t* offsets)
         : scale(repeated(scales + PART * EIGHT)), offset(repeated(offsets + PART * EIGHT)) {}
     INLINE Words words(Words levels, Words inverse) const {
-      const Words none{}, level = PART ? OF_VECTOR(unpackhi_epi8)(none, levels) : OF_VECTOR(unpacklo_epi8)(none, levels);
+      const Words none{},
+          level = PART ? OF_VECTOR(unpackhi_epi8)(none, levels) : OF_VECTOR(unpacklo_epi8)(none, levels);
       return OF_VECTOR(adds_epi16)(product(level, scale), product(offset, inverse));
     }
   };
@@ -190,8 +192,7 @@ class WordScores {
                         char* to) const {
     const Channels<PART> channels(scale, offset);
     UNROLL for (int i = 0; i < 4; i++)
-      put_words(to + i * BYTES,
-                channels.words(words_at(levels + i * BYTES), words_at(inverse + i * TOKENS * EIGHT)));
+      put_words(to + i * BYTES, channels.words(words_at(levels + i * BYTES), words_at(inverse + i * TOKENS * EIGHT)));
   }
 
   // Of token TOKENS i + l, the four sums are in lanes of sixteen bytes l of vector i.
