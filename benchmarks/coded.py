@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,13 @@ COPIES = 4
 
 Call = Callable[[int], object]
 """Attends to one of `COPIES` caches, by its number."""
+
+
+def own_time(call: Callable[[], object]) -> float:
+    """Seconds of the processor that a call took of this thread."""
+    begin = time.thread_time()
+    call()
+    return time.thread_time() - begin
 
 
 def code_of(sections: tuple[int, ...], parts: tuple[int, ...], bits: float) -> TransformCode:
@@ -138,14 +146,21 @@ def stored_caches(form: str, heads: tuple[int, int], tokens: int) -> list[Stored
 
 
 @torch.inference_mode()
-def time_case(coded: Call, plain: Call, nbytes: int, plain_bytes: int, rounds: int) -> dict[str, Any]:
+def time_case(
+    coded: Call,
+    plain: Call,
+    nbytes: int,
+    plain_bytes: int,
+    rounds: int,
+    clock: Callable[[Callable[[], object]], float] = time_call,
+) -> dict[str, Any]:
     """Time one query's attention in one layer: medians, and medians of ratios within a round."""
     read = Probes(torch.float32).calls()["read"]
     calls: dict[str, Call] = {"codes": coded, "bfloat16": plain, "read": lambda _: read()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 2):
         for name in random.sample(list(calls), len(calls)):
-            times[name].append(time_call(lambda call=calls[name], i=turn % COPIES: call(i)))
+            times[name].append(clock(lambda call=calls[name], i=turn % COPIES: call(i)))
     rate = 256 * 1024**2 / statistics.median(times["read"][2:])
     result = medians({name: times[name] for name in ("codes", "bfloat16")})
     for name, size in (("codes", nbytes), ("bfloat16", plain_bytes)):
@@ -197,7 +212,7 @@ def models(options: argparse.Namespace) -> dict[str, Any]:
     return {"context": options.context, "ways": ways}
 
 
-def cases(rounds: int) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def cases(rounds: int, clock: Callable[[Callable[[], object]], float]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """The name of each row, and what measures it."""
     for tokens in (8192, 32768):
         for dtype in ("float32", "bfloat16"):
@@ -208,7 +223,7 @@ def cases(rounds: int) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
                         yield (
                             f"latents {shape}, {bits} bits, {tokens}, {dtype}, {'content' if content else 'rotary'}",
                             lambda at=(shape, bits, tokens, kind), content=content, width=rank + rotary: time_case(
-                                *latent_calls(*at, content=content), 2 * at[2] * width, rounds
+                                *latent_calls(*at, content=content), 2 * at[2] * width, rounds, clock
                             ),
                         )
             for shape, (_, K, D) in HEADS.items():
@@ -216,7 +231,7 @@ def cases(rounds: int) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
                     yield (
                         f"heads {shape}, {form}, {tokens}, {dtype}",
                         lambda at=(shape, form, tokens, kind), width=2 * K * D: time_case(
-                            *heads_calls(*at), 2 * at[2] * width, rounds
+                            *heads_calls(*at), 2 * at[2] * width, rounds, clock
                         ),
                     )
 
@@ -232,6 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--source", default="smollm2-135m")
     parser.add_argument("--context", type=int, default=8000)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--own-time", action="store_true", help="of one thread, what other programs take is not counted")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     kept = Kept(options.json, {"rounds": options.rounds, "threads": options.threads})
@@ -240,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kept.add(f"models, {Path(options.source).name}, {options.context}", row)
         say(row)
         return
-    for name, measure in cases(options.rounds):
+    for name, measure in cases(options.rounds, own_time if options.own_time else time_call):
         if name in kept.rows or options.only not in name:
             continue
         row = measure()
