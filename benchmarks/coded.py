@@ -212,7 +212,9 @@ def models(options: argparse.Namespace) -> dict[str, Any]:
     return {"context": options.context, "ways": ways}
 
 
-def cases(rounds: int, clock: Callable[[Callable[[], object]], float]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def cases(
+    rounds: int, clock: Callable[[Callable[[], object]], float]
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """The name of each row, and what measures it."""
     for tokens in (8192, 32768):
         for dtype in ("float32", "bfloat16"):
@@ -247,7 +249,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--source", default="smollm2-135m")
     parser.add_argument("--context", type=int, default=8000)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--own-time", action="store_true", help="of one thread, what other programs take is not counted")
+    parser.add_argument(
+        "--own-time", action="store_true", help="of one thread, what other programs take is not counted"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     kept = Kept(options.json, {"rounds": options.rounds, "threads": options.threads})
