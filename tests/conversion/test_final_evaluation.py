@@ -274,7 +274,8 @@ def test_the_card_tells_the_conversion(source: Path, text: Path, tmp_path: Path)
     score = done.evaluation
     assert score.reference is not None
     assert f"| `text.txt after 1,976 tokens` | {score.tokens} | {score.reference.perplexity:.3f}" in readme
-    assert f"| {score.perplexity_ratio:.3f} | {score.kl:.4f} | {score.top1_agreement:.1%} |" in readme
+    measured = f"{score.kl:.4f} | {score.kl_999:.4f} | {score.top1_agreement:.1%} | {score.top1_changed} |"
+    assert f"| {score.perplexity_ratio:.3f} | {measured}" in readme
     assert (
         "- steps: recall, starts, sensitivity, channels, sequence, refit\n"
         "- calibrated on 512 tokens of `text.txt`, in windows of 256\n" in readme

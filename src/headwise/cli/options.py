@@ -174,8 +174,10 @@ def show_text(result: Evaluation, *, columns: tuple[str, str] = COLUMNS) -> None
             f"{name}perplexity ratio {score.perplexity_ratio:.4f} · KL {score.kl:.4f} nats a token"
             f" · top-1 agreement {score.top1_agreement:.1%}"
         )
-        if result.engine is not None:
-            out.print(f"{name}one token in a thousand has a KL above {score.kl_999:.2f} nats")
+        out.print(
+            f"{name}KL above {score.kl_999:.4f} nats at one token in 1,000"
+            f" · top-1 changed at {score.top1_changed:,} of {score.tokens:,}"
+        )
 
 
 def _show_by_position(result: Evaluation) -> None:

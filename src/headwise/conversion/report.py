@@ -345,6 +345,9 @@ def measured_json(plan: ConversionPlan, target: Target, options: ConvertOptions,
         "cache_fraction": report.kv_bytes_per_token_after / whole,
         "perplexity_ratio": evaluation.perplexity_ratio,
         "kl": evaluation.kl,
+        "kl_999": evaluation.kl_999,
+        "top1_agreement": evaluation.top1_agreement,
+        "top1_changed": evaluation.top1_changed,
     }
     document = {"label": plan.before.label, "tokens": evaluation.tokens, "window": evaluation.window}
     return json.dumps(finite(document | {"points": [point]}), indent=1) + "\n"

@@ -36,7 +36,9 @@ def result(spot: Spot, texts: tuple[str, ...] = ("a/one.txt",), mechanism: str =
             "reference_cache_bytes_per_token": WHOLE,
             "perplexity_ratio": spot[1],
             "kl": 0.25,
+            "kl_999": 2.5,
             "top1_agreement": 0.75,
+            "top1_changed": 31,
             "tokens": 126,
             "window": 64,
             "dtype": "float32",
@@ -159,11 +161,13 @@ def test_the_table_has_each_text() -> None:
         "× one.txt",
         "× two.txt",
         "KL",
+        "99.9%",
         "top-1",
+        "changed",
         "s",
     )
-    assert table.rows[0] == ("original", "GQA 4/2 × 8", "", "1,000", "100%", "1", "1", "0", "100%", "")
-    numbers = ("500", "50.0%", "1.2500", "1.2500", "0.2500", "75.0%")
+    assert table.rows[0] == ("original", "GQA 4/2 × 8", "", "1,000", "100%", "1", "1", "0", "0", "100%", "0", "")
+    numbers = ("500", "50.0%", "1.2500", "1.2500", "0.2500", "2.5000", "75.0%", "31")
     assert table.rows[1] == ("mqa", "MLA 1 + 2", "converted", *numbers, "4")
     twins = [(Candidate("mqa"), result((500.0, 1.25), ("x/one.txt", "y/one.txt")))]
     assert tables(found(twins))[0].heading[5:7] == ("× x/one.txt", "× y/one.txt")
@@ -217,7 +221,8 @@ def test_the_plot_has_the_points_of_each_kind_the_source_and_the_best_for_each_c
     assert [mark.get_alpha() for mark in marks] == [1.0, pytest.approx(0.4), 1.0]
     assert (list(original.get_xdata()), list(original.get_ydata())) == ([1000.0], [0.001])
     (table,) = tables(frontier)
-    assert table.rows[-2] == ("gqa:2", "MLA 1 + 2", "converted", "500", "50.0%", "1.9000", "0.2500", "75.0%", "4")
+    lost = ("1.9000", "0.2500", "2.5000", "75.0%", "31")
+    assert table.rows[-2] == ("gqa:2", "MLA 1 + 2", "converted", "500", "50.0%", *lost, "4")
     assert table.marks == {len(table.rows) - 2: "faint"}
     assert axes.get_yscale() == axes.get_xscale() == "log"
     ticks = [label.get_text() for label in axes.get_xticklabels()]
@@ -235,6 +240,7 @@ class Published:
 
 def test_a_published_method_is_a_point_beside_the_others_though_its_kl_is_unknown() -> None:
     unknown = {**plain((500.0, 1.05))["evaluation"], "kl": math.nan, "top1_agreement": math.nan}
+    del unknown["kl_999"], unknown["top1_changed"]
     rows: list[tuple[Tried, dict[str, Any]]] = [
         (Published(), {**plain((500.0, 1.05)), "label": "3 bits", "evaluation": unknown}),
         (Candidate("int8"), plain((530.0, 1.001))),
@@ -249,9 +255,9 @@ def test_a_published_method_is_a_point_beside_the_others_though_its_kl_is_unknow
     )
     (row,) = (cells for cells in tables(joined)[0].rows if cells[0] == "Palu@0.5")
     assert row[1:5] == ("3 bits", "published", "500", "50.0%")
-    assert row[6:] == ("", "", "")
+    assert row[6:] == ("", "", "", "", "")
     document = json.loads(json.dumps(joined.to_dict(), allow_nan=False))
-    assert document["points"][0]["kl"] is None
+    assert [document["points"][0][name] for name in ("kl", "kl_999", "top1_changed")] == [None] * 3
     axes = figure(joined).axes[0]
     assert "published methods" in [entry.get_label() for entry in axes.collections]
     assert "Palu@0.5" in [text.get_text() for text in axes.texts]

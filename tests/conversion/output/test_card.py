@@ -52,7 +52,9 @@ def score(text: str, **values: Any) -> dict[str, Any]:
         "reference_perplexity": 22.9012,
         "perplexity_ratio": 1.23773,
         "kl": 0.21234,
+        "kl_999": 2.53449,
         "top1_agreement": 0.7512,
+        "top1_changed": 3056,
         **values,
     }
 
@@ -161,7 +163,7 @@ def test_what_was_measured() -> None:
     assert section(model_card(FACTS), "Measured") == "Not measured."
     one = section(model_card(replace(FACTS, evaluation=evaluation(score("/data/wiki.txt")))), "Measured")
     assert one.splitlines()[2:] == [
-        "| `wiki.txt` | 12,282 | 22.901 | 28.346 | 1.238 | 0.2123 | 75.1% |",
+        "| `wiki.txt` | 12,282 | 22.901 | 28.346 | 1.238 | 0.2123 | 2.5345 | 75.1% | 3,056 |",
         "",
         "- windows of 2048 tokens, in float32",
         "- decoding a token with 512 tokens in the cache: 10.25 → 11.13 ms (cpu, 2 threads)",
@@ -169,17 +171,17 @@ def test_what_was_measured() -> None:
     two = evaluation(score("/data/wiki.txt", perplexity=float("inf")), score("/data/brown|.txt", kl=0.5))
     rows = section(model_card(replace(FACTS, evaluation=two)), "Measured").splitlines()[2:5]
     assert rows == [
-        "| `wiki.txt` | 12,282 | 22.901 | inf | 1.238 | 0.2123 | 75.1% |",
-        "| `brown\\|.txt` | 12,282 | 22.901 | 28.346 | 1.238 | 0.5000 | 75.1% |",
-        "| `all` | 12,282 | 22.901 | 28.346 | 1.238 | 0.2123 | 75.1% |",
+        "| `wiki.txt` | 12,282 | 22.901 | inf | 1.238 | 0.2123 | 2.5345 | 75.1% | 3,056 |",
+        "| `brown\\|.txt` | 12,282 | 22.901 | 28.346 | 1.238 | 0.5000 | 2.5345 | 75.1% | 3,056 |",
+        "| `all` | 12,282 | 22.901 | 28.346 | 1.238 | 0.2123 | 2.5345 | 75.1% | 3,056 |",
     ]
 
 
 def test_without_a_reference_what_is_not_known_is_a_dash() -> None:
-    missing = dict.fromkeys(("reference_perplexity", "perplexity_ratio", "kl", "top1_agreement"))
+    missing = dict.fromkeys(("reference_perplexity", "perplexity_ratio", "kl", "kl_999", "top1_agreement", "top1_changed"))
     alone = evaluation(score("wiki.txt", **missing), **missing, reference_decode_ms=None)
     text = section(model_card(replace(FACTS, evaluation=alone)), "Measured")
-    assert "| `wiki.txt` | 12,282 | – | 28.346 | – | – | – |" in text
+    assert "| `wiki.txt` | 12,282 | – | 28.346 | – | – | – | – | – |" in text
     assert ": – → 11.13 ms" in text
 
 

@@ -26,7 +26,9 @@ SCORE = {
     "reference_perplexity": 10.0,
     "perplexity_ratio": 1.1,
     "kl": 0.05,
+    "kl_999": 0.75,
     "top1_agreement": 0.9,
+    "top1_changed": 1051,
     "by_position": [
         {"start": 1, "stop": 256, "nll": 3.0, "reference_nll": 2.9},
         {"start": 256, "stop": 512, "nll": 2.5, "reference_nll": 2.4},
@@ -67,7 +69,7 @@ def test_an_evaluation() -> None:
     rate = {"items": 20, "rate": 0.5, "low": 0.3, "high": 0.7, "reference_rate": None}
     text, tasks = sections({**EVALUATION, "planted": {"found": rate, "first": rate}})
     assert text.table.title == "Quality of half on text"
-    assert text.table.rows == [("wiki.txt", "11.000", "10.000", "1.1000", "0.0500", "90.0%")]
+    assert text.table.rows == [("wiki.txt", "11.000", "10.000", "1.1000", "0.0500", "0.7500", "90.0%", "1,051")]
     assert "100 bytes a token (the reference's 200)" in text.table.notes[1]
     assert text.draw is not None
     assert [list(line.get_ydata()) for line in text.draw().axes[0].lines] == [[3.0, 2.5], [2.9, 2.4]]
@@ -80,7 +82,7 @@ def test_an_evaluation() -> None:
         ("RULER's cwe, all answers", "7"),
     ]
     (alone,) = sections({**EVALUATION, "texts": [{"text": "a", "perplexity": float("inf")}]})
-    assert alone.table.rows == [("a", "diverged", "–", "–", "–", "–")]
+    assert alone.table.rows == [("a", "diverged", *"––––––")]
     assert alone.draw is None
 
 

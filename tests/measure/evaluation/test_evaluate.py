@@ -59,6 +59,7 @@ def test_every_number_by_hand(root: Path) -> None:
     above, most = sorted(kl)[-2:]  # the 99.9 % quantile of 597 lies between the two largest
     assert evaluation.kl_999 == pytest.approx(above + (0.999 * 596 - 595) * (most - above), rel=1e-4)
     assert evaluation.top1_agreement == pytest.approx(agree / tokens)
+    assert evaluation.top1_changed == tokens - agree > 0
     # float64: 2 layers of 3 key-value heads, 8 wide, keys and values, 8 bytes; and half of that.
     assert evaluation.reference.cache_bytes_per_token == 2 * 2 * 3 * 8 * 8
     assert evaluation.cache_bytes_per_token == 2 * 3 * 8 * 8
@@ -72,7 +73,8 @@ def test_a_model_against_itself_is_itself(root: Path) -> None:
     evaluation = headwise.evaluate(source, against=source, text=root / "text.txt", window=100, windows=2, context=10)
     assert evaluation.perplexity_ratio == 1
     assert evaluation.kl == pytest.approx(0, abs=1e-9)
-    assert evaluation.top1_agreement == 1
+    assert evaluation.kl_999 == pytest.approx(0, abs=1e-9)
+    assert (evaluation.top1_agreement, evaluation.top1_changed) == (1, 0)
 
 
 def test_without_a_reference_there_are_no_comparisons(root: Path) -> None:
@@ -138,7 +140,7 @@ def test_several_texts_are_scored_each_and_together(root: Path) -> None:
     assert [score.text for score in evaluation.texts] == [str(text) for text in texts]
     for score, one in zip(evaluation.texts, alone, strict=True):
         assert one.texts == (score,)
-        for name in ("windows", "tokens", "perplexity", "kl", "top1_agreement"):
+        for name in ("windows", "tokens", "perplexity", "kl", "kl_999", "top1_agreement", "top1_changed"):
             assert getattr(one, name) == getattr(score, name)
         assert one.reference is not None
         assert score.reference is not None

@@ -59,11 +59,12 @@ KEYS = {
     PositionScore: ("start", "stop", "nll", "reference_nll"),
     TextScore: (
         *("text", "windows", "tokens", "perplexity", "reference_perplexity", "perplexity_ratio", "kl"),
-        *("kl_999", "top1_agreement", "by_position"),
+        *("kl_999", "top1_agreement", "top1_changed", "by_position"),
     ),
     Evaluation: (
         *("model", "against", "text", "window", "begin", "windows", "tokens", "perplexity", "reference_perplexity"),
-        *("perplexity_ratio", "kl", "kl_999", "top1_agreement", "texts", "cache", "cache_bytes_per_token"),
+        *("perplexity_ratio", "kl", "kl_999", "top1_agreement", "top1_changed", "texts", "cache"),
+        "cache_bytes_per_token",
         *("cache_bytes", "reference_cache_bytes_per_token", "reference_cache_bytes", "context", "decode_ms"),
         *("reference_decode_ms",),
         *("dtype", "device", "threads", "engine"),

@@ -190,8 +190,8 @@ def tables(frontier: Frontier) -> list[Table]:
         parts = [("", shown(frontier))]
     texts = (f"× {short(text, frontier)}" for text in frontier.texts)
     kind = () if frontier.methods else ("kind",)
-    heading = ("attention", *kind, "cache B/token", "share", *texts, "KL", "top-1", "s")
-    numbers = (f"{frontier.cache_bytes_per_token:,.0f}", "100%", *("1" for _ in frontier.texts), "0", "100%", "")
+    heading = ("attention", *kind, "cache B/token", "share", *texts, "KL", "99.9%", "top-1", "changed", "s")
+    numbers = (f"{frontier.cache_bytes_per_token:,.0f}", "100%", *("1" for _ in frontier.texts), "0", "0", "100%", "0", "")
     found = []
     for head, points in parts:
         table = Table((head, *heading), words=range(2 + len(kind)))
@@ -210,8 +210,9 @@ def _cells(point: Point, frontier: Frontier) -> tuple[str, ...]:
         f"{point.cache_bytes_per_token:,.0f}",
         f"{point.cache_fraction:.1%}",
         *(ratio_text(point.ratios[text]) for text in frontier.texts),
-        "" if math.isnan(point.kl) else f"{point.kl:.4f}",
+        *("" if math.isnan(nats) else f"{nats:.4f}" for nats in (point.kl, point.kl_999)),
         "" if math.isnan(point.top1_agreement) else f"{point.top1_agreement:.1%}",
+        "" if point.top1_changed is None else f"{point.top1_changed:,}",
         "" if point.conversion is None else f"{point.seconds:,.0f}",
     )
 
@@ -237,8 +238,9 @@ def how(frontier: Frontier) -> str:
         f"Cache B/token: bytes that the cache allocates for a window of {frontier.window} tokens, over these tokens,"
         " with scales and tokens stored as they are; numbers that are not in codes count as bfloat16. Share: of the"
         f" original's in bfloat16. ×: perplexity over the original's ({texts}), on {frontier.tokens:,} tokens."
-        " KL, in nats a token, and top-1, how often both predict the same token first, are over all texts. s: seconds"
-        f" to convert. {calibration if tokens else 'No conversion used a calibration text'}."
+        " KL, in nats a token, its 99.9% quantile, and top-1, how often both predict the same token first, are over"
+        " all texts; changed: at how many tokens they do not. s: seconds to convert."
+        f" {calibration if tokens else 'No conversion used a calibration text'}."
         f" {frontier.dtype}, {frontier.threads} threads; {libraries}."
     )
 

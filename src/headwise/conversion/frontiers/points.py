@@ -40,7 +40,9 @@ class Point:
         perplexity_ratio: the conversion's perplexity over the source's, on all texts.
         ratios: the ratio on each text.
         kl: the mean KL(source ‖ point) a token, in nats; NaN where only perplexity was measured.
+        kl_999: the 99.9 % quantile of the tokens' KL; NaN where it was not kept.
         top1_agreement: the fraction of positions where both predict the same token first; NaN as for ``kl``.
+        top1_changed: the number of positions where they do not; None where it was not kept.
         held_out_loss: nats a token on windows that the calibration held out, by which the best variant of a method
             is chosen; None for methods without variants.
         seconds: the seconds of the conversion without its evaluation; of a continued conversion, the last run's; 0
@@ -61,7 +63,9 @@ class Point:
     perplexity_ratio: float
     ratios: dict[str, float]
     kl: float
+    kl_999: float
     top1_agreement: float
+    top1_changed: int | None
     held_out_loss: float | None
     seconds: float
     dominated: bool
@@ -155,7 +159,9 @@ def collect(
             perplexity_ratio=spot[1],
             ratios={text["text"]: text["perplexity_ratio"] for text in evaluation["texts"]},
             kl=evaluation["kl"],
+            kl_999=evaluation.get("kl_999", math.nan),
             top1_agreement=evaluation["top1_agreement"],
+            top1_changed=evaluation.get("top1_changed"),
             held_out_loss=result.get("held_out_loss"),
             seconds=0.0 if conversion is None else conversion["seconds"],
             dominated=any(dominates(other, spot) for other in others),

@@ -187,7 +187,8 @@ def _change(facts: CardFacts, count: Callable[[ModelSpec, str], int]) -> str | N
 
 def _scores(evaluation: Mapping[str, Any]) -> str:
     """The table of texts, with a row for all together where there are several."""
-    table = Table(["text", "tokens", "perplexity before", "after", "ratio", "KL, nats", "top-1 agreement"])
+    measured = ("KL, nats", "its 99.9 %", "top-1 agreement", "top-1 changed")
+    table = Table(["text", "tokens", "perplexity before", "after", "ratio", *measured])
     total = {**evaluation, "text": "all"}
     texts = list(evaluation.get("texts") or ())
     for score in [*texts, total] if len(texts) > 1 else texts or [evaluation]:
@@ -198,7 +199,9 @@ def _scores(evaluation: Mapping[str, Any]) -> str:
             _number(score["perplexity"], ".3f"),
             _number(score.get("perplexity_ratio"), ".3f"),
             _number(score.get("kl"), ".4f"),
+            _number(score.get("kl_999"), ".4f"),
             _number(score.get("top1_agreement"), ".1%"),
+            _number(score.get("top1_changed"), ","),
         )
     return table.markdown()
 

@@ -166,6 +166,7 @@ class Loss:
         kl: the mean KL(source with a full cache ‖ model), in nats a token.
         kl_999: the 99.9 % quantile of this KL, which the few tokens that lose most decide.
         top1_agreement: the fraction of positions where both rank the same token first.
+        top1_changed: the number of positions where they do not.
     """
 
     perplexity: float
@@ -173,6 +174,7 @@ class Loss:
     kl: float
     kl_999: float
     top1_agreement: float
+    top1_changed: int
 
 
 @dataclass(frozen=True, kw_only=True)

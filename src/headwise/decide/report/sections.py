@@ -147,7 +147,9 @@ def _evaluation(document: Mapping[str, Any]) -> Iterable[Section]:
             _number(text.get("reference_perplexity")),
             _number(text.get("perplexity_ratio"), ".4f"),
             _number(text.get("kl"), ".4f"),
+            _number(text.get("kl_999"), ".4f"),
             _number(text.get("top1_agreement"), ".1%"),
+            _number(text.get("top1_changed"), ",.0f"),
         )
         for text in document["texts"]
     ]
@@ -161,7 +163,7 @@ def _evaluation(document: Mapping[str, Any]) -> Iterable[Section]:
         f" (the reference's {_number(document.get('reference_decode_ms'), ',.1f')}).",
     ]
     table = Table(
-        ("", "perplexity", "reference's", "ratio", "KL", "top-1"),
+        ("", "perplexity", "reference's", "ratio", "KL", "99.9%", "top-1", "changed"),
         rows,
         title=f"Quality of {PurePath(document['model']).name} on text",
         notes=notes,
@@ -271,11 +273,14 @@ def _frontier(document: Mapping[str, Any]) -> Iterable[Section]:
             _number(point["cache_fraction"], ".1%"),
             _number(math.inf if point["perplexity_ratio"] is None else point["perplexity_ratio"], ".4f"),
             _number(point.get("kl"), ".4f"),
+            _number(point.get("kl_999"), ".4f"),
+            _number(point.get("top1_agreement"), ".1%"),
+            _number(point.get("top1_changed"), ",.0f"),
         )
         for point in document["points"]
     ]
     table = Table(
-        ("", "attention", "cache B/token", "share", "perplexity ratio", "KL"),
+        ("", "attention", "cache B/token", "share", "perplexity ratio", "KL", "99.9%", "top-1", "changed"),
         rows,
         title="What was measured",
         notes=[f"On {document['tokens']:,} tokens; KL in nats a token."],

@@ -185,11 +185,13 @@ class TextScore(Paired, compared=("perplexity",)):
         windows: the number of windows.
         tokens: the number of scored predictions (a window's first token is not predicted).
         perplexity: exp of the mean negative log-likelihood.
-        perplexity_ratio: the model's perplexity over the reference's; this and the next three are None without a
+        perplexity_ratio: the model's perplexity over the reference's; this and the next four are None without a
             reference.
         kl: mean KL(reference ‖ model) a token, in nats.
-        kl_999: the 99.9 % quantile of the tokens' KL, which the few that lose most decide.
+        kl_999: the 99.9 % quantile of the tokens' KL, which the few that lose most decide: of all tokens, and linear
+            between the two that it lies between.
         top1_agreement: fraction of positions where both rank the same token first.
+        top1_changed: the number of positions where they do not.
         by_position: the cost by position in the window, in ranges of doubling length: 1–255, 256–511, 512–1023, ….
     """
 
@@ -201,6 +203,7 @@ class TextScore(Paired, compared=("perplexity",)):
     kl: float | None = None
     kl_999: float | None = None
     top1_agreement: float | None = None
+    top1_changed: int | None = None
     by_position: tuple[PositionScore, ...]
 
 
@@ -219,11 +222,13 @@ class Evaluation(Paired, compared=("perplexity", "cache_bytes_per_token", "cache
         windows: the number of windows.
         tokens: the number of scored predictions (a window's first token is not predicted).
         perplexity: exp of the mean negative log-likelihood.
-        perplexity_ratio: the model's perplexity over the reference's; this and the next three are None without a
+        perplexity_ratio: the model's perplexity over the reference's; this and the next four are None without a
             reference.
         kl: mean KL(reference ‖ model) a token, in nats.
-        kl_999: the 99.9 % quantile of the tokens' KL, which the few that lose most decide.
+        kl_999: the 99.9 % quantile of the tokens' KL, which the few that lose most decide: of all tokens, and linear
+            between the two that it lies between.
         top1_agreement: fraction of positions where both rank the same token first.
+        top1_changed: the number of positions where they do not.
         texts: the quality on each text.
         cache: the format that the model's cache was stored in; None for the model's own numbers.
         cache_bytes_per_token: bytes of the cache's tensors over the number of cached tokens; with a ``cache``, bytes
@@ -250,6 +255,7 @@ class Evaluation(Paired, compared=("perplexity", "cache_bytes_per_token", "cache
     kl: float | None = None
     kl_999: float | None = None
     top1_agreement: float | None = None
+    top1_changed: int | None = None
     texts: tuple[TextScore, ...]
     cache: str | None = None
     cache_bytes_per_token: float
@@ -315,6 +321,7 @@ def _quality(score: dict[str, Tensor], reference: Evaluation | TextScore | None)
             "kl": max(float(score["kl"].mean()), 0.0),  # a negative mean comes from rounding
             "kl_999": float(np.quantile(score["kl"].numpy(), 0.999)),
             "top1_agreement": float(score["agree"].mean()),
+            "top1_changed": int((score["agree"] == 0).sum()),
         }
     return quality
 
