@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,10 @@ def test_the_source_is_measured_in_the_nearest_formats_on_the_same_text(source: 
         assert (each.evaluation.model, each.evaluation.against) == (str(source), str(source))
         assert f"(×{again.perplexity_ratio:.3f} at {each.bytes_per_token / whole:.1%})" in plain.line
     assert f"- {plain.line}\n" in card(source)
+    for each in plain.formats:
+        of = each.evaluation
+        row = f"{of.kl:.4f} | {of.kl_999:.4f} | {of.top1_agreement:.1%} | {of.top1_changed:,} |"
+        assert re.search(rf"^\| the source's cache in `{each.format}` \|.* {re.escape(row)}$", card(source), re.M)
     told = done.to_dict()["plain"]["formats"]
     assert [each["evaluation"]["cache"] for each in told] == [below.format, above.format]
 

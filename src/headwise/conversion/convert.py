@@ -398,7 +398,7 @@ def _card_facts(prepared: _Prepared, written: WrittenFolder, notes: Sequence[str
         calibration_tokens=written.tokens,
         calibration_window=written.window,
         evaluation=None if report.evaluation is None else report.evaluation.to_dict(),
-        plain=None if report.plain is None else report.plain.line,
+        plain=None if report.plain is None else report.plain.to_dict(),
         base_model=base_model,
         license=source_license(plan.checkpoint.path),
         versions=versions(),

@@ -44,7 +44,7 @@ class CardFacts:
         calibration_tokens: the number of calibration tokens; 0 without a text.
         calibration_window: tokens in each calibration window.
         evaluation: an `Evaluation` as a dict; None if the result was not evaluated.
-        plain: the loss by plain quantisation of the source at about these bytes, in words; None if not measured.
+        plain: the source in plain formats of about these bytes, a `PlainComparison` as a dict; None if not measured.
         base_model: the source's name on the hub, if it has one (`base_model_of`).
         license: the licence that the source's card names (`source_license`).
         versions: the versions of headwise and its libraries, by name.
@@ -67,7 +67,7 @@ class CardFacts:
     calibration_tokens: int = 0
     calibration_window: int = 0
     evaluation: Mapping[str, Any] | None = None
-    plain: str | None = None
+    plain: Mapping[str, Any] | None = None
     base_model: str | None = None
     license: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def model_card(facts: CardFacts) -> str:
         **_attention(facts),
         # A conversion can keep the mechanism and change its sizes.
         change=f"from {old} to {new}" if old != new else f"within {new}",
-        scores=None if facts.evaluation is None else _scores(facts.evaluation),
+        scores=None if facts.evaluation is None else _scores(facts.evaluation, facts.plain),
         facts=list(_measured(facts.evaluation or {}, facts.plain)),
         loading=loading(facts.layout, facts.auto_class, facts.after.model_type, coded=coded),
     )
@@ -185,15 +185,23 @@ def _change(facts: CardFacts, count: Callable[[ModelSpec, str], int]) -> str | N
     return f"{old:,} → {new:,} bytes in {facts.dtype} ({new / old:.1%})" if old else None
 
 
-def _scores(evaluation: Mapping[str, Any]) -> str:
-    """The table of texts, with a row for all together where there are several."""
+def _scores(evaluation: Mapping[str, Any], plain: Mapping[str, Any] | None) -> str:
+    """The table of texts, with a row for all together where there are several, and one for each plain format."""
     measured = ("KL, nats", "its 99.9 %", "top-1 agreement", "top-1 changed")
     table = Table(["text", "tokens", "perplexity before", "after", "ratio", *measured])
     total = {**evaluation, "text": "all"}
     texts = list(evaluation.get("texts") or ())
-    for score in [*texts, total] if len(texts) > 1 else texts or [evaluation]:
+    rows = [
+        (as_code(", ".join(last_name(name) for name in str(score["text"]).split(", "))), score)
+        for score in ([*texts, total] if len(texts) > 1 else texts or [evaluation])
+    ]
+    rows += [
+        (f"the source's cache in {as_code(each['format'])}", each["evaluation"])
+        for each in ([] if plain is None else plain["formats"])
+    ]
+    for name, score in rows:
         table.add(
-            as_code(", ".join(last_name(name) for name in str(score["text"]).split(", "))),
+            name,
             f"{score['tokens']:,}",
             _number(score.get("reference_perplexity"), ".3f"),
             _number(score["perplexity"], ".3f"),
@@ -206,10 +214,10 @@ def _scores(evaluation: Mapping[str, Any]) -> str:
     return table.markdown()
 
 
-def _measured(evaluation: Mapping[str, Any], plain: str | None) -> Iterator[str]:
+def _measured(evaluation: Mapping[str, Any], plain: Mapping[str, Any] | None) -> Iterator[str]:
     """The sentences on what else was measured."""
     if plain is not None:
-        yield one_line(plain)
+        yield one_line(plain["line"])
     if window := evaluation.get("window"):
         yield f"windows of {window} tokens, in {evaluation.get('dtype', 'their dtype')}"
     if (after := evaluation.get("decode_ms")) is not None:
