@@ -129,6 +129,16 @@ def test_a_quantised_cache_in_every_task(cli: Callable[..., Result], tasks: Path
     assert "the model's cache in int2" in shown.out.replace("\n", " ")
 
 
+def test_continuations_beside_the_reference(cli: Callable[..., Result], tasks: Path) -> None:
+    arguments = ("evaluate", "tiny", "--against", "tiny", "--cache", "int2", "--text", "text.txt", *SMALL)
+    found = document(cli(*arguments, "--continuations", "2", "--json"))["continuations"]
+    assert (found["prompts"], len(found["each"])) == (2, 2)
+    assert found["equal"] < 2
+    shown = " ".join(cli(*arguments, "--continuations", "2").out.split())
+    assert found["line"] in shown
+    assert document(cli(*arguments, "--json"))["continuations"] is None
+
+
 def test_several_caches_are_measured_one_after_the_other(
     cli: Callable[..., Result], refused: Callable[..., str], tasks: Path
 ) -> None:
@@ -164,6 +174,12 @@ def test_several_caches_are_measured_one_after_the_other(
         (("--text", "text.txt", *SMALL, "--cache", "kivi8"), "cache = 'kivi8': must be int8, int4, int3 or int2"),
         (("--retrieval", "passages.jsonl", "--cache", "int4"), "cache = 'int4': needs --text or --choices"),
         (("--choices", "choices.jsonl", "--device", "cuda:77"), "device = 'cuda:77': must be a device"),
+        (("--choices", "choices.jsonl", "--continuations", "1"), "continuations = 1: needs --text, to cut prompts"),
+        (("--text", "text.txt", *SMALL, "--continuations", "1"), "continuations = 1: needs a reference"),
+        (
+            ("--text", "text.txt", "--engine", "llama.cpp", "--continuations", "1"),
+            "continuations = 1: must be left out with --engine",
+        ),
     ],
     ids=str,
 )

@@ -178,6 +178,8 @@ def show_text(result: Evaluation, *, columns: tuple[str, str] = COLUMNS) -> None
             f"{name}KL above {score.kl_999:.4f} nats at one token in 1,000"
             f" · top-1 changed at {score.top1_changed:,} of {score.tokens:,}"
         )
+    if result.continuations is not None:
+        out.print(result.continuations.line)
 
 
 def _show_by_position(result: Evaluation) -> None:

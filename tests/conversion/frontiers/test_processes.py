@@ -20,13 +20,14 @@ def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
     sizes = ("--target", "int8", "--target", "mla:0.5", "--target", "mqa", "--window", 48, "--windows", 3)
     documents = []
     for name, ranks in (("one", 1), ("two", 2)):
-        options = ("--output", tmp_path / name, *texts, *sizes, "--no-plot", "--json")
+        options = ("--output", tmp_path / name, *texts, *sizes, "--continuations", 2, "--no-plot", "--json")
         done = run("-m", "headwise", "frontier", source, *options, ranks=ranks)
         assert done.returncode == 0, done.stderr
         documents.append(json.loads(done.stdout))  # printed once
         assert (tmp_path / name / "frontier.json").exists()
         assert not (tmp_path / name / ".headwise-work").exists()
     one, two = (document["points"] for document in documents)
+    assert two[0]["evaluation"]["continuations"] == one[0]["evaluation"]["continuations"]
     assert [point["target"] for point in two] == [point["target"] for point in one]
     for mine, theirs in zip(two, one, strict=True):
         assert mine["cache_bytes_per_token"] == theirs["cache_bytes_per_token"]

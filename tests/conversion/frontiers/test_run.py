@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import headwise
+from headwise.base.documents import as_document
 from headwise.conversion.frontiers import run as results
 from headwise.measure.texts.calibration import CalibrationTexts, open_windows
 from headwise.models.checkpoints import open_checkpoint
@@ -163,6 +164,36 @@ def test_formats_and_codes_are_measured_beside_conversions(
     assert changed.points[0].evaluation == kivi.evaluation  # nothing is calibrated: the result is still the one
     assert not conversions
     assert not evaluations
+
+
+def test_continuations_are_measured_on_request_and_kept_results_go_without(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (without,) = climb(place, tmp_path / "out", targets=["int4"]).points
+    (file,) = (tmp_path / "out/results").iterdir()
+    kept = json.loads(file.read_text())
+    for name in ("kl_999", "top1_changed", "continuations"):  # as results of before have none
+        del kept["evaluation"][name]
+    file.write_text(json.dumps(kept))
+    evaluations = counted(monkeypatch, "evaluate_windows")
+    (older,) = climb(place, tmp_path / "out", targets=["int4"]).points
+    assert not evaluations
+    assert (older.kl, older.top1_changed) == (without.kl, None)
+    assert "ties" not in (tmp_path / "out/frontier.md").read_text()
+    (point,) = climb(place, tmp_path / "out", targets=["int4"], continuations=2).points
+    assert len(evaluations) == 1
+    assert point.kl_999 == without.kl_999
+    texts: dict[str, Any] = {"text": place / "exam.txt", "window": 48, "windows": 2, "continuations": 2}
+    by_hand = headwise.evaluate(place / "source", against=place / "source", cache="int4", **texts).continuations
+    assert by_hand is not None
+    (kept_point,) = document(tmp_path / "out")["points"]
+    assert kept_point["evaluation"]["continuations"] == json.loads(json.dumps(as_document(by_hand)))
+    page = (tmp_path / "out/frontier.md").read_text()
+    assert "| equal | until | ties |" in page
+    parting = by_hand.prompts - by_hand.equal
+    assert f"| {by_hand.equal}/2 | {by_hand.median_equal:g} | {by_hand.near_ties}/{parting} |" in page
+    with pytest.raises(headwise.ArgumentError, match=r"continuations = 3: must be at most 2"):
+        climb(place, tmp_path / "refused", continuations=3)
 
 
 STOPS = [

@@ -178,7 +178,8 @@ def test_what_was_measured() -> None:
 
 
 def test_without_a_reference_what_is_not_known_is_a_dash() -> None:
-    missing = dict.fromkeys(("reference_perplexity", "perplexity_ratio", "kl", "kl_999", "top1_agreement", "top1_changed"))
+    compared = ("perplexity_ratio", "kl", "kl_999", "top1_agreement", "top1_changed")
+    missing = dict.fromkeys(("reference_perplexity", *compared))
     alone = evaluation(score("wiki.txt", **missing), **missing, reference_decode_ms=None)
     text = section(model_card(replace(FACTS, evaluation=alone)), "Measured")
     assert "| `wiki.txt` | 12,282 | – | 28.346 | – | – | – | – | – |" in text

@@ -71,6 +71,10 @@ def test_an_evaluation() -> None:
     assert text.table.title == "Quality of half on text"
     assert text.table.rows == [("wiki.txt", "11.000", "10.000", "1.1000", "0.0500", "0.7500", "90.0%", "1,051")]
     assert "100 bytes a token (the reference's 200)" in text.table.notes[1]
+    continued = {**EVALUATION, "continuations": {"line": "1 of 2 equal"}}
+    assert sections(continued)[0].table.notes[2:] == ["1 of 2 equal"]
+    frontier = {**FRONTIER, "points": [{**POINT, "evaluation": continued}, POINT]}
+    assert sections(frontier)[0].table.notes[1:] == ["int8: 1 of 2 equal"]
     assert text.draw is not None
     assert [list(line.get_ydata()) for line in text.draw().axes[0].lines] == [[3.0, 2.5], [2.9, 2.4]]
     assert tasks.table.rows[0] == ("planted facts, repeated", "20", "50.0%", "30.0% to 70.0%", "–")

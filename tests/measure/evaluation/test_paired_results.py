@@ -63,7 +63,7 @@ KEYS = {
     ),
     Evaluation: (
         *("model", "against", "text", "window", "begin", "windows", "tokens", "perplexity", "reference_perplexity"),
-        *("perplexity_ratio", "kl", "kl_999", "top1_agreement", "top1_changed", "texts", "cache"),
+        *("perplexity_ratio", "kl", "kl_999", "top1_agreement", "top1_changed", "texts", "continuations", "cache"),
         "cache_bytes_per_token",
         *("cache_bytes", "reference_cache_bytes_per_token", "reference_cache_bytes", "context", "decode_ms"),
         *("reference_decode_ms",),

@@ -38,6 +38,7 @@ from headwise.base.options.evaluate import (
     CACHE,
     ENGINE,
     ChoiceOptions,
+    ContinuationOptions,
     EngineOptions,
     EvaluateOptions,
     FactOptions,

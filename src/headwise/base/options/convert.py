@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from headwise.base.options.declare import Options, Rule, at_least, each_of, not_empty, option
-from headwise.base.options.evaluate import PythonOptions, WindowOptions
+from headwise.base.options.evaluate import ContinuationOptions, PythonOptions, WindowOptions
 
 EVALUATION_WINDOWS = 2
 """The default number of windows of each text that a conversion is evaluated on; two take some seconds."""
@@ -267,7 +267,7 @@ class QuickFrontierOptions(RequiredTextOptions):
     )
 
 
-class FrontierOptions(QuickFrontierOptions, WindowOptions, ConversionOptions):
+class FrontierOptions(QuickFrontierOptions, WindowOptions, ContinuationOptions, ConversionOptions):
     """The targets and methods that `headwise.frontier` tries, and the texts it uses.
 
     For example ``FrontierOptions(calibrate="text.txt", evaluate="other.txt", targets=["kivi4", "mla@0.25"])``.

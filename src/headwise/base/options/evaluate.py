@@ -81,6 +81,17 @@ class TextOptions(ModelOptions, PassageOptions):
     """The models, and the windows of text that they are scored on."""
 
 
+class ContinuationOptions(Options):
+    """The prompts that a model and its reference continue."""
+
+    continuations: int = option(
+        "how many prompts of 128 tokens of each text to continue greedily for 256 tokens, beside the reference; none"
+        " by default, because 8 take minutes",
+        default=0,
+        rule=at_least(0),
+    )
+
+
 class FileOptions(Options):
     """The texts to predict."""
 
@@ -89,7 +100,7 @@ class FileOptions(Options):
     )
 
 
-class EvaluateOptions(CacheOptions, FileOptions, TextOptions):
+class EvaluateOptions(CacheOptions, ContinuationOptions, FileOptions, TextOptions):
     """How `headwise.evaluate` measures a model on text.
 
     For example ``EvaluateOptions(text="text.txt", window=1024, against="smollm2-135m")``.

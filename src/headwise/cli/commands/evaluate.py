@@ -12,6 +12,7 @@ from headwise.base.options import (
     CACHE,
     ENGINE,
     ChoiceOptions,
+    ContinuationOptions,
     EngineOptions,
     EvaluateOptions,
     FactOptions,
@@ -22,6 +23,7 @@ from headwise.base.options import (
     RulerOptions,
     RulerTaskOptions,
     TextOptions,
+    declarations,
     option,
 )
 from headwise.base.progress import Progress
@@ -32,7 +34,9 @@ from headwise.cli.torchrun import as_one_process
 from headwise.errors import ArgumentError, naming
 
 
-class TaskOptions(TextOptions, ItemOptions, FactOptions, RulerTaskOptions, PythonOptions):
+class TaskOptions(
+    TextOptions, ContinuationOptions, ItemOptions, FactOptions, RulerTaskOptions, PythonOptions
+):
     """The texts and tasks that the command evaluates a model on."""
 
     text: Sequence[str | Path] = option("a UTF-8 file to predict", default=(), metavar="FILE")
@@ -62,12 +66,14 @@ class TaskOptions(TextOptions, ItemOptions, FactOptions, RulerTaskOptions, Pytho
             raise ArgumentError("planted", self.planted, "needs --text, to plant the fact in")
         if self.ruler is not None and not self.text:
             raise ArgumentError("ruler", self.ruler, "needs --text, to cut haystacks from")
+        if self.continuations and not self.text:
+            raise ArgumentError("continuations", self.continuations, "needs --text, to cut prompts from")
         if self.cache and not (self.text or self.choices):
             raise ArgumentError("cache", self.cache[0], "needs --text or --choices: an encoder has no cache")
-        for name in (
-            ("choices", "planted", "ruler", "retrieval", "dtype", "device") if self.engine is not None else ()
-        ):
-            if (given := getattr(self, name)) is not None:
+        declared = declarations(TaskOptions)
+        others = ("choices", "planted", "ruler", "retrieval", "continuations", "dtype", "device")
+        for name in others if self.engine is not None else ():
+            if (given := getattr(self, name)) != declared[name].default:
                 raise ArgumentError(
                     name, given, "must be left out with --engine, which runs models as they are, on text"
                 )

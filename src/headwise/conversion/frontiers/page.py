@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from headwise.base.pages import BLUE, GREEN, GREY, ORANGE, RED, Part, Picture, Text, as_svg, new_figure, web_page
 from headwise.base.tables import Table
@@ -190,8 +191,11 @@ def tables(frontier: Frontier) -> list[Table]:
         parts = [("", shown(frontier))]
     texts = (f"× {short(text, frontier)}" for text in frontier.texts)
     kind = () if frontier.methods else ("kind",)
-    heading = ("attention", *kind, "cache B/token", "share", *texts, "KL", "99.9%", "top-1", "changed", "s")
-    numbers = (f"{frontier.cache_bytes_per_token:,.0f}", "100%", *("1" for _ in frontier.texts), "0", "0", "100%", "0", "")
+    greedy = ("equal", "until", "ties") if _are_continued(frontier) else ()
+    measured = ("KL", "99.9%", "top-1", "changed", *greedy, "s")
+    heading = ("attention", *kind, "cache B/token", "share", *texts, *measured)
+    same = ("0", "0", "100%", "0", *("" for _ in greedy), "")
+    numbers = (f"{frontier.cache_bytes_per_token:,.0f}", "100%", *("1" for _ in frontier.texts), *same)
     found = []
     for head, points in parts:
         table = Table((head, *heading), words=range(2 + len(kind)))
@@ -213,8 +217,22 @@ def _cells(point: Point, frontier: Frontier) -> tuple[str, ...]:
         *("" if math.isnan(nats) else f"{nats:.4f}" for nats in (point.kl, point.kl_999)),
         "" if math.isnan(point.top1_agreement) else f"{point.top1_agreement:.1%}",
         "" if point.top1_changed is None else f"{point.top1_changed:,}",
+        *(_greedy(point.evaluation.get("continuations")) if _are_continued(frontier) else ()),
         "" if point.conversion is None else f"{point.seconds:,.0f}",
     )
+
+
+def _are_continued(frontier: Frontier) -> bool:
+    return any(point.evaluation.get("continuations") for point in frontier.points)
+
+
+def _greedy(found: Mapping[str, Any] | None) -> tuple[str, str, str]:
+    """The cells of a point's continuations, a `Continuations` as a dict; empty where there are none."""
+    if found is None:
+        return ("", "", "")
+    parting = found["prompts"] - found["equal"]
+    ties = f"{found['near_ties']}/{parting}" if parting else ""
+    return (f"{found['equal']}/{found['prompts']}", f"{found['median_equal']:g}", ties)
 
 
 def title(frontier: Frontier) -> str:
@@ -240,8 +258,20 @@ def how(frontier: Frontier) -> str:
         f" original's in bfloat16. ×: perplexity over the original's ({texts}), on {frontier.tokens:,} tokens."
         " KL, in nats a token, its 99.9% quantile, and top-1, how often both predict the same token first, are over"
         " all texts; changed: at how many tokens they do not. s: seconds to convert."
+        f"{_how_continued(frontier)}"
         f" {calibration if tokens else 'No conversion used a calibration text'}."
         f" {frontier.dtype}, {frontier.threads} threads; {libraries}."
+    )
+
+
+def _how_continued(frontier: Frontier) -> str:
+    found = next((one for point in frontier.points if (one := point.evaluation.get("continuations"))), None)
+    if found is None:
+        return ""
+    return (
+        f" Greedy continuations of {found['tokens']} tokens, of prompts of {found['prompt_tokens']}: equal, how many"
+        " are the original's throughout; until, the median number of equal tokens; ties, how many part where the"
+        f" original's two likeliest tokens are at most {found['near_tie']:g} nats apart."
     )
 
 

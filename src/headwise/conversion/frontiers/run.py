@@ -31,7 +31,7 @@ from headwise.conversion.frontiers.page import markdown, page
 from headwise.conversion.frontiers.points import Frontier, collect
 from headwise.conversion.plan import CONVERSION
 from headwise.errors import ArgumentError, HeadwiseError, StorageError
-from headwise.measure.evaluation import Pair, evaluate_windows, open_pair, score_window
+from headwise.measure.evaluation import Pair, cut_prompts, evaluate_windows, open_pair, score_window
 from headwise.measure.evaluation.beside_source import (
     EvaluationSet,
     bfloat16_bytes,
@@ -119,7 +119,8 @@ def _document(
     """Evaluate a candidate beside the source; see `result_of`."""
     progress, device, dtype = setting.progress, setting.options.device, _name(setting.dtype)
     pair = open_pair(model, against=setting.source, dtype=dtype, device=device, progress=progress)
-    scored = evaluate_windows(pair, setting.evaluation_set, cache=candidate.cache, progress=progress, shared=True)
+    asked: dict[str, Any] = {"cache": candidate.cache, "continuations": setting.options.continuations}
+    scored = evaluate_windows(pair, setting.evaluation_set, **asked, progress=progress, shared=True)
     document: dict[str, Any] = {
         "conversion": conversion,
         # The path of a model that is removed is no part of the result.
@@ -204,6 +205,8 @@ def _identity(candidate: Candidate, setting: Setting) -> str:
         "conversion": CONVERSION,
         "candidate": [candidate.target, candidate.method, sorted(candidate.without), *held_out],
     }
+    if not setting.options.continuations:
+        del decides["continuations"]  # results that were kept before there were any are of this kind
     return run_identity(setting.checkpoint, **decides | _texts(candidate, setting).identity())
 
 
@@ -287,6 +290,8 @@ def frontier(
     evaluation_set = choose_evaluation_set(
         checkpoint, named, calibrate=texts, window=options.window, windows=options.windows
     )
+    # More prompts than a text has are refused before any work.
+    cut_prompts(evaluation_set, options.continuations, positions=checkpoint.spec.max_position_embeddings)
     notes += [*checkpoint.notes, *overlap_notes(checkpoint, evaluation_set, texts)]
     notes += window_notes(checkpoint, evaluation_set)
     with entered_first(Job(folder, folder=folder / WORK, run=ANY_RUN)) as job:

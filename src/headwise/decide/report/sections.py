@@ -162,6 +162,7 @@ def _evaluation(document: Mapping[str, Any]) -> Iterable[Section]:
         f" {document['context']:,} tokens: {_number(document['decode_ms'], ',.1f')} ms a token"
         f" (the reference's {_number(document.get('reference_decode_ms'), ',.1f')}).",
     ]
+    notes += _continued(document)
     table = Table(
         ("", "perplexity", "reference's", "ratio", "KL", "99.9%", "top-1", "changed"),
         rows,
@@ -170,6 +171,12 @@ def _evaluation(document: Mapping[str, Any]) -> Iterable[Section]:
     )
     lines = [pair for text in document["texts"] if (pair := _by_position(text)) is not None]
     yield Section(table, partial(positions_figure, lines) if lines else None)
+
+
+def _continued(evaluation: Mapping[str, Any] | None) -> list[str]:
+    """What an evaluation says of greedy continuations, if anything."""
+    found = (evaluation or {}).get("continuations")
+    return [] if found is None else [found["line"]]
 
 
 def _by_position(text: Mapping[str, Any]) -> tuple[Line, Line | None] | None:
@@ -283,7 +290,10 @@ def _frontier(document: Mapping[str, Any]) -> Iterable[Section]:
         ("", "attention", "cache B/token", "share", "perplexity ratio", "KL", "99.9%", "top-1", "changed"),
         rows,
         title="What was measured",
-        notes=[f"On {document['tokens']:,} tokens; KL in nats a token."],
+        notes=[
+            f"On {document['tokens']:,} tokens; KL in nats a token.",
+            *(f"{one['target']}: {line}" for one in document["points"] for line in _continued(one.get("evaluation"))),
+        ],
         words=(0, 1),
     )
     yield Section(table)

@@ -7,6 +7,7 @@ from headwise.measure.evaluation.choices import (
     log_likelihoods,
     read_choices,
 )
+from headwise.measure.evaluation.continuations import Continuations, compare_continuations, cut_prompts
 from headwise.measure.evaluation.evaluate import WINDOW, evaluate, evaluate_windows
 from headwise.measure.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.measure.evaluation.planted import DepthScore, PlantedEvaluation, evaluate_planted

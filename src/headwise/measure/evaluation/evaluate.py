@@ -16,6 +16,7 @@ from headwise.base.processes import all_sum, barrier, my_windows, process_index
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError, CheckpointError
+from headwise.measure.evaluation.continuations import compare_continuations, cut_prompts
 from headwise.measure.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.measure.evaluation.results import Evaluation, Scores, evaluation_of
 from headwise.measure.evaluation.scoring import Speed, allocated_bytes, decode_times, score_window
@@ -59,7 +60,8 @@ def evaluate(
     # Models are opened before the tokenizer, whose errors say less about what is wrong with a folder.
     pair = open_pair(model, against=options.against, dtype=options.dtype, device=options.device, progress=progress)
     batches, context = cut_evaluation_windows(contents, pair, options)
-    return evaluate_windows(pair, batches, context=context, cache=options.cache, progress=progress, shared=shared)
+    how: dict[str, Any] = {"context": context, "cache": options.cache, "continuations": options.continuations}
+    return evaluate_windows(pair, batches, **how, progress=progress, shared=shared)
 
 
 def read_texts(texts: str | Path | Sequence[str | Path]) -> dict[str, str]:
@@ -124,6 +126,7 @@ def evaluate_windows(
     *,
     context: int | None = None,
     cache: str | None = None,
+    continuations: int = 0,
     progress: Progress = silent,
     shared: bool = False,
 ) -> Evaluation:
@@ -136,14 +139,24 @@ def evaluate_windows(
         texts: the name of each text, and its windows ``[n, W]``; W is the same for all.
         context: tokens in the cache while decoding is timed; 512, or one less than the positions, when None.
         cache: the format that the model's cache is stored in; the model's own numbers when None.
+        continuations: the number of prompts of each text that both models continue greedily.
         progress: the callback that reports each window.
         shared: whether each of several processes scores its share of the windows; all of them have to call this.
+
+    Raises:
+        ArgumentError: continuations are asked for without a reference, or are more than a text has prompts.
     """
+    if continuations and "against" not in pair.sources:
+        raise ArgumentError("continuations", continuations, "needs a reference to compare with: against")
+    begin, continued = leading_tokens(pair, texts), None
+    prompts = cut_prompts(texts, continuations, positions=pair.positions, begin=len(begin))
     context = default_context(pair) if context is None else context
     prompt = timing_prompt(texts, context)
     with pair.caching(cache):
         check_vocabulary(pair.models, max(int(batch.max()) for _, batch in texts))
         scores = _score_texts(pair, texts, progress, shared=shared)
+        if prompts:
+            continued = compare_continuations(pair, prompts, progress=progress, shared=shared)
         speed = _measure_speed(pair, prompt, progress, shared=shared)
     if cache is not None or has_codes(pair.models["model"]):
         window = texts[0][1][0]
@@ -152,8 +165,9 @@ def evaluate_windows(
             if name == "model" or any(HeadwiseCache(model).is_sliding):
                 allocated = allocated_bytes(model, window, cache if name == "model" else None)
                 speed[name] = replace(speed[name], bytes_per_token=allocated)
-    about = {"window": texts[0][1].shape[1], "begin": leading_tokens(pair, texts), "context": context}
-    return summarised(pair, scores, speed, about | {"cache": cache})
+    about = {"window": texts[0][1].shape[1], "begin": begin, "context": context}
+    evaluation = summarised(pair, scores, speed, about | {"cache": cache})
+    return replace(evaluation, continuations=continued)
 
 
 def summarised(pair: Pair, scores: Scores, speed: Mapping[str, Speed], about: dict[str, Any]) -> Evaluation:

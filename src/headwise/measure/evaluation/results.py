@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headwise.base.documents import plain
+from headwise.measure.evaluation.continuations import Continuations
 from headwise.measure.evaluation.scoring import Speed
 
 _Z = 1.959963984540054
@@ -230,6 +231,7 @@ class Evaluation(Paired, compared=("perplexity", "cache_bytes_per_token", "cache
         top1_agreement: fraction of positions where both rank the same token first.
         top1_changed: the number of positions where they do not.
         texts: the quality on each text.
+        continuations: greedy continuations beside the reference's; None where none were asked for.
         cache: the format that the model's cache was stored in; None for the model's own numbers.
         cache_bytes_per_token: bytes of the cache's tensors over the number of cached tokens; with a ``cache``, bytes
             of all memory that it allocates for a window, over its tokens.
@@ -257,6 +259,7 @@ class Evaluation(Paired, compared=("perplexity", "cache_bytes_per_token", "cache
     top1_agreement: float | None = None
     top1_changed: int | None = None
     texts: tuple[TextScore, ...]
+    continuations: Continuations | None = None
     cache: str | None = None
     cache_bytes_per_token: float
     cache_bytes: int | None = None
