@@ -214,7 +214,8 @@ def test_every_command_speaks_json(cli: Callable[..., Result], here: Path, tiny_
     evaluated = document(cli("evaluate", "out", "--against", "tiny", "--text", "text.txt", *SMALL, "--json"))
     assert evaluated.keys() >= EVALUATE
     unsaid = [name for name, value in evaluated.items() if value is None]
-    assert unsaid == ["cache", "cache_bytes", "reference_cache_bytes", "engine"]  # those of `--cache` and `--engine`
+    # Those of `--continuations`, `--cache` and `--engine`.
+    assert unsaid == ["continuations", "cache", "cache_bytes", "reference_cache_bytes", "engine"]
     alone = document(cli("evaluate", "tiny", "--text", "text.txt", *SMALL, "--json"))
     assert alone.keys() >= EVALUATE
     assert alone["kl"] is None

@@ -78,6 +78,7 @@ REDUCED = {
     "--planted": 160,
     "--max-new-tokens": 4,
     "--measurements": 2,
+    "--continuations": 1,
     "--batch": 1,
 }
 """The largest numbers for options that only say how much is read or made, in commands that read weights."""
