@@ -34,9 +34,7 @@ from headwise.cli.torchrun import as_one_process
 from headwise.errors import ArgumentError, naming
 
 
-class TaskOptions(
-    TextOptions, ContinuationOptions, ItemOptions, FactOptions, RulerTaskOptions, PythonOptions
-):
+class TaskOptions(TextOptions, ContinuationOptions, ItemOptions, FactOptions, RulerTaskOptions, PythonOptions):
     """The texts and tasks that the command evaluates a model on."""
 
     text: Sequence[str | Path] = option("a UTF-8 file to predict", default=(), metavar="FILE")
