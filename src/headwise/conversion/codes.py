@@ -176,20 +176,27 @@ def _decorrelated_heads(layer: Layer, covariance: Tensor, metric: Tensor) -> tup
     """`decorrelated` for MHA, GQA and MQA: any map of a head's values and unrotated keys, a complex number a pair."""
     spec, state = grouped_spec(layer.spec), dict(layer.state)
     H, K, D, V = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim
-    maps = []
-    for head in range(K):
-        at = slice(head * D, (head + 1) * D)
-        maps.append(_key_basis(spec, covariance[at, at], metric[at, at]))
-    key_back = torch.stack([torch.linalg.inv(forward).mT for forward in maps]).repeat_interleave(H // K, 0)
+    unit, maps, changed = 1.0, [], []
+    if spec.qk_norm is None:
+        for head in range(K):
+            at = slice(head * D, (head + 1) * D)
+            maps.append(_key_basis(spec, covariance[at, at], metric[at, at]))
+        back = torch.stack([torch.linalg.inv(forward).mT for forward in maps]).repeat_interleave(H // K, 0)
+        changed = [("q_proj", back), ("k_proj", torch.stack(maps))]
+    else:
+        factors, unit = _key_factors(spec, metric.diagonal()[: K * D].view(K, D))
+        maps += [torch.diag(own) for own in factors]
+        of_queries = 1 / factors.repeat_interleave(H // K, 0)
+        for name, own in (("q_norm.weight", of_queries), ("k_norm.weight", factors)):
+            state[name] = state[name] * (own[0] if spec.qk_norm == "head" else own.flatten())
     value_back = []
     for head in range(K):
         at = slice(K * D + head * V, K * D + (head + 1) * V)
         forward, inverse = _uncorrelated(covariance[at, at], metric[at, at])
-        maps.append(forward)
-        value_back.append(inverse)
-    keys, values = torch.stack(maps[:K]), torch.stack(maps[K:])
+        maps.append(forward / unit)
+        value_back.append(inverse * unit)
     output = torch.stack(value_back).repeat_interleave(H // K, 0)
-    for name, heads in (("q_proj", key_back), ("k_proj", keys), ("v_proj", values)):
+    for name, heads in (*changed, ("v_proj", torch.stack(maps[K:]))):
         for part in (f"{name}.weight", f"{name}.bias"):
             if part in state:
                 rows = heads @ torch.unflatten(state[part].reshape(len(state[part]), -1), 0, (len(heads), -1))
@@ -199,11 +206,36 @@ def _decorrelated_heads(layer: Layer, covariance: Tensor, metric: Tensor) -> tup
     return replace(layer, state=state), torch.block_diag(*maps)  # type: ignore[no-untyped-call]
 
 
+def _key_factors(spec: GroupedSpec, costs: Tensor) -> tuple[Tensor, float]:
+    """The factors of keys behind a norm, whose weights take them, such that an error costs about the same in each.
+
+    Nothing but a factor passes a norm. The dims of a rotary pair share one, and so do all heads where the norm does.
+
+    Args:
+        spec: the layer.
+        costs: the cost of an error of each channel, ``[K, D]``.
+
+    Returns:
+        The factors ``[K, D]``, of geometric mean 1, and what they are short of the root of the costs.
+    """
+    rotated = 0 if spec.rope is None else spec.rope.dim
+    costs = costs.clone()
+    if rotated:
+        assert spec.rope is not None
+        order = (rotated // 2, 2) if spec.rope.interleaved else (2, rotated // 2)
+        pairs = torch.unflatten(costs[:, :rotated], 1, order)
+        costs[:, :rotated] = pairs.mean(order.index(2) + 1, keepdim=True).expand_as(pairs).flatten(1)
+    if spec.qk_norm == "head":
+        costs = costs.mean(0, keepdim=True).expand_as(costs)
+    most = float(costs.max())
+    roots = costs.clamp_min(1e-6 * most).sqrt() if most > NOTHING else torch.ones_like(costs)
+    unit = float(roots.log().mean().exp())
+    return roots / unit, unit
+
+
 def _key_basis(spec: GroupedSpec, covariance: Tensor, metric: Tensor) -> Tensor:
     """The map of one head's keys ``[D, D]``: dims stay in their pairs, which rotate."""
     D = spec.head_dim
-    if spec.qk_norm is not None:  # a norm stands between the projection and the key
-        return torch.eye(D, dtype=torch.float64)
     rotated = 0 if spec.rope is None else spec.rope.dim
     basis = torch.eye(D, dtype=torch.float64)
     if rotated:
