@@ -1,8 +1,8 @@
 """Compile the native kernels once on each machine, and keep the library in the user's cache folder.
 
 A wheel could only contain code for the oldest processor it supports. These kernels use the widest vectors and the
-bfloat16 products of the processor that they run on. Codes are unpacked with AVX-512's tables of bytes, two by two with
-AVX2, or one by one, whichever the processor has.
+bfloat16 products of the processor that they run on. Codes are unpacked with AVX-512's tables of bytes, two by two
+with AVX2, or one by one, whichever the processor has.
 
 What Python and the kernels share is declared in `headwise.runtime.kernels.native.abi`, and compiled into the library.
 """
