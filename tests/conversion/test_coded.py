@@ -184,7 +184,8 @@ def test_more_bits_lose_less(tiny_llama: Path, text: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gpt2", "gpt_neox", "phi3", "qwen2", "opt", "mistral", "gemma3_text", "qwen3"]
+    "family",
+    ["llama", "gpt2", "gpt_neox", "phi3", "qwen2", "opt", "mistral", "gemma3_text", "qwen3", "olmo2", "smollm3"],
 )
 def test_a_model_keeps_its_attention_and_gets_codes(family: str, text: Path, tmp_path: Path) -> None:
     source = save_family(tmp_path / family, family)
