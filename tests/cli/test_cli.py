@@ -231,11 +231,12 @@ def test_a_conversion_prints_its_proof(cli: Callable[..., Result], here: Path, t
     lines = result.out.splitlines()
     (about,) = [at for at, line in enumerate(lines) if line.startswith("381 tokens of text.txt, windows of 128;")]
     assert lines[about + 1].split() == ["converted", "original"]
-    proof, plain = lines[about + 3 : about + 7], " ".join(line.strip() for line in lines[about + 7 :])
-    assert [line.split()[0] for line in proof] == ["perplexity", "cache", "decode", "perplexity"]
+    proof, plain = lines[about + 3 : about + 8], " ".join(line.strip() for line in lines[about + 8 :])
+    assert [line.split()[0] for line in proof] == ["perplexity", "cache", "decode", "perplexity", "KL"]
     assert plain.startswith("this conversion has perplexity ×")
     assert "; of the source's plain formats, " in plain
-    assert "top-1 agreement" in proof[-1]
+    assert "top-1 agreement" in proof[-2]
+    assert "top-1 changed at" in proof[-1]
     assert "tokens of" not in cli("convert", "tiny", "out", *MLA, "--overwrite", "--no-evaluate").out
     result = cli("convert", "tiny", "out", *MLA, "--overwrite", "--format", "deepseek", "--no-evaluate")
     assert "transformers loads it as deepseek_v3" in result.out
