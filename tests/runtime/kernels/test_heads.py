@@ -154,16 +154,8 @@ def test_a_query_of_zeros_attends_to_all_tokens_alike(is_latent: bool, dtype: to
     pick, noise, T = random.Random(5), torch.Generator().manual_seed(5), 70
     code = latent_code(pick, noise, 33, 32) if is_latent else random_code(pick, noise, 2, 32, 32)
     codes = torch.randint(0, 256, (1, 1, T, code.token_bytes), generator=noise, dtype=torch.uint8)
-<<<<<<< HEAD
-    wide, first, frequency = (
-        torch.empty(1, 0, code.width).bfloat16(),
-        torch.tensor([0]),
-        torch.arange(16) % FREQUENCIES,
-    )
-=======
     wide, first = torch.empty(1, 0, code.width).bfloat16(), torch.tensor([0])
     frequency = torch.arange(16) % FREQUENCIES
->>>>>>> 26e241f8 (Lines within their width; the page states the latents' range)
     angles = torch.arange(T)[:, None] * torch.rand(FREQUENCIES, generator=noise)
     cos, sin = angles.cos(), angles.sin()
     layout = trellis_layout(code, (cos[:TURN, frequency], sin[:TURN, frequency]))
