@@ -151,6 +151,7 @@ def test_evaluate_shows_its_keywords_and_takes_its_options() -> None:
     parameters = inspect.signature(headwise.evaluate).parameters
     assert list(parameters)[:3] == ["model", "options", "text"]
     keywords = {"text", "against", "cache", "window", "windows", "context", "dtype", "device", "progress", "shared"}
+    keywords |= {"continuations"}
     assert keywords == {name for name, one in parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
     assert parameters["windows"].default == 6
     for name in keywords:
