@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headwise.base.processes import process_count, temporary_folder
-from headwise.conversion.budget.spread import CHOOSING, CODED_TOKENS, PIECES, TRIAL_TOKENS
+from headwise.conversion.budget.spread import CHOOSING, PIECES, TRIAL_TOKENS
 from headwise.conversion.budget.trials import SPREADING
 from headwise.conversion.calibration.candidates import NOTHING_KNOWN, Calibrator, descent_steps
 from headwise.conversion.calibration.source import MEASURING, PIECE, sensitivity_windows
@@ -124,10 +124,8 @@ def _time_on_text(plan: ConversionPlan, inputs: ConversionInputs, *, shares_chan
     if "spread" in plan.stages:
         # On average half of all layers run behind a layer that is tried; a timed window is two streams. With codes,
         # two streams of every piece do, and else one of one.
-        streams, tokens = (
-            (2 * min(1 + PIECES, windows.held), CODED_TOKENS) if plan.spends_bytes else (1, TRIAL_TOKENS)
-        )
-        later_windows = streams * layers / 4 * min(tokens / windows.width, 1.0)
+        streams = 2 * min(1 + PIECES, windows.held) if plan.spends_bytes else 1
+        later_windows = streams * layers / 4 * min(TRIAL_TOKENS / windows.width, 1.0)
         by_layer = _TRIALS * solving + by_window * (sensitivity_count + later_windows)
         if plan.spends_bytes:
             by_layer += coding  # codes of a few numbers of bits on a little text take about as long

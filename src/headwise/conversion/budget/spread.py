@@ -120,11 +120,8 @@ def compare_own_channels(
 
 
 TRIAL_TOKENS = 512
-"""Tokens in a piece of held-out text. Single layers are tried on one piece; allocations on others."""
-
-CODED_TOKENS = 256
-"""Tokens in a piece of held-out text that a layer with codes is tried on, which is as many pieces as there are. Two
-streams of each layer pass all layers behind it, which takes most of the time of a search."""
+"""Tokens in a piece of held-out text. Single layers are tried on one piece, or with codes on all; allocations
+on others."""
 
 PIECES = 2
 """The number of pieces that an allocation is tried on."""
@@ -238,8 +235,7 @@ def find_spread(plan: ConversionPlan, calibrator: TextCalibrator, folder: Path, 
 @torch.no_grad()
 def _search(trials: LayerTrials) -> Spread:
     calibrator = trials.calibrator
-    tokens = CODED_TOKENS if trials.plan.spends_bytes else TRIAL_TOKENS
-    pieces = held_pieces(calibrator.windows.held_out.text.ids, tokens, 1 + PIECES)
+    pieces = held_pieces(calibrator.windows.held_out.text.ids, TRIAL_TOKENS, 1 + PIECES)
     # What a layer's codes lose is close to what another's do, and takes more text to tell apart.
     tried = pieces if trials.plan.spends_bytes else pieces[:1]
     layers = trials.losses(_trial(trials, tried))
