@@ -110,7 +110,7 @@ LEFT_OUT = {"--device": "no GPU is needed to test a page"}
 """Options that are left out, with their values."""
 
 NOT_RUN = {
-    "make demo": "builds an environment, and takes five minutes",
+    "make demo": "builds an environment, and converts",
     "make test": "runs this test",
     "llama-server -m half/model.gguf": "another program, and a server",
     "python -m benchmarks.frontier --output build/frontier": "reads the results that a clone of the repository keeps",
