@@ -1,1 +1,0 @@
-#include "codes/heads.cpp"
