@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.kept import Kept, say
 from benchmarks.samples import SAMPLES, sample
-from benchmarks.small_models import MODELS as TRAINED
+from benchmarks.small_models import made
 
 import headwise
 from benchmarks import data
@@ -30,8 +30,8 @@ MODELS: dict[str, Callable[[Path], str | Path]] = {
     "smollm2-135m": lambda _: "smollm2-135m",
     "qwen2.5-coder-0.5b": data.qwen,
     "gemma-3-270m": data.gemma,
-    "gemma3, trained here": lambda cache: trained("gemma3", cache),
-    "qwen3, trained here": lambda cache: trained("qwen3", cache),
+    "gemma3, trained here": lambda cache: made("gemma3", cache / "gemma3-trained", cache),
+    "qwen3, trained here": lambda cache: made("qwen3", cache / "qwen3-trained", cache),
 }
 """How each model is found. The first three are real; Gemma 3 has windows and norms of queries and keys."""
 
@@ -67,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     kept = Kept(options.json, {name: getattr(options, name) for name in ("texts", "windows", "window")})
     options.work.mkdir(parents=True, exist_ok=True)
+    train = read_text(data.wikitext("train", options.cache))
+    for name in {*options.samples, SAMPLES[0]}:
+        _text(name, options).write_text(sample(train, name), encoding="utf-8")
     for model in options.models:
         for way in options.ways:
             for name in options.samples if way in CONVERSIONS else SAMPLES[:1]:
@@ -77,19 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 say(f"{row:50} {kept.rows[row]['bytes']:6.1%}  {ratios}")
 
 
-def trained(name: str, cache: Path) -> Path:
-    """A small model that is trained here, once."""
-    folder = cache / f"{name}-trained"
-    if not (folder / "config.json").exists():
-        TRAINED[name](folder, cache)
-    return folder
+def _text(name: str, options: argparse.Namespace) -> Path:
+    """The file of a sample."""
+    return Path(options.work / f"{name.replace(' ', '-')}.txt")
 
 
 def measure(model: str, way: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Make one way's model, or set its cache's format, and evaluate it beside the source."""
     source = MODELS[model](options.cache)
-    text = options.work / f"{name.replace(' ', '-')}.txt"
-    text.write_text(sample(read_text(data.wikitext("train", options.cache)), name), encoding="utf-8")
+    text = _text(name, options)
     exams = [data.ALL[exam](options.cache) for exam in options.texts]
     if way.endswith(", prepared"):
         return _prepared(source, way.removesuffix(", prepared"), text, exams, options)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.kept import Kept, say
 from benchmarks.samples import SAMPLES, sample
-from benchmarks.small_models import MODELS, WINDOW
+from benchmarks.small_models import MODELS, WINDOW, made
 
 import headwise
 from benchmarks import data
@@ -43,9 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     exams = [data.wikitext("test", options.cache), data.brown(options.cache)]
     options.work.mkdir(parents=True, exist_ok=True)
     for model in options.models:
-        folder = options.work / model
-        if not (folder / "config.json").exists():
-            MODELS[model](folder, options.cache)
+        folder = made(model, options.work / model, options.cache)
         cases = [(method, name) for method in options.methods for name in SAMPLES]
         for method, name in cases:
             row = f"{model}/{method}/{name}"

@@ -171,6 +171,13 @@ MODELS: dict[str, Callable[[Path, Path], Path]] = {
 """By name; each takes the folder to write and the cache of `benchmarks.data`."""
 
 
+def made(name: str, folder: Path, cache: Path) -> Path:
+    """The folder of one of `MODELS`, which is made there if it is not there yet."""
+    if not (folder / "config.json").exists():
+        MODELS[name](folder, cache)
+    return folder
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MODELS)

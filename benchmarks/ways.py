@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.kept import Kept, say
-from benchmarks.small_models import MODELS
+from benchmarks.small_models import made
 
 import headwise
 from benchmarks import data
@@ -45,9 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.models:
         if name in kept.rows:
             continue
-        folder = options.work / name
-        if not (folder / "config.json").exists():
-            MODELS[name](folder, options.cache)
+        folder = made(name, options.work / name, options.cache)
         window = WINDOWS[name]
         result = headwise.frontier(
             folder,

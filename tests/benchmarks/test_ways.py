@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import tables, ways
+from benchmarks import small_models, tables, ways
 from tests.real_models import save_tiny
 
 
 def test_each_model_is_a_row_and_a_killed_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(ways.MODELS, "tiny", lambda folder, cache: save_tiny(folder))
+    monkeypatch.setitem(small_models.MODELS, "tiny", lambda folder, cache: save_tiny(folder))
     monkeypatch.setitem(ways.WINDOWS, "tiny", 64)
     cache, file = tmp_path / "cache", tmp_path / "ways.json"
     cache.mkdir()

@@ -150,8 +150,8 @@ def test_a_wrong_keyword_is_refused_in_the_name_of_the_function(function: Any, a
 def test_evaluate_shows_its_keywords_and_takes_its_options() -> None:
     parameters = inspect.signature(headwise.evaluate).parameters
     assert list(parameters)[:3] == ["model", "options", "text"]
-    keywords = {"text", "against", "cache", "window", "windows", "context", "dtype", "device", "progress", "shared"}
-    keywords |= {"continuations"}
+    keywords = {"text", "against", "cache", "window", "windows", "context", "continuations", "dtype", "device"}
+    keywords |= {"progress", "shared"}
     assert keywords == {name for name, one in parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
     assert parameters["windows"].default == 6
     for name in keywords:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -21,7 +22,7 @@ from headwise.base.processes import all_sum, my_windows
 from headwise.base.progress import Progress, silent
 from headwise.errors import ArgumentError
 from headwise.measure.evaluation.model_pair import Pair
-from headwise.runtime.hf import check_logits
+from headwise.measure.evaluation.scoring import greedy
 from headwise.runtime.hf.generate import stop_tokens
 
 PROMPT = 128
@@ -246,15 +247,11 @@ def _continue(model: Any, ids: Tensor, tokens: int, is_done: Callable[[Tensor], 
         tokens: T, the most tokens.
         is_done: whether tokens ``[B, T']`` suffice, so that no more are computed.
     """
-    chosen, gaps, cache = list[Tensor](), list[Tensor](), None
-    for _ in range(tokens):
-        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = out.past_key_values, out.logits[:, -1].float()  # [B, V]
-        check_logits(logits, model)
-        two = logits.topk(2).values  # a difference of logits is one of log-probabilities
+    chosen, gaps = list[Tensor](), list[Tensor]()
+    for token, logits in islice(greedy(model, ids), tokens):
+        two = logits.float().topk(2).values  # a difference of logits is one of log-probabilities
         gaps.append(two[:, 0] - two[:, 1])
-        chosen.append(logits.argmax(-1))
-        ids = chosen[-1][:, None]
+        chosen.append(token)
         if is_done(torch.stack(chosen, 1)):
             break
     return torch.stack(chosen, 1), torch.stack(gaps, 1)

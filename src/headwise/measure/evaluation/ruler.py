@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,15 +18,11 @@ from headwise.errors import ArgumentError
 from headwise.measure.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.measure.evaluation.results import Paired, Rate, compare_rates
 from headwise.measure.evaluation.ruler_tasks import TASKS, Material, Sample, longest_sample, share_found
+from headwise.measure.evaluation.scoring import greedy
 from headwise.measure.texts.sources import read_text
 from headwise.measure.texts.windows import first_ids, token_ids
 from headwise.models.checkpoints import decode
-from headwise.runtime.attention.rope import changes_at
-from headwise.runtime.hf import check_logits
 from headwise.runtime.hf.generate import stop_tokens
-
-_PIECE = 1024
-"""Tokens of a prompt in each call, so that its hidden states are never all in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,21 +193,14 @@ def answer(model: Any, tokenizer: Any, sample: Sample, ids: Sequence[int], token
     Raises:
         CheckpointError: the model computes NaN or infinite logits.
     """
-    prompt, cache, made, share = torch.tensor([[*ids]], device=model.device), None, list[int](), 0.0
-    # Where frequencies change with the length of a text, a prompt in pieces would have keys of several.
-    pieces = [prompt] if changes_at(model) is not None else torch.split(prompt, _PIECE, 1)
+    prompt, made, share = torch.tensor([[*ids]], device=model.device), list[int](), 0.0
     stops = stop_tokens(model)
-    for piece in pieces:
-        out = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = out.past_key_values
-    while True:
-        logits = out.logits[0, -1]
-        check_logits(logits, model)
-        made.append(int(logits.argmax()))
+    for token, _ in islice(greedy(model, prompt), tokens):
+        made.append(int(token))
         share = share_found(decode(tokenizer, made, skip_special_tokens=True), sample.answers)
-        if share == 1 or len(made) == tokens or made[-1] in stops:
-            return share
-        out = model(prompt.new_tensor([made[-1:]]), past_key_values=cache, use_cache=True)
+        if share == 1 or made[-1] in stops:
+            break
+    return share
 
 
 def _scores(

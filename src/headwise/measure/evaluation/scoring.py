@@ -20,7 +20,7 @@ from headwise.base.progress import Progress, silent
 from headwise.base.threads import map_in_threads
 from headwise.measure.timing import cache_nbytes, time_interleaved
 from headwise.runtime.attention.rope import changes_at
-from headwise.runtime.hf import HeadwiseCache
+from headwise.runtime.hf import HeadwiseCache, check_logits
 
 _PIECE = 1024
 """Tokens in each call, so that a long window's hidden states are never all in memory."""
@@ -175,6 +175,34 @@ def _logits(model: Any, ids: Tensor, change: int | None) -> Iterator[Tensor]:
         out = model(piece, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         yield out.logits[0]
+
+
+def greedy(model: Any, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Continue prompts greedily, without end: one token at a time, through the cache that the model makes itself.
+
+    For example ``[int(token) for token, _ in islice(greedy(load("./model"), prompt), 8)]`` with a prompt ``[1, P]``.
+
+    Args:
+        model: a transformers model.
+        ids: token ids of the prompts, ``[B, P]``, on the model's device.
+
+    Yields:
+        The likeliest token of each prompt, ``[B]``, and the logits ``[B, V]`` that it is the likeliest by.
+
+    Raises:
+        CheckpointError: the model computes NaN or infinite logits.
+    """
+    # Where frequencies change with the length of a text, a prompt in pieces would have keys of several.
+    pieces, cache = [ids] if changes_at(model) is not None else torch.split(ids, _PIECE, 1), None
+    for piece in pieces:
+        out = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = out.past_key_values
+    while True:
+        logits = out.logits[:, -1]
+        check_logits(logits, model)
+        token = logits.argmax(-1)
+        yield token, logits
+        out = model(token[:, None], past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
 def kl_divergence(reference: Tensor, model: Tensor) -> Tensor:

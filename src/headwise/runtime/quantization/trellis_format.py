@@ -89,9 +89,8 @@ class TrellisFormat(Codec):
             return unquantised
         if pages is not None:
             return own.decode(codes[pages.table[:, 0].long(), 0, :1], torch.bfloat16)
-        slots = first.clamp(
-            0, codes.shape[2] - 1
-        )  # a first token may be to come, or before those that a window holds
+        # A first token may be one of those to come, or lie before those that a window holds.
+        slots = first.clamp(0, codes.shape[2] - 1)
         return own.decode(codes[torch.arange(len(codes), device=first.device), 0, slots, None], torch.bfloat16)
 
     def rounded(self, states: Tensor, first: Tensor, begin: int) -> Tensor:
