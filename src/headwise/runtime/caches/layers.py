@@ -64,20 +64,22 @@ class _Layer(DynamicLayer):
         codec = self.codec
         if codec is None:
             return states, values
-        if not isinstance(codec, TrellisFormat) or first is None:
-            keys, values = codec.encode(states, values)
-            return keys, values
-        begin, wide = int(self.get_seq_length()), codec.code.wide_tokens
-        if begin == 0 or self.first is None or self.unquantised is None:
-            self.first = first.clone()
-            self.unquantised = states.new_zeros(len(states), wide, states.shape[-1], dtype=torch.bfloat16)
-            self._last_first = int(first.max()) + max(wide, 1) - 1  # the last slot that may hold such a token
-        if begin > self._last_first:
-            keys, values = codec.encode(states, values)
-            return keys, values
-        self.unquantised = keep_first_tokens(self.unquantised, states, self.first, begin)
-        keys, values = codec.encode(states, values, self.first, begin)
+        if isinstance(codec, TrellisFormat) and first is not None:
+            begin, wide = int(self.get_seq_length()), codec.code.wide_tokens
+            if begin == 0 or self.first is None or self.unquantised is None:
+                self.first = first.clone()
+                self.unquantised = states.new_zeros(len(states), wide, states.shape[-1], dtype=torch.bfloat16)
+                self._last_first = int(first.max()) + max(wide, 1) - 1  # the last slot that may hold such a token
+            if not self.holds_first_tokens():
+                self.unquantised = keep_first_tokens(self.unquantised, states, self.first, begin)
+                keys, values = codec.encode(states, values, self.first, begin)
+                return keys, values
+        keys, values = codec.encode(states, values)
         return keys, values
+
+    def holds_first_tokens(self) -> bool:
+        """Whether a `TrellisFormat` has coded every sequence's first tokens, so that no later token is one."""
+        return self.first is not None and int(self.get_seq_length()) > self._last_first
 
     def reset(self) -> None:
         """Forget all tokens; the memory stays."""
@@ -120,10 +122,9 @@ class _Layer(DynamicLayer):
 class GrowingLayer(_Layer):
     """transformers' `DynamicLayer` with spare memory behind the tokens.
 
-    What is coded of a sequence does not
-    depend on how many tokens came at once. Where a codec codes blocks of tokens, those that fill none yet are kept as
-    they are; cropping into a block decodes what is left of it, so that attention goes on reading the same, and its
-    tokens are coded again when the block is full again.
+    What is coded of a sequence does not depend on how many tokens came at once. Where a codec codes blocks of tokens,
+    those that fill none yet are kept as they are; cropping into a block decodes what is left of it, so that attention
+    goes on reading the same, and its tokens are coded again when the block is full again.
 
     Args:
         codec: how keys and values are stored; as they are when None.
@@ -224,10 +225,6 @@ class GrowingLayer(_Layer):
         else:
             self.values = _lengthened(self.memory, "values", self.values, new, self._tokens_of_memory)
         return self.keys, self.values
-
-    def holds_first_tokens(self) -> bool:
-        """Whether a `TrellisFormat` has coded every sequence's first tokens, so that no later token is one."""
-        return self.first is not None and int(self.get_seq_length()) > self._last_first
 
     def _append_blocks(self, codec: Codec, keys: Tensor, values: Tensor) -> None:
         """Code the tokens that fill blocks now, and keep the other new ones as they are."""
@@ -393,10 +390,8 @@ class SlidingLayer(_Layer, DynamicSlidingWindowLayer):
             ArgumentError: the window has dropped some of those.
             RuntimeError: it does not record the past, as transformers has it.
         """
-        left, held = (
-            self.cumulative_length + min(tokens_to_remove, 0),
-            self.keys.shape[2] if self.is_initialized else 0,
-        )
+        left = self.cumulative_length + min(tokens_to_remove, 0)
+        held = self.keys.shape[2] if self.is_initialized else 0
         needed = min(max(left, 0), self.sliding_window - 1)
         if self.record_past and held - (self.cumulative_length - left) < needed:
             rule = f"leaves fewer than the {needed} tokens that the window sees, of the {held} that it holds"
