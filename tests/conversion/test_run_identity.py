@@ -74,6 +74,7 @@ FRONTIER: dict[str, tuple[dict[str, Any], Any]] = {
     "evaluate": (ONE, "third.txt"),
     "window": (ONE, 47),
     "windows": (ONE, 3),
+    "continuations": (ONE, 1),
     "dtype": (ONE, "bfloat16"),
     "targets": (ONE, ["mla:0.5", "mqa"]),
     "methods": (ONE, True),
