@@ -424,6 +424,48 @@ def first_tokens(document: Document) -> str:
     return table(["conversion and text", *FIRST_TOKENS.values()], rows)
 
 
+def by_model(document: Document) -> str:
+    """The table of models × ways: what each way stores, what it loses on each text, and how long it took to make.
+
+    A conversion's numbers are the median sample's by KL, with the spread of the samples behind it. Ways that lose no
+    more than any way of as few bytes are in bold type.
+    """
+    grouped: dict[tuple[str, str], list[Document]] = {}
+    for row in document["rows"].values():
+        grouped.setdefault((row["model"], row["way"]), []).append(row)
+    medians = {key: sorted(rows, key=_mean_kl)[len(rows) // 2] for key, rows in grouped.items()}
+    models, lines = list(dict.fromkeys(model for model, _ in medians)), []
+    for (model, way), row in sorted(medians.items(), key=lambda one: (models.index(one[0][0]), -one[1]["bytes"])):
+        others = [other for (of, _), other in medians.items() if of == model and other["bytes"] < 1.02 * row["bytes"]]
+        is_best = all(_mean_kl(row) <= _mean_kl(other) for other in others)
+        rows = grouped[model, way]
+        ratios = [
+            _spread([each["texts"][number]["perplexity_ratio"] for each in rows], text["perplexity_ratio"], "×{:.4f}")
+            for number, text in enumerate(row["texts"])
+        ]
+        nats = _spread([_mean_kl(each) for each in rows], _mean_kl(row), "{:.4f}")
+        tail = max(text["kl_999"] for text in row["texts"])
+        name = f"**{way}**" if is_best else way
+        minutes = f"{statistics.median(each['seconds'] for each in rows) / 60:.1f}" if "seconds" in row else ""
+        lines.append([model, name, f"{100 * row['bytes']:.1f} %", *ratios, nats, f"{tail:.2f}", minutes])
+    texts = [Path(text).stem for text in document["settings"]["texts"]]
+    head = ["model", "way", "of bfloat16's bytes", *texts, "KL", "its 99.9 %", "minutes"]
+    return table(head, lines, left=2)
+
+
+def _mean_kl(row: Document) -> float:
+    """The mean over texts of a way's KL, in nats a token."""
+    return statistics.mean(text["kl"] for text in row["texts"])
+
+
+def _spread(numbers: Sequence[float], middle: float, form: str) -> str:
+    """A number, and the least and the greatest of several samples behind it."""
+    text = form.format(middle)
+    if len(numbers) == 1:
+        return text
+    return f"{text} ({form.format(min(numbers)).lstrip('×')}–{form.format(max(numbers)).lstrip('×')})"
+
+
 FIRST_TOKENS = {
     "four wide": "four in bfloat16",
     "own code": "the first in a code of its own",
@@ -635,6 +677,7 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "rivals": ("rivals.json", rivals),
     "formats": ("formats.json", formats),
     "beginnings": ("beginnings.json", beginnings),
+    "by-model": ("by-model.json", by_model),
     "humaneval": ("humaneval.json", humaneval),
     "prepared": ("prepared-llama.cpp.json", prepared),
     "simulated": ("simulated.json", simulated),
