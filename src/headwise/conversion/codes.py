@@ -22,13 +22,16 @@ from torch import Tensor
 
 from headwise.conversion.solvers.device import CPU, to_device
 from headwise.conversion.solvers.joint_latent import NOTHING
-from headwise.conversion.solvers.layer import Layer, Rotation, grouped_spec, latent_spec
+from headwise.conversion.solvers.layer import Layer, Rotation, grouped_spec, latent_spec, sample_rows
 from headwise.conversion.solvers.refit import OUTLIER
 from headwise.models.specs import GroupedSpec, LatentSpec
 from headwise.runtime.kernels.native.abi import CHANNELS
 from headwise.runtime.quantization import TransformCode
 from headwise.runtime.quantization.transform_code import blocks, code_shape
 from headwise.runtime.quantization.trellis import encode
+
+ROWS = 128
+"""The number of queries of a window whose dependence on the cached values is measured."""
 
 
 class _Tap:
@@ -91,13 +94,16 @@ def channel_statistics(
         torch.linalg.LinAlgError: cached values are not finite.
     """
     generator = torch.Generator().manual_seed(0)
-    values, first, gradients = [], [], []
+    values: list[Tensor] = []
+    first: list[Tensor] = []
+    gradients: list[Tensor] = []
     rotation = None
     for inputs, rotation in windows:
         tap = _Tap()
         with torch.enable_grad():
-            output = replace(layer, code=cast(TransformCode, tap)).output(inputs, rotation, torch.arange(len(inputs)))
-            drawn = torch.randn(len(inputs), root.shape[1], generator=generator, device=CPU)
+            rows = sample_rows(len(inputs), ROWS, len(values))
+            output = replace(layer, code=cast(TransformCode, tap)).output(inputs, rotation, rows)
+            drawn = torch.randn(len(rows), root.shape[1], generator=generator, device=CPU)
             direction = to_device(drawn) @ root.mT
             (gradient,) = torch.autograd.grad((output * direction).sum(), tap.values)
         values.append(tap.values.detach()[1:])
@@ -303,32 +309,33 @@ def _as_real(matrix: Tensor) -> Tensor:
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
 """The numbers of bits of a channel. None may be dropped: the rank is the better place to save."""
 
-RATIOS = (0.85, 1.0, 1.15, 1.35, 1.6, 2.0, 2.7, 3.6)
-"""Scales that are tried, as multiples of a channel's standard deviation. Some channels are near 0 for most tokens and
-far from it for a few."""
+EXPECTED_RATIOS = tuple(0.8 * 1.12**k for k in range(16))
+"""Scales whose errors are estimated, as multiples of a channel's standard deviation. Some channels are near 0 for
+most tokens and far from it for a few."""
+
+RATIOS = (0.6, 0.8, 1.0, 1.25, 1.6, 2.4)
+"""Scales whose errors are measured, as multiples of those of least expected error."""
 
 FLATTENED = 0.85
 """The power of a channel's variance by which bits are shared out: the metric says too little of weak channels."""
-
-ROUNDS = 3
-"""The number of times that scales are fitted to gains, which depend on them."""
 
 _LEAST = 1e-20
 """The least standard deviation of a channel: one that never varies, such as behind a norm with a weight of 0, has a
 scale too."""
 
-SAMPLE = 2048
+SAMPLE = 1024
 """The number of tokens that scales are fitted to."""
 
 
 @dataclass(frozen=True)
 class ScaleTable:
-    """The best scale of every channel at each number of bits, and the error that it leaves.
+    """The scale of every channel that is expected to suit it best at each number of bits, and the error it leaves.
 
     Attributes:
         offset: the offset of each channel, ``[W]``.
-        scales: the best scale of each channel at each number of bits, ``[9, W]``; the row is the number of bits.
-        errors: the mean squared errors at these scales, ``[9, W]``, in the channel's own unit.
+        scales: the scale of least expected error of each channel at each number of bits, ``[9, W]``; the row is the
+            number of bits.
+        errors: the mean squared errors that are expected at these scales, ``[9, W]``, in the channel's own unit.
         variance: the variance of each channel, ``[W]``.
         sample: the values that scales are fitted to, ``[n, W]``.
         weights: the weights of the errors of the sample's tokens, ``[n]``, of sum 1.
@@ -376,7 +383,7 @@ def _fitted(offset: Tensor, deviation: Tensor, sample: Tensor, weights: Tensor, 
     scales, errors = torch.ones(9, width), torch.zeros(9, width)
     for bits in WIDTHS:
         code = TransformCode(offset, deviation, (bits,) * -(-width // CHANNELS), (width,), parts)
-        scales[bits], errors[bits] = _best_scales(code, deviation, sample, weights)
+        scales[bits], errors[bits] = _expected_scales(code, deviation, sample, weights)
     return ScaleTable(offset, scales, errors, deviation.square(), sample, weights)
 
 
@@ -395,23 +402,40 @@ def _sample(values: Tensor, importance: Tensor, tokens: int) -> tuple[Tensor, Te
     return values[torch.cat((first, others))].float(), weights / weights.sum()
 
 
-def _best_scales(code: TransformCode, deviation: Tensor, sample: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The best scales ``[W]`` for the gains that a code gives tokens, and the errors they leave."""
-    _, gains, starts = code.normalised(sample)
-    normal = (sample - code.offset) / (deviation * gains)
-    least = torch.full_like(deviation, torch.inf)
-    scale = code.scale
-    for ratio in RATIOS:
-        levels, _ = encode(normal / ratio, deviation.square(), code.channel_bits, starts, gains, pack=False)
-        error = weights @ ((levels * ratio - normal) * gains).square()
-        scale = torch.where(error < least, deviation * ratio, scale)
+def _expected_scales(
+    code: TransformCode, deviation: Tensor, sample: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The scales ``[W]`` of least expected error for the gains that a code gives tokens, and these errors.
+
+    What is expected is what gains are chosen by: noise as of normal values, and the distance of those out of reach.
+    Estimating a scale takes a hundredth of the time of encoding the sample with it.
+    """
+    _, gains, _ = code.normalised(sample)
+    sizes = ((sample - code.offset) / (deviation * gains)).abs_()
+    costs = weights[:, None] * gains.square_()
+    total = costs.sum(0)
+    least, scale = torch.full_like(deviation, torch.inf), deviation
+    for ratio in EXPECTED_RATIOS:
+        excess = (sizes - ratio * code.reach).relu_()
+        error = ratio**2 * code.noise * total + excess.square_().mul_(costs).sum(0)
+        scale = torch.where(error < least, ratio * deviation, scale)
         least = torch.minimum(error, least)
     return scale, least * deviation.square()
 
 
-def allot(
-    table: ScaleTable, sections: tuple[int, ...], parts: tuple[int, ...], token_bytes: int, *, rounds: int = ROUNDS
-) -> TransformCode:
+def _measured_scales(code: TransformCode, sample: Tensor, weights: Tensor) -> Tensor:
+    """The best scales ``[W]`` near a code's own, for the gains that it gives tokens."""
+    normal, gains, starts = code.normalised(sample)
+    least, scale = torch.full_like(code.scale, torch.inf), code.scale
+    for ratio in RATIOS:
+        levels, _ = encode(normal / ratio, code.weights, code.channel_bits, starts, gains, pack=False)
+        error = weights @ ((levels * ratio - normal) * gains).square()
+        scale = torch.where(error < least, ratio * code.scale, scale)
+        least = torch.minimum(error, least)
+    return scale
+
+
+def allot(table: ScaleTable, sections: tuple[int, ...], parts: tuple[int, ...], token_bytes: int) -> TransformCode:
     """The code with so many bytes a token, or the next fewer, that lets in least error; at least a bit a channel.
 
     Args:
@@ -419,7 +443,6 @@ def allot(
         sections: the sections of the cached values; see `TransformCode`.
         parts: the parts of the cached values; see `TransformCode`.
         token_bytes: the bytes of a token, of which one is for its gains.
-        rounds: the number of times that scales are fitted again to the gains.
     """
     spans = list(blocks(sections))
     shares = table.errors * table.variance ** (FLATTENED - 1)
@@ -450,11 +473,8 @@ def allot(
             offer(index)
     by_channel = torch.tensor([n for n, (a, b) in zip(bits, spans, strict=True) for _ in range(a, b)])
     scale = table.scales.gather(0, by_channel[None])[0]
-    code = TransformCode(table.offset, scale, tuple(bits), sections, parts)
-    for _ in range(rounds):
-        centred = _centred(code, table)
-        scale, _ = _best_scales(centred, table.variance.sqrt(), table.sample, table.weights)
-        code = replace(code, scale=scale)
+    code = _centred(TransformCode(table.offset, scale, tuple(bits), sections, parts), table)
+    code = replace(code, scale=_measured_scales(code, table.sample, table.weights))
     return _centred(code, table)
 
 
@@ -505,11 +525,11 @@ class Design:
     table: ScaleTable
     first: ScaleTable
 
-    def coded(self, token_bytes: int, *, rounds: int = ROUNDS) -> Layer:
+    def coded(self, token_bytes: int) -> Layer:
         """The layer with a code of so many bytes a token, or the next fewer; see `allot`."""
         shape = code_shape(self.layer.spec)
-        code = allot(self.table, *shape, token_bytes, rounds=rounds)
-        first = allot(self.first, *shape, code.token_bytes, rounds=rounds)
+        code = allot(self.table, *shape, token_bytes)
+        first = allot(self.first, *shape, code.token_bytes)
         return replace(self.layer, code=replace(code, first=first))
 
 

@@ -411,8 +411,8 @@ CODE_BITS = (2.0, 2.5, 3.0, 4.0, 5.0, 6.5)
 EVEN_BITS = 3.0
 """The one of `CODE_BITS` at which a layer's rounding is also measured by the KL of the model's logits."""
 
-FITTED = 1024
-"""The tokens that the scales of a trial's codes are fitted to, once: half as many as a conversion's."""
+FITTED = 512
+"""The tokens that the scales of a trial's codes are fitted to: half as many as a conversion's."""
 
 
 ROTARY_PARTS = (1, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
@@ -474,7 +474,7 @@ class CodedTrials(LayerTrials):
         windows = ((inputs, sample.rotation(own, window)) for window, inputs in trial.inputs.items())
         designed = design(layer.float(), windows, trial.metric, tokens=FITTED)
         values = spec.kv_lora_rank + spec.qk_rope_head_dim
-        return [designed.coded(int(values * bits / 8) + 1, rounds=1) for bits in CODE_BITS]
+        return [designed.coded(int(values * bits / 8) + 1) for bits in CODE_BITS]
 
     def _corrected(
         self, sizes: Sequence[tuple[int, int]], estimates: Sequence[float], divergences: Sequence[float]

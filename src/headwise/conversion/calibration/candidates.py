@@ -246,7 +246,7 @@ SHORT_STEPS = 7
 STRETCH = 512
 """The number of tokens from which a window counts by its tokens."""
 
-CODE_WINDOWS = 32
+CODE_WINDOWS = 16
 """The most windows that the code of a layer's cache is designed on."""
 
 

@@ -230,7 +230,7 @@ class TransformCode:
     @cached_property
     def coder(self) -> Coder:
         """How the compiled kernel codes tokens."""
-        channels = (self.offset, self.scale, self._noise, self._reach)
+        channels = (self.offset, self.scale, self.noise, self.reach)
         rest = (self._of_numbers, self.channel_bits, tables(), GAINS_TRIED, GAIN_ZERO, GAIN_STEP)
         return Coder(channels, self.parts, *rest)
 
@@ -267,7 +267,7 @@ class TransformCode:
         """
         values = states.reshape(-1, self.width).float()
         if can_encode() and are_plain(values, self.offset, self.scale):
-            channels = (self.offset, self.scale, self._noise, self._reach)
+            channels = (self.offset, self.scale, self.noise, self.reach)
             return choose_gains(
                 values, channels, self.parts, self._of_numbers, tried=GAINS_TRIED, zero=GAIN_ZERO, step=GAIN_STEP
             )
@@ -284,18 +284,20 @@ class TransformCode:
         tried = torch.arange(GAINS_TRIED, device=normal.device)[:, None]
         numbers = (middle[:, None] + tried).clamp(0, 15).long()  # [n, GAINS_TRIED, parts]
         gains = self._spread(numbers)
-        excess = (normal.abs()[:, None] - self._reach * gains).relu_()
-        errors = (self._noise * gains.square()).addcmul_(excess, excess).mul_(self.weights)
+        excess = (normal.abs()[:, None] - self.reach * gains).relu_()
+        errors = (self.noise * gains.square()).addcmul_(excess, excess).mul_(self.weights)
         costs = torch.stack([part.sum(-1) for part in errors.split_with_sizes(self.parts, -1)], -1)
         chosen = numbers.gather(1, costs.argmin(1, keepdim=True))[:, 0].to(torch.uint8)
         return (chosen << self._places).sum(-1).to(torch.uint8)
 
     @cached_property
-    def _noise(self) -> Tensor:
+    def noise(self) -> Tensor:
+        """The mean squared error of a value of variance 1 in every channel, float32 ``[W]``."""
         return torch.tensor(NOISE, dtype=torch.float32, device=self.offset.device)[self.channel_bits.long()]
 
     @cached_property
-    def _reach(self) -> Tensor:
+    def reach(self) -> Tensor:
+        """The size beyond which a value's error is its distance from it, in every channel, float32 ``[W]``."""
         return torch.tensor(REACH, dtype=torch.float32, device=self.offset.device)[self.channel_bits.long()]
 
     @cached_property
