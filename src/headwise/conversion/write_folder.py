@@ -36,6 +36,7 @@ from headwise.conversion.plan import ConversionPlan, Place, read_layer
 from headwise.conversion.solvers.device import CPU, computing_on, to_device
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage import ConvertedLayer, LayerFiles, LayerStore
+from headwise.costs.formulas.layer import cache_values
 from headwise.measure.evaluation.beside_source import EvaluationSet
 from headwise.measure.texts import NO_TEXTS, CalibrationTexts
 from headwise.models.checkpoints import Checkpoint, FolderWriter, TensorInfo, dtype_name, open_checkpoint
@@ -78,6 +79,11 @@ def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStor
     return converted
 
 
+DESCENDED = 5 / 6
+"""The largest part of its values that a layer keeps where a descent is worth its time. One that keeps nearly all of
+them loses so little that steps of a descent, whose size is fixed, make it worse."""
+
+
 def later_steps(
     plan: ConversionPlan, place: Place, statistics: Statistics | None, *, on_text: bool
 ) -> dict[str, Step]:
@@ -90,7 +96,7 @@ def later_steps(
         on_text: whether there are windows of a text; all steps but the removal of biases need them.
     """
     steps: dict[str, Step] = {}
-    if on_text and "refine" in plan.stages:
+    if on_text and "refine" in plan.stages and _kept(plan, place) <= DESCENDED:
         steps["refine"] = descended
     if on_text and plan.token_bytes is not None:
         # After the descent: the basis of a code has channels of very different sizes, which one learning rate for a
@@ -102,6 +108,14 @@ def later_steps(
     if on_text and "refit" in plan.stages:
         steps["refit"] = refitted
     return steps
+
+
+def _kept(plan: ConversionPlan, place: Place) -> float:
+    """The number of values of a token that a layer caches, as a part of what the source's does."""
+    before, after = (
+        (model.cross_layers if place.cross else model.layers)[place.index] for model in (plan.before, plan.after)
+    )
+    return cache_values(after) / cache_values(before)
 
 
 def _without_biases(

@@ -296,6 +296,25 @@ def test_a_layer_is_refitted_once(
     assert len(candidates) == refits  # of two layers
 
 
+@pytest.mark.parametrize(("size", "descents"), [({"kv_lora_rank": 24}, 2), ({"kv_lora_rank": 40}, 0)])
+def test_a_layer_that_keeps_nearly_all_values_is_not_refined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: dict[str, int], descents: int
+) -> None:
+    """The source caches 3 heads of 8 + 8 values: five sixths of these are 40, of which the rotary key has 4."""
+    (tmp_path / "text.txt").write_text("a stitch in time saves nine, or so it is said. " * 40)
+    candidates = list[Candidate]()
+
+    def counted(candidate: Candidate) -> Iterator[Candidate]:
+        candidates.append(candidate)
+        return descended(candidate)
+
+    monkeypatch.setattr("headwise.conversion.write_folder.descended", counted)
+    source, text = save_tiny(tmp_path / "tiny"), tmp_path / "text.txt"
+    options: dict[str, Any] = {"calibrate": text, "calibration_tokens": 512, "evaluate": False}
+    headwise.convert(source, tmp_path / "out", to="mla", qk_rope_head_dim=4, **size, **options)
+    assert len(candidates) == descents  # of two layers
+
+
 def test_the_ridge_of_a_refit_is_the_best_on_held_out_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
