@@ -24,6 +24,14 @@ def test_each_stage_is_timed_beside_what_is_expected_of_it(
     row = json.loads(file.read_text())["rows"]["0.5B"]
     assert list(row["stages"]) == ["estimating", *row["expected"]]
     assert 0 < sum(row["stages"].values()) <= row["seconds"]
+    assert row["cpu_seconds"] > 0
     capsys.readouterr()
     minutes.main(command)
     assert "0.5B: " in capsys.readouterr().out
+    same = tmp_path / "same.json"
+    minutes.main([*command[:-3], str(same), "--tokens", "512", "--to", "same", "--kv-bytes", "0.5"])
+    assert list(json.loads(same.read_text())["rows"]["0.5B"]["stages"]) == [
+        "estimating",
+        "measuring sensitivities",
+        "converting",
+    ]
