@@ -22,16 +22,13 @@ from torch import Tensor
 
 from headwise.conversion.solvers.device import CPU, to_device
 from headwise.conversion.solvers.joint_latent import NOTHING
-from headwise.conversion.solvers.layer import Layer, Rotation, grouped_spec, latent_spec, sample_rows
+from headwise.conversion.solvers.layer import Layer, Rotation, grouped_spec, latent_spec
 from headwise.conversion.solvers.refit import OUTLIER
 from headwise.models.specs import GroupedSpec, LatentSpec
 from headwise.runtime.kernels.native.abi import CHANNELS
 from headwise.runtime.quantization import TransformCode
 from headwise.runtime.quantization.transform_code import blocks, code_shape
 from headwise.runtime.quantization.trellis import encode
-
-ROWS = 128
-"""The number of queries of a window whose dependence on the cached values is measured."""
 
 
 class _Tap:
@@ -101,9 +98,8 @@ def channel_statistics(
     for inputs, rotation in windows:
         tap = _Tap()
         with torch.enable_grad():
-            rows = sample_rows(len(inputs), ROWS, len(values))
-            output = replace(layer, code=cast(TransformCode, tap)).output(inputs, rotation, rows)
-            drawn = torch.randn(len(rows), root.shape[1], generator=generator, device=CPU)
+            output = replace(layer, code=cast(TransformCode, tap)).output(inputs, rotation, torch.arange(len(inputs)))
+            drawn = torch.randn(len(inputs), root.shape[1], generator=generator, device=CPU)
             direction = to_device(drawn) @ root.mT
             (gradient,) = torch.autograd.grad((output * direction).sum(), tap.values)
         values.append(tap.values.detach()[1:])
