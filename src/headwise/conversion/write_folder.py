@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headwise.base.processes import barrier, entered_first, process_index
 from headwise.base.progress import Progress, silent
+from headwise.conversion.budget.allocation import DESCENDED
 from headwise.conversion.budget.spread import Spread, choose_shared_channels, compare_own_channels, find_spread
 from headwise.conversion.calibration.candidates import (
     NOTHING_KNOWN,
@@ -77,11 +78,6 @@ def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStor
         store.save(converted)
     calibrator.advance(data, best)
     return converted
-
-
-DESCENDED = 5 / 6
-"""The largest part of its values that a layer keeps where a descent is worth its time. One that keeps nearly all of
-them loses so little that steps of a descent, whose size is fixed, make it worse."""
 
 
 def later_steps(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwise.conversion.budget.allocation import Choice, Node, allocate, curve, step_of
+from headwise.conversion.budget.allocation import REFINED, Choice, Node, allocate, coded_curve, curve, step_of
 from headwise.errors import ArgumentError
 
 
@@ -105,3 +105,11 @@ def test_a_total_is_kept_where_some_layers_are_small() -> None:
 
 def test_a_layer_that_loses_nothing_has_a_curve() -> None:
     assert [choice.node.loss for choice in curve([Node(64, 32, 0.0), Node(80, 32, 0.0)], 96, 8)] == [0.0] * 3
+
+
+def test_a_size_that_will_be_refined_counts_for_less() -> None:
+    """Of a source's 100 values, a layer of 40 loses less when it is refined, and one of 90 is not refined."""
+    for rank, left in ((30, REFINED), (80, 1.0)):
+        nodes, rounding = [Node(rank, 10, 1.0), Node(rank + 1, 10, 1.0)], [(2.0, 1e-9), (8.0, 1e-9)]
+        found = coded_curve(nodes, rounding, values=100, share=60, step=2)
+        assert [choice.node.loss for choice in found] == pytest.approx([left] * len(found))

@@ -85,13 +85,25 @@ def curve(nodes: Sequence[Node], share: int, step: int) -> list[Choice]:
     return [Choice(steps, best[steps]) for steps in sorted(best)]
 
 
-REFINED = 0.6
-"""The part of a smaller rank's loss that is left when a layer has been refined: 0.5 to 0.65 at ten sizes of two
-layers. What rounding loses hardly changes."""
+REFINED, HALF = 0.6, 0.5
+"""The part of a smaller rank's loss that is left when a layer has been refined that keeps `HALF` of its values or
+fewer: 0.5 to 0.65 at ten sizes of two layers. What rounding loses hardly changes."""
+
+DESCENDED = 5 / 6
+"""The largest part of its values that a layer keeps where a descent is worth its time. One that keeps nearly all of
+them loses so little that steps of a descent, whose size is fixed, make it worse."""
+
+
+def left_by_descent(kept: float) -> float:
+    """The part of a smaller rank's loss that is left by a descent, where a layer keeps a part of its values.
+
+    Between `HALF` and `DESCENDED` the gain falls to nothing: ``left_by_descent(0.9)`` is 1.0.
+    """
+    return REFINED + (1 - REFINED) * min(max((kept - HALF) / (DESCENDED - HALF), 0.0), 1.0)
 
 
 def coded_curve(
-    nodes: Sequence[Node], rounding: Sequence[tuple[float, float]], share: int, step: int
+    nodes: Sequence[Node], rounding: Sequence[tuple[float, float]], values: int, share: int, step: int
 ) -> list[Choice]:
     """The best size and number of bits for each number of bytes a token, from the smallest up.
 
@@ -101,6 +113,7 @@ def coded_curve(
         nodes: the measured sizes with their losses, without codes; every rotary width has a smallest and a largest
             rank.
         rounding: pairs of a number of bits a value, rising, and the loss of rounding at it in nats a token.
+        values: the number of values of a token that the source's layer caches.
         share: the layer's even share, in bytes a token of codes.
         step: the size of a step, in bytes a token.
     """
@@ -113,7 +126,7 @@ def coded_curve(
         low = max(lines[w][0].rank for w in (below, above))
         high = min(lines[w][-1].rank for w in (below, above))
         for rank in sorted({*range(low, high + 1, 8), high}):
-            sizes[rank, rotary] = REFINED * _loss_at(lines, rank, rotary)
+            sizes[rank, rotary] = left_by_descent((rank + rotary) / values) * _loss_at(lines, rank, rotary)
     bits, logs = [b for b, _ in rounding], [math.log(loss) for _, loss in rounding]
     best: dict[int, Node] = {}
     for (rank, rotary), loss in sizes.items():

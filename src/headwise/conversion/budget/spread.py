@@ -43,6 +43,7 @@ from headwise.conversion.solvers.layer import KEY_WEIGHT, Layer, LayerTarget, St
 from headwise.conversion.solvers.rope_channels import keep_rotation
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage import LayerFiles
+from headwise.costs.formulas.layer import cache_values
 from headwise.errors import ArgumentError
 from headwise.models.specs import GroupedSpec, LatentSpec, as_latent
 
@@ -279,8 +280,10 @@ def _coded(plan: ConversionPlan, layers: Sequence[LayerLosses]) -> Spread:
     """The allocation of bytes to layers: sizes and bits in one."""
     assert plan.token_bytes is not None
     curves = [
-        coded_curve(layer.nodes, rounding, share, CODE_STEP)
-        for layer, rounding, share in zip(layers, _roundings(layers), plan.token_bytes, strict=True)
+        coded_curve(layer.nodes, rounding, cache_values(source), share, CODE_STEP)
+        for layer, rounding, source, share in zip(
+            layers, _roundings(layers), plan.before.layers, plan.token_bytes, strict=True
+        )
     ]
     try:
         nodes = allocate(curves)
