@@ -275,7 +275,8 @@ def _rotary_basis(
     """
     pairs = len(channels)
     whole = torch.zeros(pairs, pairs, dtype=torch.complex128)
-    cov, met = _as_complex(covariance), _as_complex(metric)
+    # An error of a pair costs what its two parts do together: each of them half of it.
+    cov, met = _as_complex(covariance), _as_complex(metric) / 2
     for channel in sorted(set(channels)):
         at = torch.tensor([index for index, own in enumerate(channels) if own == channel])
         forward, _ = _uncorrelated(cov[at][:, at], met[at][:, at])

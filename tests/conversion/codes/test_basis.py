@@ -44,8 +44,8 @@ def test_a_change_of_basis_changes_no_output(norm: str | None, interleaved: bool
     assert any(not torch.equal(turned.state[name], layer.state[name].double()) for name in layer.state)
 
 
-@pytest.mark.parametrize("norm", ["full", "head"])
-def test_behind_a_norm_an_error_costs_the_same_in_every_pair_and_value(norm: str) -> None:
+@pytest.mark.parametrize("norm", [None, "full", "head"])
+def test_an_error_costs_the_same_in_every_pair_and_value(norm: str | None) -> None:
     layer, statistics, _ = layer_and_statistics(qk_norm=norm, num_kv_heads=1 if norm == "head" else 2)
     spec = layer.spec
     assert isinstance(spec, GroupedSpec)
