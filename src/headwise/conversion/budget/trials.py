@@ -64,6 +64,10 @@ def held_pieces(windows: Tensor, tokens: int, count: int) -> Tensor:
     return pieces[torch.arange(count) * len(pieces) // count]
 
 
+LARGE = 80.0
+"""The largest difference of logits whose exponential is surely a number in float32."""
+
+
 def small_divergence(probabilities: Tensor, difference: Tensor) -> Tensor:
     """KL of each position, in nats, from the difference of two models' logits, exact where that is small.
 
@@ -75,8 +79,8 @@ def small_divergence(probabilities: Tensor, difference: Tensor) -> Tensor:
         difference: the other model's logits less the reference's, ``[n, V]``; it is overwritten.
     """
     difference -= (probabilities * difference).sum(-1, keepdim=True)
-    if float(difference.max()) > math.log(torch.finfo(difference.dtype).max) - 1:
-        difference = difference.double()
+    if float(difference.max()) > LARGE:
+        return (probabilities.double().log() + difference.double()).logsumexp(-1).float()
     return torch.log1p(difference.expm1().sub_(difference).clamp_min_(0).mul_(probabilities).sum(-1))
 
 
