@@ -124,7 +124,7 @@ def _time_on_text(plan: ConversionPlan, inputs: ConversionInputs, *, shares_chan
     if "spread" in plan.stages:
         # On average half of all layers run behind a layer that is tried; a timed window is two streams. With codes,
         # two streams of every piece do, and else one of one.
-        streams = 2 * min(1 + PIECES, windows.held) if plan.spends_bytes else 1
+        streams = 2 * min(PIECES, windows.held) if plan.spends_bytes else 1
         later_windows = streams * layers / 4 * min(TRIAL_TOKENS / windows.width, 1.0)
         by_layer = _TRIALS * solving + by_window * (sensitivity_count + later_windows)
         if plan.spends_bytes:

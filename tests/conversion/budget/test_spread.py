@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import headwise
 from headwise import Conversion
 from headwise.conversion.budget import spread
 from headwise.conversion.budget import trials as layer_trials
-from headwise.conversion.budget.trials import LayerTrials, Trial, held_pieces, sizes_to_try
+from headwise.conversion.budget.trials import LayerTrials, Trial, held_pieces, sizes_to_try, small_divergence
 from headwise.conversion.calibration.windows import repeating_pieces
 from headwise.conversion.methods import Evidence, LatentMethod
 from headwise.conversion.plan import Place, read_layer
@@ -377,3 +379,15 @@ def test_keys_count_in_each_layer_what_costs_least(tmp_path: Path, monkeypatch: 
         done.spread, sizes=done.spread.even, key_weights=(KEY_WEIGHT,) * 3, measured=(0.4, 0.5)
     )
     assert given == [KEY_WEIGHT] * 3
+
+
+@given(seed=st.integers(0, 2**31), size=st.sampled_from([1e-4, 1e-2, 1.0, 30.0, 300.0]))
+def test_a_divergence_is_exact_however_small(seed: int, size: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    reference = 3 * torch.randn(4, 500, generator=generator)
+    logits = reference + size * torch.randn(4, 500, generator=generator)
+    p, q = (part.double().log_softmax(-1) for part in (reference, logits))
+    expected = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    found = small_divergence(reference.softmax(-1), logits - reference)
+    assert found.tolist() == pytest.approx(expected.tolist(), rel=2e-2 if size < 1e-3 else 1e-4)
+    assert (small_divergence(reference.softmax(-1), torch.zeros(4, 500)) == 0).all()

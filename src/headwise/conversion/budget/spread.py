@@ -121,11 +121,11 @@ def compare_own_channels(
 
 
 TRIAL_TOKENS = 512
-"""Tokens in a piece of held-out text. Single layers are tried on one piece, or with codes on all; allocations
-on others."""
+"""Tokens in a piece of held-out text. Single layers are tried on one piece, or with codes on `PIECES`; allocations
+on `PIECES` others."""
 
 PIECES = 2
-"""The number of pieces that an allocation is tried on."""
+"""The number of pieces that an allocation is tried on, and with codes each layer."""
 
 RECALL_WEIGHT = 1 / 3
 """The cost of an error where passages are repeated, beside that in text. Of 0, 1/3 and 1, perplexity is lowest at 0,
@@ -238,7 +238,7 @@ def _search(trials: LayerTrials) -> Spread:
     calibrator = trials.calibrator
     pieces = held_pieces(calibrator.windows.held_out.text.ids, TRIAL_TOKENS, 1 + PIECES)
     # What a layer's codes lose is close to what another's do, and takes more text to tell apart.
-    tried = pieces if trials.plan.spends_bytes else pieces[:1]
+    tried = pieces[: PIECES if trials.plan.spends_bytes else 1]
     layers = trials.losses(_trial(trials, tried))
     if trials.plan.spends_bytes:
         with computing_on(CPU):

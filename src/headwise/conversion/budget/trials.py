@@ -48,7 +48,6 @@ from headwise.conversion.solvers.layer import (
 )
 from headwise.conversion.solvers.statistics import root
 from headwise.conversion.storage import LayerFiles
-from headwise.measure.evaluation.scoring import kl_divergence
 from headwise.models.specs import GroupedSpec, LatentSpec, rotary_width
 from headwise.runtime.hf import LayerwiseModel
 
@@ -63,6 +62,26 @@ def held_pieces(windows: Tensor, tokens: int, count: int) -> Tensor:
     pieces = windows[:, : windows.shape[1] // length * length].reshape(-1, length)
     count = min(count, len(pieces))
     return pieces[torch.arange(count) * len(pieces) // count]
+
+
+LARGE = 80.0
+"""The largest difference of logits whose exponential is surely a number in float32."""
+
+
+def small_divergence(probabilities: Tensor, difference: Tensor) -> Tensor:
+    """KL of each position, in nats, from the difference of two models' logits, exact where that is small.
+
+    The difference of logarithms of probabilities in float32 can come out below 0, and a layer then gains by losing
+    more. No term of this sum is below 0: ``log1p(sum(p * (expm1(d) - d)))``, where d has the mean 0 under p.
+
+    Args:
+        probabilities: those of the reference, ``[n, V]``.
+        difference: the other model's logits less the reference's, ``[n, V]``; it is overwritten.
+    """
+    difference -= (probabilities * difference).sum(-1, keepdim=True)
+    if float(difference.max()) > LARGE:
+        return (probabilities.double().log() + difference.double()).logsumexp(-1).float()
+    return torch.log1p(difference.expm1().sub_(difference).clamp_min_(0).mul_(probabilities).sum(-1))
 
 
 class Trial:
@@ -131,11 +150,11 @@ class Trial:
         weights = self.weights.to(rows.device)[rows // self.source.shape[1]]  # of each row
         totals = [0.0] * len(streams)
         for positions, costs in zip(torch.split(rows, PIECE), torch.split(weights, PIECE), strict=True):
-            # In float64: a small divergence in float32 can come out below 0, and a layer then gains by losing more.
-            reference = self.model.finish(source[None, positions])[0].double().log_softmax(-1)
+            reference = self.model.finish(source[None, positions])[0].float()
+            probabilities = reference.softmax(-1)
             for number, stream in enumerate(streams):
-                log_probs = self.model.finish(stream.flatten(0, 1)[None, positions])[0].double().log_softmax(-1)
-                totals[number] += float(costs @ kl_divergence(reference, log_probs))
+                logits = self.model.finish(stream.flatten(0, 1)[None, positions])[0].float()
+                totals[number] += float(costs @ small_divergence(probabilities, logits.sub_(reference)).double())
         self.model.release()
         return [total / float(weights.sum()) for total in totals]
 
