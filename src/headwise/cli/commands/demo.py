@@ -62,7 +62,13 @@ def demo(
         predicted = headwise.quick_frontier(original, calibrate=study, targets=ENGINE_CACHES, progress=progress)
         run.show(_predicted(predicted))
         run.begin("prepare", f"a copy that computes the same and loses less in {PREPARED}")
-        options = {"calibrate": study, "evaluate": exam, "evaluation_windows": windows, "overwrite": True}
+        options = {
+            "calibrate": study,
+            "calibration_tokens": 1024,
+            "evaluate": exam,
+            "evaluation_windows": windows,
+            "overwrite": True,
+        }
         prepared = headwise.prepare(original, output / "prepared", cache=PREPARED, **options, progress=progress)
         run.show(_losses(prepared))
         frontier = _convert(run, original, (study, exam), windows, progress)
@@ -201,8 +207,7 @@ def _losses(prepared: Any) -> Table:
 
 
 def _measured(frontier: Any) -> Table:
-    columns = ("cache", "of bfloat16", "perplexity, × the original's", "KL in nats", "its 99.9 %", "top-1 agreement")
-    table = Table(list(columns))
+    table = Table(["cache", "of bfloat16", "perplexity", "KL, nats", "its 99.9 %", "top-1"])
     for point in frontier.points:
         table.add(
             point.target,

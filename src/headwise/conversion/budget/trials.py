@@ -254,6 +254,9 @@ class LayerTrials:
     extra: ClassVar[int] = 0
     """The number of a trial's losses beside those of sizes and key weights."""
 
+    rounds: ClassVar[int] = 2
+    """How often all layers are gone through: once for the trials of layers, and once for those of allocations."""
+
     def losses(self, trial: Trial) -> list[LayerLosses]:
         """Measure each layer's losses at several sizes and key weights, and save its statistics.
 
@@ -267,7 +270,7 @@ class LayerTrials:
         for index in range(layers):
             saved_trial = None if self.files.load(index) is None else finished.load(index)
             if saved_trial is None:
-                self.progress(SPREADING, index, 2 * layers)
+                self.progress(SPREADING, index, self.rounds * layers)
             module = self.calibrator.model.module(index)
             sizes = self._sizes(index)
             layer_sizes.append(sizes)
@@ -300,6 +303,7 @@ class LayerTrials:
             trial.source = trial.model.run(index, module, trial.source)
         refuse_no_numbers(trial.source, layers)
         divergences = _divergences(trial, streams, layers * self.variants)
+        self.progress(SPREADING, layers, self.rounds * layers)
         by_layer = [divergences[at : at + self.variants] for at in range(0, len(divergences), self.variants)]
         return [
             self._corrected(sizes, all_sum(losses).tolist(), measured)
@@ -460,7 +464,7 @@ def coded_sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int,
 class CodedTrials(LayerTrials):
     """Trials of single layers with codes; see `LayerTrials`."""
 
-    variants, extra = 2, len(CODE_BITS) + 1
+    variants, extra, rounds = 2, len(CODE_BITS) + 1, 1
     sizes_to_try = staticmethod(coded_sizes_to_try)
 
     def _try(self, trial: LayerTrial) -> tuple[Tensor, Tensor]:
