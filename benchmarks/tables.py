@@ -427,8 +427,8 @@ def first_tokens(document: Document) -> str:
 def by_model(document: Document) -> str:
     """The table of models × ways: what each way stores, what it loses on each text, and how long it took to make.
 
-    A conversion's numbers are the median sample's by KL, with the spread of the samples behind it. Ways that lose no
-    more than any way of as few bytes are in bold type.
+    Of several samples of a conversion, ratios are medians, with their range, and the KL is the median one. Ways that
+    lose no more than any way of as few bytes are in bold type.
     """
     grouped: dict[tuple[str, str], list[Document]] = {}
     for row in document["rows"].values():
@@ -440,14 +440,15 @@ def by_model(document: Document) -> str:
         is_best = all(_mean_kl(row) <= _mean_kl(other) for other in others)
         rows = grouped[model, way]
         ratios = [
-            _spread([each["texts"][number]["perplexity_ratio"] for each in rows], text["perplexity_ratio"], "×{:.4f}")
-            for number, text in enumerate(row["texts"])
+            _spread([each["texts"][number]["perplexity_ratio"] for each in rows])
+            for number in range(len(row["texts"]))
         ]
-        nats = _spread([_mean_kl(each) for each in rows], _mean_kl(row), "{:.4f}")
         tail = max(text["kl_999"] for text in row["texts"])
         name = f"**{way}**" if is_best else way
         minutes = f"{statistics.median(each['seconds'] for each in rows) / 60:.1f}" if "seconds" in row else ""
-        lines.append([model, name, f"{100 * row['bytes']:.1f} %", *ratios, nats, f"{tail:.2f}", minutes])
+        lines.append(
+            [model, name, f"{100 * row['bytes']:.1f} %", *ratios, f"{_mean_kl(row):.4f}", f"{tail:.2f}", minutes]
+        )
     texts = [Path(text).stem for text in document["settings"]["texts"]]
     head = ["model", "way", "of bfloat16's bytes", *texts, "KL", "its 99.9 %", "minutes"]
     return table(head, lines, left=2)
@@ -456,14 +457,6 @@ def by_model(document: Document) -> str:
 def _mean_kl(row: Document) -> float:
     """The mean over texts of a way's KL, in nats a token."""
     return statistics.mean(text["kl"] for text in row["texts"])
-
-
-def _spread(numbers: Sequence[float], middle: float, form: str) -> str:
-    """A number, and the least and the greatest of several samples behind it."""
-    text = form.format(middle)
-    if len(numbers) == 1:
-        return text
-    return f"{text} ({form.format(min(numbers)).lstrip('×')}–{form.format(max(numbers)).lstrip('×')})"
 
 
 FIRST_TOKENS = {
