@@ -134,8 +134,8 @@ def test_the_kernel_chooses_gains_of_the_same_expected_error_as_torch(code: Tran
     assert_close(normal * gains * code.scale + code.offset, values, 1e-5)
     errors = []
     for tried in (gains, expected):
-        excess = (((values - code.offset) / code.scale).abs() - code._reach * tried).clamp_min(0)
-        of_channel = (code._noise * tried.square() + excess.square()) * code.weights
+        excess = (((values - code.offset) / code.scale).abs() - code.reach * tried).clamp_min(0)
+        of_channel = (code.noise * tried.square() + excess.square()) * code.weights
         errors.append(torch.stack([part.sum(-1) for part in of_channel.split_with_sizes(code.parts, -1)]).double())
     torch.testing.assert_close(*errors, rtol=1e-4, atol=0)
 
