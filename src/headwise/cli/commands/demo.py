@@ -62,13 +62,7 @@ def demo(
         predicted = headwise.quick_frontier(original, calibrate=study, targets=ENGINE_CACHES, progress=progress)
         run.show(_predicted(predicted))
         run.begin("prepare", f"a copy that computes the same and loses less in {PREPARED}")
-        options = {
-            "calibrate": study,
-            "calibration_tokens": 1024,
-            "evaluate": exam,
-            "evaluation_windows": windows,
-            "overwrite": True,
-        }
+        options = {"calibrate": study, "evaluate": exam, "evaluation_windows": windows, "overwrite": True}
         prepared = headwise.prepare(original, output / "prepared", cache=PREPARED, **options, progress=progress)
         run.show(_losses(prepared))
         frontier = _convert(run, original, (study, exam), windows, progress)
