@@ -15,6 +15,7 @@ from benchmarks.quick import agreement
 from benchmarks.tables import (
     RESULTS,
     ablation,
+    by_model,
     conversion,
     decode,
     fill,
@@ -121,6 +122,24 @@ def test_points_lost() -> None:
     ]
     rows["gqa:6/aligned boolq 16384"]["shared"] = 0.02
     assert "| 16,384 tokens of boolq, 2% shared |" in retrieval({"rows": rows})
+
+
+def test_ways_by_model() -> None:
+    """The best of as few bytes is in bold type, and of three samples the middle one is shown."""
+
+    def kept(way: str, size: float, kl: float, **more: Any) -> dict[str, Any]:
+        text = {"perplexity_ratio": 1 + kl, "kl": kl, "kl_999": 10 * kl}
+        return {"model": "m", "way": way, "bytes": size, "texts": [text], **more}
+
+    rows = [kept("mla@0.25", 0.25, kl, seconds=600 * kl) for kl in (0.3, 0.1, 0.2)]
+    rows += [kept("coarse", 0.25, 0.5), kept("fine", 0.5, 0.4), kept("finest", 0.6, 0.01)]
+    document = {"settings": {"texts": ["brown"]}, "rows": {str(number): row for number, row in enumerate(rows)}}
+    assert by_model(document).splitlines()[2:] == [
+        "| m | **finest** | 60.0 % | ×1.010 | 0.0100 | 0.10 |  |",
+        "| m | fine | 50.0 % | ×1.400 | 0.4000 | 4.00 |  |",
+        "| m | **mla@0.25** | 25.0 % | ×1.200 (1.100–1.300) | 0.2000 | 2.00 | 2.0 |",
+        "| m | coarse | 25.0 % | ×1.500 | 0.5000 | 5.00 |  |",
+    ]
 
 
 def test_length() -> None:

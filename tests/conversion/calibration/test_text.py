@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -270,6 +270,18 @@ def test_a_descent_does_not_depend_on_threads() -> None:
     assert torch.equal(results[0]["unused"], weight["unused"])
 
 
+def taken_by(monkeypatch: pytest.MonkeyPatch, step: Callable[[Candidate], Iterator[Candidate]]) -> list[Candidate]:
+    """The candidates that a step of conversions takes from now on, as they come."""
+    candidates = list[Candidate]()
+
+    def counted(candidate: Candidate) -> Iterator[Candidate]:
+        candidates.append(candidate)
+        return step(candidate)
+
+    monkeypatch.setattr(f"headwise.conversion.write_folder.{step.__name__}", counted)
+    return candidates
+
+
 @pytest.mark.parametrize(
     ("without", "refits"), [((), 2), (("refine",), 2), (("refit",), 0), (("refine", "refit"), 0)]
 )
@@ -277,13 +289,7 @@ def test_a_layer_is_refitted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: tuple[str, ...], refits: int
 ) -> None:
     (tmp_path / "text.txt").write_text("a stitch in time saves nine, or so it is said. " * 40)
-    candidates = list[Candidate]()
-
-    def counted(candidate: Candidate) -> Iterator[Candidate]:
-        candidates.append(candidate)
-        return refitted(candidate)
-
-    monkeypatch.setattr("headwise.conversion.write_folder.refitted", counted)
+    candidates = taken_by(monkeypatch, refitted)
     headwise.convert(
         save_tiny(tmp_path / "tiny"),
         tmp_path / "out",
@@ -302,13 +308,7 @@ def test_a_layer_that_keeps_nearly_all_values_is_not_refined(
 ) -> None:
     """The source caches 3 heads of 8 + 8 values: five sixths of these are 40, of which the rotary key has 4."""
     (tmp_path / "text.txt").write_text("a stitch in time saves nine, or so it is said. " * 40)
-    candidates = list[Candidate]()
-
-    def counted(candidate: Candidate) -> Iterator[Candidate]:
-        candidates.append(candidate)
-        return descended(candidate)
-
-    monkeypatch.setattr("headwise.conversion.write_folder.descended", counted)
+    candidates = taken_by(monkeypatch, descended)
     source, text = save_tiny(tmp_path / "tiny"), tmp_path / "text.txt"
     options: dict[str, Any] = {"calibrate": text, "calibration_tokens": 512, "evaluate": False}
     headwise.convert(source, tmp_path / "out", to="mla", qk_rope_head_dim=4, **size, **options)

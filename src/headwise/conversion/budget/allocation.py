@@ -90,8 +90,8 @@ REFINED, HALF = 0.6, 0.5
 fewer: 0.5 to 0.65 at ten sizes of two layers. What rounding loses hardly changes."""
 
 DESCENDED = 5 / 6
-"""The largest part of its values that a layer keeps where a descent is worth its time. One that keeps nearly all of
-them loses so little that steps of a descent, whose size is fixed, make it worse."""
+"""The largest part of its values that a layer keeps where a descent is worth its time. Where all
+of them are kept, held-out windows never chose a descent."""
 
 
 def left_by_descent(kept: float) -> float:

@@ -210,8 +210,9 @@ def kl_divergence(reference: Tensor, model: Tensor) -> Tensor:
 
     For example ``kl_divergence(source_logits.log_softmax(-1), logits.log_softmax(-1)).mean()``.
 
-    Healing, which also needs its gradient, computes it in place (`headwise.conversion.healing.divergence`), and an
-    engine's own process in NumPy.
+    Healing, which also needs its gradient, computes it in place (`headwise.conversion.healing.divergence`), trials of
+    sizes from the logits' difference (`headwise.conversion.budget.trials.small_divergence`), and an engine's own
+    process in NumPy.
 
     Args:
         reference: ``[…, V]``.
