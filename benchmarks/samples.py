@@ -33,8 +33,11 @@ SAMPLES = ("articles 1 of 3", "articles 2 of 3", "articles 3 of 3")
 
 
 def articles(text: str) -> list[str]:
-    """Split WikiText into articles, each with its title, a line ``= Title =`` between empty lines."""
-    starts = [match.start() for match in re.finditer(r"^ *= [^=\n]+ = *$", text, flags=re.MULTILINE)]
+    """Split WikiText into articles, each with its title, a line ``= Title =`` between empty lines.
+
+    Code is split into modules, which begin as those of `benchmarks.data.networkx` do.
+    """
+    starts = [match.start() for match in re.finditer(r"^(?: *= [^=\n]+ = *|# module: .*)$", text, flags=re.MULTILINE)]
     return [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
 
 
@@ -42,7 +45,7 @@ def sample(text: str, name: str) -> str:
     """Select the articles of a sample.
 
     Args:
-        text: WikiText.
+        text: WikiText, or code.
         name: ``articles K of N`` or ``part K of N``, K from 1.
     """
     kind, number, _, count = name.split()

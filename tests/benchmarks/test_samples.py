@@ -30,6 +30,11 @@ def test_a_sample_has_whole_articles(name: str, titles: list[str]) -> None:
     assert text.count("= = Part = =") == text.count("More .") == len(titles)
 
 
+def test_a_sample_of_code_has_whole_modules() -> None:
+    modules = [f"# module: {name}.py\n\n# = not a title =\nx = {name!r}\n\n" for name in "abcde"]
+    assert samples.sample("".join(modules), "articles 2 of 3") == modules[1] + modules[4]
+
+
 def test_the_samples_of_one_kind_share_nothing_and_leave_nothing_out() -> None:
     for kind, count in (("articles", 3), ("part", 4)):
         texts = [samples.sample(WIKITEXT, f"{kind} {number} of {count}") for number in range(1, count + 1)]
