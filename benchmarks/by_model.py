@@ -6,7 +6,8 @@
 Conversions are made from several samples of WikiText-2 train that share no article, of 16,384 tokens each, or 65,536
 below 10 percent, and evaluated on texts of which no article is in any sample. A model of code is calibrated half on
 samples of a package's code, and evaluated on another's. Formats need no sample; models are prepared for an engine's
-cache on the first one. Every row is kept as soon as it is measured; ``--keep`` keeps the models too.
+cache on the first one. Every row is kept as soon as it is measured; ``--keep`` keeps the models too, in
+build/by-model/MODEL-SAMPLE/WAY.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def sample_files(model: str, name: str, options: argparse.Namespace) -> list[Pat
 def measure(model: str, way: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Make one way's model, or set its cache's format, and evaluate it beside the source."""
     source = MODELS[model](options.cache)
-    folder = options.work / f"{model}-{way}-{name}".replace(", ", "-").replace(" ", "-").replace(":", "-")
+    folder = options.work / f"{model}-{name}".replace(" ", "-") / way
     row: dict[str, Any] = {}
     cache = way.removesuffix(", prepared")
     if way in CONVERSIONS:

@@ -4,12 +4,13 @@
     python -m benchmarks.humaneval own llama.cpp:q4_0 build/humaneval/same-0.28
     python -m benchmarks.humaneval --alone 10                   # ten problems again without a batch
 
-A way is ``own``, a format of ``headwise evaluate --cache``, or a converted folder, named by its last part. The prompt
-is the problem's, without a chat template. A continuation ends before the first of `STOPS`, at an end-of-text token,
-or after ``--tokens``; one that was made is kept in the work folder, and a run that is stopped goes on with the next
-batch. Programs run by `benchmarks.isolated`, without which nothing is run. A row is one way. Its interval is that of
-Clopper and Pearson, and it is paired with ``own``, problem by problem. In bfloat16 a batch rounds otherwise than one
-problem does, so that near ties may be decided otherwise; ``alone`` in a row says how often.
+A way is ``own``, a format of ``headwise evaluate --cache``, or a converted folder, named by its last part; of a
+prepared folder, ``FORMAT=FOLDER``. The prompt is the problem's, without a chat template. A continuation ends before
+the first of `STOPS`, at an end-of-text token, or after ``--tokens``; one that was made is kept in the work folder,
+and a run that is stopped goes on with the next batch. Programs run by `benchmarks.isolated`, without which nothing
+is run. A row is one way. Its interval is that of Clopper and Pearson, and it is paired with ``own``, problem by
+problem. In bfloat16 a batch rounds otherwise than one problem does, so that near ties may be decided otherwise;
+``alone`` in a row says how often.
 """
 
 from __future__ import annotations
@@ -62,9 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kept = Kept(options.json, {"source": Path(source).name, **settings})
     problems = read_problems(options.cache)[: options.problems]
     for way in options.ways:
-        is_folder = (Path(way) / "config.json").exists()
-        name = Path(way).name if is_folder else way
-        model, cache = (way, None) if is_folder else (source, None if way == "own" else way)
+        name, model, cache = of_way(way, source)
         if name not in kept.rows:
             written = Written(options.work / f"{name.replace('/', '-')}.json", model, cache, options)
             row = {"way": name, **scored(problems, written.all(problems)), "seconds": written.seconds}
@@ -76,6 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         row = kept.rows[name]
         low, high = (f"{100 * end:.1f}" for end in row["interval"])
         say(f"{name:20} {row['passed']} of {row['problems']}, {100 * row['rate']:.1f} % ({low} to {high})")
+
+
+def of_way(way: str, source: str | Path) -> tuple[str, str | Path, str | None]:
+    """The name of a way, the model that it runs, and the format of its cache; None for the model's own."""
+    cache, _, folder = way.rpartition("=")
+    if (Path(folder) / "config.json").exists():
+        return Path(folder).name, folder, cache or None
+    return way, source, None if way == "own" else way
 
 
 def read_problems(cache: Path = data.CACHE) -> list[Problem]:

@@ -424,33 +424,50 @@ def first_tokens(document: Document) -> str:
     return table(["conversion and text", *FIRST_TOKENS.values()], rows)
 
 
-def by_model(document: Document) -> str:
-    """The table of models × ways: what each way stores, what it loses on each text, and how long it took to make.
+def by_model(document: Document, problems: Document, needles: Document) -> str:
+    """The table of models × ways: what each stores, what it loses on texts and tasks, and how long it took to make.
 
-    Of several samples of a conversion, ratios are medians, with their range, and the KL is the median one. Ways that
-    lose no more than any way of as few bytes are in bold type.
+    Of several samples of a conversion, ratios are medians, with their range, and the KL is the median one; tasks were
+    done with the first sample's. Ways that lose no more on the texts than any way of as few bytes are in bold type.
+
+    Args:
+        document: the rows of `benchmarks.by_model`.
+        problems: those of `benchmarks.humaneval`.
+        needles: those of `benchmarks.ruler`.
     """
     grouped: dict[tuple[str, str], list[Document]] = {}
     for row in document["rows"].values():
         grouped.setdefault((row["model"], row["way"]), []).append(row)
     medians = {key: sorted(rows, key=_mean_kl)[len(rows) // 2] for key, rows in grouped.items()}
     models, lines = list(dict.fromkeys(model for model, _ in medians)), []
-    for (model, way), row in sorted(medians.items(), key=lambda one: (models.index(one[0][0]), -one[1]["bytes"])):
-        others = [other for (of, _), other in medians.items() if of == model and other["bytes"] < 1.02 * row["bytes"]]
-        is_best = all(_mean_kl(row) <= _mean_kl(other) for other in others)
-        rows = grouped[model, way]
-        ratios = [
-            _spread([each["texts"][number]["perplexity_ratio"] for each in rows])
-            for number in range(len(row["texts"]))
-        ]
-        tail = max(text["kl_999"] for text in row["texts"])
-        name = f"**{way}**" if is_best else way
-        minutes = f"{statistics.median(each['seconds'] for each in rows) / 60:.1f}" if "seconds" in row else ""
-        lines.append(
-            [model, name, f"{100 * row['bytes']:.1f} %", *ratios, f"{_mean_kl(row):.4f}", f"{tail:.2f}", minutes]
-        )
     texts = [Path(text).stem for text in document["settings"]["texts"]]
-    head = ["model", "way", "of bfloat16's bytes", *texts, "KL", "its 99.9 %", "minutes"]
+
+    def tasks(model: str, way: str) -> list[str]:
+        """The percentage of problems solved and of answers found, where they were measured."""
+        cells = []
+        for other, name in ((problems, "rate"), (needles, "score")):
+            rows = other["rows"] if Path(other["settings"]["source"]).stem == model else {}
+            cells.append(f"{100 * rows[way][name]:.1f}" if way in rows else "")
+        return cells
+
+    for model in models:
+        if any(own := tasks(model, "own")):
+            lines.append([model, "the model's own", "100.0 %", *([_ratio(1.0)] * len(texts)), "0", "0", *own, ""])
+        ways = {way: row for (of, way), row in medians.items() if of == model}
+        for way, row in sorted(ways.items(), key=lambda one: -one[1]["bytes"]):
+            others = [other for other in ways.values() if other["bytes"] < 1.02 * row["bytes"]]
+            is_best = all(_mean_kl(row) <= _mean_kl(other) for other in others)
+            rows = grouped[model, way]
+            ratios = [
+                _spread([each["texts"][number]["perplexity_ratio"] for each in rows]) for number in range(len(texts))
+            ]
+            divergence = [f"{_mean_kl(row):.4f}", f"{max(text['kl_999'] for text in row['texts']):.2f}"]
+            minutes = f"{statistics.median(each['seconds'] for each in rows) / 60:.1f}" if "seconds" in row else ""
+            name = f"**{way}**" if is_best else way
+            lines.append(
+                [model, name, f"{100 * row['bytes']:.1f} %", *ratios, *divergence, *tasks(model, way), minutes]
+            )
+    head = ["model", "way", "of bfloat16's bytes", *texts, "KL", "its 99.9 %", "HumanEval %", "RULER %", "minutes"]
     return table(head, lines, left=2)
 
 
@@ -670,7 +687,7 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "rivals": ("rivals.json", rivals),
     "formats": ("formats.json", formats),
     "beginnings": ("beginnings.json", beginnings),
-    "by-model": ("by-model.json", by_model),
+    "by-model": ("by-model.json", "humaneval.json", "ruler.json", by_model),
     "humaneval": ("humaneval.json", humaneval),
     "prepared": ("prepared-llama.cpp.json", prepared),
     "simulated": ("simulated.json", simulated),

@@ -16,8 +16,10 @@ import torch
 from benchmarks.humaneval import continue_all, exact_interval, program, until_stop
 from benchmarks.isolated import Limits, NoIsolationError, refuse_no_isolation, run_isolated
 
-from benchmarks import humaneval, isolated
+from benchmarks import humaneval, isolated, ruler
+from headwise import evaluate_ruler
 from headwise.hf import HeadwiseCache, load
+from headwise.measure.texts import language_reference
 from headwise.models.checkpoints import load_tokenizer
 from tests.real_models import save_tiny
 
@@ -194,3 +196,39 @@ def test_a_row_is_one_way_and_a_run_goes_on(tiny: Path, tmp_path: Path, capsys: 
     capsys.readouterr()
     humaneval.main(command)
     assert "continued" not in capsys.readouterr().out
+
+
+def test_a_way_names_a_model_and_a_cache(tmp_path: Path) -> None:
+    """A prepared folder is run with the cache that it was prepared for."""
+    folder = save_tiny(tmp_path / "llama.cpp:q4_0, prepared")
+    assert humaneval.of_way("own", "source") == ("own", "source", None)
+    assert humaneval.of_way("int8", "source") == ("int8", "source", "int8")
+    assert humaneval.of_way(str(folder), "source") == (folder.name, str(folder), None)
+    assert humaneval.of_way(f"int4={folder}", "source") == (folder.name, str(folder), "int4")
+
+
+def test_needles_by_way(tmp_path: Path) -> None:
+    """Each way's row has the score that `headwise.evaluate_ruler` gives."""
+    source, file = save_tiny(tmp_path / "tiny", max_position_embeddings=2048), tmp_path / "ruler.json"
+    text = tmp_path / "wikitext-2.test.txt"
+    text.write_text(language_reference(slice(10)))
+    given = [
+        "--length",
+        "1500",
+        "--tasks",
+        "vt",
+        "fwe",
+        "--samples",
+        "1",
+        "--dtype",
+        "float32",
+        "--cache",
+        str(tmp_path),
+    ]
+    ruler.main(["own", "int8", "--source", str(source), "--json", str(file), *given])
+    rows = json.loads(file.read_text())["rows"]
+    other = evaluate_ruler(
+        source, text=text, length=1500, samples=1, tasks=["vt", "fwe"], dtype="float32", cache="int8"
+    )
+    assert rows["int8"]["score"] == other.score
+    assert rows["own"]["tasks"].keys() == {task.task for task in other.tasks}
