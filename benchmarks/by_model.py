@@ -29,7 +29,7 @@ from headwise.base.disk import write_whole
 from headwise.costs.formulas.target import target_options
 from headwise.measure.evaluation.beside_source import bfloat16_bytes, served_bytes
 from headwise.measure.texts import read_text
-from headwise.models.checkpoints import open_checkpoint
+from headwise.models.checkpoints import model_path, open_checkpoint
 
 MODELS: dict[str, Callable[[Path], str | Path]] = {
     "smollm2-135m": lambda _: "smollm2-135m",
@@ -99,27 +99,29 @@ def sample_files(model: str, name: str, options: argparse.Namespace) -> list[Pat
 def measure(model: str, way: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Make one way's model, or set its cache's format, and evaluate it beside the source."""
     source = MODELS[model](options.cache)
-    folder = options.work / f"{model}-{name}".replace(" ", "-") / way
+    output = options.work / f"{model}-{name}".replace(" ", "-") / way
     row: dict[str, Any] = {}
     cache = way.removesuffix(", prepared")
     if way in CONVERSIONS:
         fraction = float(way.partition("@")[2])
         converted = headwise.convert(
             source,
-            folder,
+            output,
             calibrate=sample_files(model, name, options),
             calibration_tokens=TOKENS if fraction >= NEEDS_MORE else MORE_TOKENS,
             dtype="float32",
             evaluate=False,
-            overwrite=folder.exists(),
+            overwrite=output.exists(),
             **target_options(way),
         )
         row = {"seconds": converted.seconds, "threads": torch.get_num_threads()}
     elif cache != way:
+        if model_path(source).suffix == ".gguf":
+            output = output.with_name(f"{way}.gguf")
         calibrate = sample_files(model, name, options)
-        row["seconds"] = headwise.prepare(source, folder, cache=cache, calibrate=calibrate, overwrite=True).seconds
+        row["seconds"] = headwise.prepare(source, output, cache=cache, calibrate=calibrate, overwrite=True).seconds
     result = headwise.evaluate(
-        folder if row else source,
+        output if row else source,
         against=source,
         cache=None if way in CONVERSIONS else cache,
         text=[data.ALL[text](options.cache) for text in options.texts],
@@ -128,9 +130,9 @@ def measure(model: str, way: str, name: str, options: argparse.Namespace) -> dic
         dtype="float32",
     )
     checkpoint = open_checkpoint(source)
-    taken = served_bytes(open_checkpoint(folder if row else source), result)
+    taken = served_bytes(open_checkpoint(output if row else source), result)
     if row and not options.keep:
-        shutil.rmtree(folder)
+        shutil.rmtree(output) if output.is_dir() else output.unlink()
     names = ("tokens", "perplexity", "perplexity_ratio", "kl", "kl_999", "top1_changed")
     texts = [
         {"text": Path(text["text"]).name, **{name: text[name] for name in names}}

@@ -4,8 +4,8 @@
     python -m benchmarks.humaneval own llama.cpp:q4_0 build/humaneval/same-0.28
     python -m benchmarks.humaneval --alone 10                   # ten problems again without a batch
 
-A way is ``own``, a format of ``headwise evaluate --cache``, or a converted folder, named by its last part; of a
-prepared folder, ``FORMAT=FOLDER``. The prompt is the problem's, without a chat template. A continuation ends before
+A way is ``own``, a format of ``headwise evaluate --cache``, or a converted model, named by its last part; of a
+prepared one, ``FORMAT=MODEL``. The prompt is the problem's, without a chat template. A continuation ends before
 the first of `STOPS`, at an end-of-text token, or after ``--tokens``; one that was made is kept in the work folder,
 and a run that is stopped goes on with the next batch. Programs run by `benchmarks.isolated`, without which nothing
 is run. A row is one way. Its interval is that of Clopper and Pearson, and it is paired with ``own``, problem by
@@ -80,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def of_way(way: str, source: str | Path) -> tuple[str, str | Path, str | None]:
     """The name of a way, the model that it runs, and the format of its cache; None for the model's own."""
     cache, _, folder = way.rpartition("=")
-    if (Path(folder) / "config.json").exists():
-        return Path(folder).name, folder, cache or None
+    if Path(folder).is_file() or (Path(folder) / "config.json").exists():
+        return Path(folder).name.removesuffix(".gguf"), folder, cache or None
     return way, source, None if way == "own" else way
 
 
