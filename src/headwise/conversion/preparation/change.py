@@ -24,11 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headwise.models.specs import GroupedSpec
+from headwise.runtime.kernels.native.calls import can_encode, moved_steps
 from headwise.runtime.quantization.formats import EngineFormat
 
 
@@ -223,12 +225,11 @@ def fit(
     size = problem.heads, len(problem.groups)
     no_turns = torch.zeros(size, dtype=torch.long)
     if not problem.shares_steps:
-        return problem.rounded(torch.zeros(size), no_turns, _SWEEPS_FROM_NONE)
-    logarithms, generator = problem.descended(), torch.Generator().manual_seed(0)
-    found = []
-    for start in range(starts):
-        begun = no_turns if start < len(OFFSETS) else problem.random_turns(generator)
-        found.append(problem.rounded(logarithms + OFFSETS[start % len(OFFSETS)] / grain, begun))
+        return problem.rounded(torch.zeros(1, *size), no_turns[None], _SWEEPS_FROM_NONE)[0]
+    generator = torch.Generator().manual_seed(0)
+    offsets = torch.tensor([OFFSETS[start % len(OFFSETS)] for start in range(starts)]) / grain
+    begun = [no_turns if start < len(OFFSETS) else problem.random_turns(generator) for start in range(starts)]
+    found = problem.rounded(problem.descended() + offsets[:, None, None], torch.stack(begun))
     losses = torch.stack([losses_after(change, queries, keys, layer, formats) for change in found])
     return by_head(found, losses, layer)
 
@@ -315,14 +316,16 @@ class Problem:
             moments: the second moments of queries, ``[…, K, D, D]``.
             seen: the keys as each format sees them, ``[…, K, T, D]``.
         """
-        return [
-            code.keys.loss(keys, torch.einsum("...de,bde->...b", moments, blocks))
-            for code, keys, blocks in zip(self.formats, seen, self.blocks, strict=True)
-        ]
+        return self._each(seen, [torch.einsum("...de,bde->...b", moments, blocks) for blocks in self.blocks])
 
-    def _losses(self, moments: Tensor, seen: Sequence[Tensor]) -> Tensor:
-        """The logarithm of the product of the losses, ``[…, heads]``; see `each`."""
-        total = torch.stack([loss.log() for loss in self.each(moments, seen)]).sum(0)
+    def _each(self, seen: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+        """The loss of each format, from the mean squares of blocks of queries ``[…, K, b]``; see `each`."""
+        each = zip(self.formats, seen, weights, strict=True)
+        return [code.keys.loss(keys, weighed) for code, keys, weighed in each]
+
+    def _log_product(self, losses: Sequence[Tensor]) -> Tensor:
+        """The logarithm of the product of the formats' losses ``[…, K]``: ``[…, heads]``."""
+        total = torch.stack([loss.log() for loss in losses]).sum(0)
         return total.mean(-1, keepdim=True) if self.heads == 1 else total
 
     def wide(self, of_groups: Tensor) -> Tensor:
@@ -365,7 +368,7 @@ class Problem:
         with torch.enable_grad():
             for _ in range(STEPS):
                 moments, seen, _ = self.scaled(logarithms.exp2())
-                losses = self._losses(moments, seen)
+                losses = self._log_product(self.each(moments, seen))
                 improved = losses.detach() < least
                 least = torch.where(improved, losses.detach(), least)
                 best = torch.where(improved[:, None], logarithms.detach(), best)
@@ -374,48 +377,85 @@ class Problem:
                 optimizer.step()
         return best
 
-    def rounded(self, logarithms: Tensor, turns: Tensor, sweeps: int = _SWEEPS) -> Change:
-        """The best change near factors and turns: one group after another, until none helps.
+    def rounded(self, logarithms: Tensor, turns: Tensor, sweeps: int = _SWEEPS) -> list[Change]:
+        """The best change near each of several factors and turns: one group after another, until none helps.
 
-        All moves of a group are tried at once: its two channels of all keys get other values, which adds two rows of
-        each format's map.
+        All moves of a group are tried at once, from all starts: each adds multiples of the group's rows of a format's
+        map to what the format sees of a key.
+
+        Args:
+            logarithms: the base-2 logarithms of factors of each start, ``[starts, heads, G]``.
+            turns: quarter turns of each start, ``[starts, heads, G]``.
+            sweeps: the most times that all groups are moved.
         """
         step, turns = 1 / self.grain, turns.clone()
         exponents = (logarithms.double() / step).round() * step
-        begun = self._change(exponents, turns)
-        keys = begun.applied(self.keys, self.layer, "k")
-        moments = begun.applied(begun.applied(self.moments, self.layer, "q").mT, self.layer, "q").mT
-        seen = [keys @ matrix for matrix in self.maps]
-        least = self._losses(moments, seen)
-        every = torch.arange(len(keys))
+        begun = [self._change(*one) for one in zip(exponents, turns, strict=True)]
+        keys = torch.stack([one.applied(self.keys, self.layer, "k") for one in begun])  # [starts, K, T, D]
+        moments = torch.stack(
+            [one.applied(one.applied(self.moments, self.layer, "q").mT, self.layer, "q").mT for one in begun]
+        )
+        seen = [(keys @ matrix).mT.contiguous() for matrix in self.maps]  # [starts, K, D, T]
+        keys = keys.mT.contiguous()
+        weights = [torch.einsum("skde,bde->skb", moments, blocks) for blocks in self.blocks]
+        least = self._log_product(self._each([each.mT for each in seen], weights))  # [starts, heads]
         # Every move but the one that changes nothing: ``least`` stands for it.
         tried = [(move, turn) for turn in range(4) for move in (0.0, step, -step)][1:]
-        moves = [_Moves.of([one for one in tried if may[one[1]]]) for may in self.turns.tolist()]
         for _ in range(sweeps):
             before = least
             for group, (first, second) in enumerate(self.groups.tolist()):
                 pair = [first] if first == second else [first, second]
-                old = keys[..., pair]
-                new = moves[group].of_keys(old)  # [moves, K, T, 2]
-                rows = moves[group].of_moments(moments, pair)
-                after = [own + (new - old) @ matrix[pair] for own, matrix in zip(seen, self.maps, strict=True)]
-                losses, number = self._losses(rows, after).min(0)  # [heads]
-                improved = losses < least + _GAIN
+                moves = _Moves.of([one for one in tried if self.turns[group, one[1]]], len(pair))
+                new = moves.keys @ keys[:, :, pair]  # [moves, starts, K, 1 or 2, T]
+                weighed = [
+                    moves.weights(moments, blocks, own, pair)
+                    for blocks, own in zip(self.blocks, weights, strict=True)
+                ]
+                losses, number = self._log_product(self._after(seen, weighed, new - keys[:, :, pair], pair)).min(0)
+                improved = losses < least + _GAIN  # [starts, heads]
                 if not bool(improved.any()):
                     continue
                 least = torch.where(improved, losses, least)
-                kept, which = improved.expand(len(keys)), number.expand(len(keys))
-                keys[..., pair] = torch.where(kept[:, None, None], new[which, every], old)
-                moments = torch.where(kept[:, None, None], rows[which, every], moments)
-                seen = [
-                    torch.where(kept[:, None, None], others[which, every], own)
-                    for own, others in zip(seen, after, strict=True)
-                ]
-                exponents[:, group] += moves[group].exponents[number] * improved
-                turns[:, group] += moves[group].turns[number] * improved
+                # Of each head the move that is made: ``none`` stands behind the moves.
+                none = len(moves.turns)
+                made = torch.where(improved, number, none).expand(keys.shape[:2])
+                step_keys, step_queries = (
+                    torch.cat((each, torch.eye(len(pair))[None, None, None]))[made, 0, 0]
+                    for each in (moves.keys, moves.queries)
+                )
+                added = step_keys @ keys[:, :, pair] - keys[:, :, pair]
+                keys[:, :, pair] = step_keys @ keys[:, :, pair]
+                seen = [own + matrix[pair].T @ added for own, matrix in zip(seen, self.maps, strict=True)]
+                moments[:, :, pair] = step_queries @ moments[:, :, pair]
+                moments[..., pair] = moments[..., pair] @ step_queries.mT
+                weights = [torch.einsum("skde,bde->skb", moments, blocks) for blocks in self.blocks]
+                exponents[..., group] += moves.exponents[number] * improved
+                turns[..., group] += moves.turns[number] * improved
             if not bool((least < before + _GAIN).any()):
                 break
-        return self._change(exponents, turns % 4)
+        return [self._change(*one) for one in zip(exponents, turns % 4, strict=True)]
+
+    def _after(
+        self, seen: Sequence[Tensor], weights: Sequence[Tensor], added: Tensor, pair: list[int]
+    ) -> list[Tensor]:
+        """The loss of each format after each of several moves of a group, ``[moves, starts, K]``.
+
+        Args:
+            seen: the keys as each format sees them before the moves, ``[starts, K, D, T]``.
+            weights: the mean squares of each format's blocks of queries after each move, ``[moves, starts, K, b]``.
+            added: the numbers that each move adds to the channels of the group, ``[moves, starts, K, 1 or 2, T]``.
+            pair: the channels of the group.
+        """
+        losses = []
+        for code, own, matrix, weighed in zip(self.formats, seen, self.maps, weights, strict=True):
+            rows = matrix[pair]
+            if code.keys.spread is not None and can_encode():
+                how: dict[str, Any] = {"block": code.keys.block(len(matrix)), "spread": code.keys.spread}
+                squares = moved_steps(own.flatten(0, 1), added.flatten(1, 2), rows, **how)
+                losses.append((squares.reshape(weighed.shape) * weighed).sum(-1))
+            else:
+                losses.append(code.keys.loss((own + rows.T @ added).mT, weighed))
+        return losses
 
     def random_turns(self, generator: torch.Generator) -> Tensor:
         """Turns that groups may have, ``[heads, G]``."""
@@ -434,29 +474,41 @@ class _Moves:
     Attributes:
         exponents: the exponents of the powers of two, ``[moves]``.
         turns: the quarters, int64 ``[moves]``.
+        keys: the matrices by which each move multiplies the group's channels of keys, ``[moves, 1, 1, 2, 2]``; of a
+            group of one channel ``[moves, 1, 1, 1, 1]``.
+        queries: those of queries.
     """
 
     exponents: Tensor
     turns: Tensor
+    keys: Tensor
+    queries: Tensor
 
     @classmethod
-    def of(cls, moves: Sequence[tuple[float, int]]) -> _Moves:
-        exponents, turns = zip(*moves, strict=True)
-        return cls(torch.tensor(exponents), torch.tensor(turns))
+    def of(cls, moves: Sequence[tuple[float, int]], size: int) -> _Moves:
+        """Moves of a group of one or two channels, from exponents and quarters."""
+        exponents, turns = map(torch.tensor, zip(*moves, strict=True))
+        quarter = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
+        turned = torch.stack([torch.linalg.matrix_power(quarter, turn)[:size, :size] for _, turn in moves])
+        factors = exponents.exp2()[:, None, None]
+        return cls(exponents, turns, (turned * factors)[:, None, None], (turned / factors)[:, None, None])
 
-    def of_keys(self, pair: Tensor) -> Tensor:
-        """The one or two channels of a group of keys, ``[K, T, 2]``, after each move, ``[moves, K, T, 2]``."""
-        return self._moved(pair, self.exponents)
+    def weights(self, moments: Tensor, blocks: Tensor, before: Tensor, pair: list[int]) -> Tensor:
+        """The mean squares of blocks of queries after each move, ``[moves, starts, K, b]``.
 
-    def of_moments(self, moments: Tensor, pair: list[int]) -> Tensor:
-        """Second moments of queries, ``[K, D, D]``, after each move, ``[moves, K, D, D]``."""
-        moved = moments.repeat(len(self.turns), 1, 1, 1)
-        moved[..., pair] = self._moved(moved[..., pair], -self.exponents)
-        moved[..., pair, :] = self._moved(moved[..., pair, :].mT, -self.exponents).mT
-        return moved
+        A block's is the sum of the products of two matrices, of which a move changes some rows and columns of one.
 
-    def _moved(self, pair: Tensor, exponents: Tensor) -> Tensor:
-        quarters = self.turns[:, None, None, None]
-        factors = (1 - quarters // 2 * 2) * exponents.exp2()[:, None, None, None]
-        crossed = torch.cat((-factors, factors), -1)[..., : pair.shape[-1]]
-        return torch.where(quarters % 2 == 1, pair.flip(-1) * crossed, pair * factors)
+        Args:
+            moments: the second moments of queries before the moves, ``[starts, K, D, D]``.
+            blocks: the matrix of each block, ``[b, D, D]``; see `Problem`.
+            before: the mean squares before the moves, ``[starts, K, b]``.
+            pair: the channels of the group.
+        """
+        within, blocks_within = moments[:, :, pair][..., pair], blocks[:, pair][..., pair]
+        products = torch.einsum("skce,bde->skbcd", moments[:, :, pair], blocks[:, pair])
+        inner = torch.einsum("skce,bde->skbcd", within, blocks_within)
+        outer = products - inner  # with the channels of other groups
+        rest = before - (2 * outer + inner).diagonal(dim1=-2, dim2=-1).sum(-1)
+        moved = self.queries @ within @ self.queries.mT  # [moves, starts, K, 1 or 2, 1 or 2]
+        crossed = torch.einsum("mdc,skbcd->mskb", self.queries[:, 0, 0], outer)
+        return rest + 2 * crossed + torch.einsum("mskcd,bcd->mskb", moved, blocks_within)

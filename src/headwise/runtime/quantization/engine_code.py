@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -71,10 +71,20 @@ class EngineCode(TokenCode, Protocol):
         """Turned queries ``[…, D]`` as the engine multiplies them with keys, in float32."""
         return turned.float()
 
+    @property
+    def spread(self) -> Literal["size", "range"] | None:
+        """What the step of a block of keys follows from: the largest size of its numbers, which is so here, or their
+        range; None where it is another function of them."""
+        return "size"
+
     def steps(self, turned: Tensor) -> Tensor:
         """How far apart the codes of each block of turned states lie, ``[…, D / block]``, but for a factor that all
-        blocks share."""
-        ...
+        blocks share.
+
+        For example ``GgmlCode("q4_0").steps(torch.tensor([[3.0, -1.0] * 16]))`` is ``[[3.0]]``.
+        """
+        blocks = torch.unflatten(turned, -1, (-1, self.block(turned.shape[-1])))
+        return blocks.amax(-1) - blocks.amin(-1) if self.spread == "range" else blocks.abs().amax(-1)
 
     def loss(self, turned: Tensor, queries: Tensor) -> Tensor:
         """What scores lose by rounding: the mean square of their error, but for a factor of the format alone.
@@ -122,10 +132,10 @@ class GroupedCode(EngineCode):
         self.token_bytes(width)
         return GROUP
 
-    def steps(self, turned: Tensor) -> Tensor:
-        """How far apart the codes of each group lie, ``[…, D / 64]``, but for a factor."""
-        groups = torch.unflatten(turned, -1, (-1, GROUP))
-        return groups.amax(-1) - groups.amin(-1)
+    @property
+    def spread(self) -> Literal["range"]:
+        """What the step of a group follows from: the range of its numbers."""
+        return "range"
 
     def rows(self, codes: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """Rows of bytes of codes before they are rounded.

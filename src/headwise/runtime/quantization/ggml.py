@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -95,16 +96,10 @@ class GgmlCode(EngineCode):
         _, decode = _CODES[self.kind]
         return decode(torch.unflatten(rows, -1, (-1, _BYTES[self.kind]))).flatten(-2)
 
-    def steps(self, turned: Tensor) -> Tensor:
-        """How far apart the codes of each block lie, ``[…, blocks]``, but for a factor that all blocks share.
-
-        For example ``GgmlCode("q4_0").steps(torch.tensor([[3.0, -1.0] * 16]))`` is ``[[3.0]]``.
-
-        Args:
-            turned: ``[…, D]`` of a type with blocks.
-        """
-        blocks = torch.unflatten(turned, -1, (-1, BLOCK))
-        return (blocks.amax(-1) - blocks.amin(-1)) / 2 if self.kind in _AFFINE else blocks.abs().amax(-1)
+    @property
+    def spread(self) -> Literal["size", "range"]:
+        """What the step of a block follows from: the range of its numbers for types that have an offset."""
+        return "range" if self.kind in _AFFINE else "size"
 
     def rounded_queries(self, turned: Tensor) -> Tensor:
         """Queries ``[…, D]`` as ggml's CPU backend multiplies them with keys of this type, in float32."""

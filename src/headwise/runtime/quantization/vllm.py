@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -92,6 +93,11 @@ class EngineFloat8Code(EngineCode):
         """Queries ``[…, D]`` as they are multiplied with keys, in float32."""
         return self.as_read(self.stored(turned), turned.shape[-1]) if self.rounds_queries else turned.float()
 
+    @property
+    def spread(self) -> None:
+        """What the step of a number follows from: its own size, within limits."""
+        return None
+
     def steps(self, turned: Tensor) -> Tensor:
         """How far apart codes lie around each number, ``[…, D]``; beyond ±448, so far that it is off by as much."""
         sizes = turned.abs()
@@ -157,10 +163,6 @@ class Float4Code(EngineCode):
         scales = torch.where(exponents == _NO_SCALE, torch.nan, (exponents.float() - _BIAS).exp2())
         return (levels[codes] * scales).flatten(-2)
 
-    def steps(self, turned: Tensor) -> Tensor:
-        """How far apart the codes of each block lie, ``[…, D / 16]``, but for a factor."""
-        return torch.unflatten(turned, -1, (-1, BLOCK)).abs().amax(-1)
-
 
 @dataclass(frozen=True)
 class Int8TokenCode(EngineCode):
@@ -186,10 +188,6 @@ class Int8TokenCode(EngineCode):
         """The states ``[…, width]`` that rows stand for, in float32."""
         codes = rows[..., :width].contiguous().view(torch.int8)
         return codes.float() * from_bytes(rows[..., width:], torch.float32)
-
-    def steps(self, turned: Tensor) -> Tensor:
-        """How far apart a head's codes lie, ``[…, 1]``, but for a factor."""
-        return turned.abs().amax(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -243,9 +241,10 @@ class Int4TokenCode(EngineCode):
         scale = (bits & -16).view(torch.float32) / math.sqrt(_power_of_two(width))
         return (codes - (bits & 15)) * scale
 
-    def steps(self, turned: Tensor) -> Tensor:
-        """How far apart a head's codes lie, ``[…, 1]``, but for a factor."""
-        return turned.amax(-1, keepdim=True) - turned.amin(-1, keepdim=True)
+    @property
+    def spread(self) -> Literal["range"]:
+        """What the step of a head follows from: the range of its numbers."""
+        return "range"
 
 
 @dataclass(frozen=True)
@@ -307,6 +306,11 @@ class TurboKeyCode(_TurboCode):
         scale = 1 / (guess.square().sum(-1, keepdim=True) + 1e-16).sqrt()
         return from_bytes(rows[..., end:], torch.float16).float() * (guess * scale)
 
+    @property
+    def spread(self) -> None:
+        """What the step of a head follows from: its norm."""
+        return None
+
     def steps(self, turned: Tensor) -> Tensor:
         """How far apart a head's codes lie, ``[…, 1]``, but for a factor."""
         return (turned.square().sum(-1, keepdim=True) + 1e-30).sqrt()
@@ -335,9 +339,10 @@ class TurboValueCode(_TurboCode):
         scale, least = from_bytes(rows[..., end:], torch.float16).float().chunk(2, -1)
         return unpack_bits(rows[..., :end], self.bits, width).float() * scale + least
 
-    def steps(self, turned: Tensor) -> Tensor:
-        """How far apart a head's codes lie, ``[…, 1]``, but for a factor."""
-        return turned.amax(-1, keepdim=True) - turned.amin(-1, keepdim=True)
+    @property
+    def spread(self) -> Literal["range"]:
+        """What the step of a head follows from: the range of its numbers."""
+        return "range"
 
 
 @lru_cache

@@ -283,6 +283,20 @@ class EncoderArguments(Structure):
     ]
 
 
+class MovedArguments(Structure):
+    """Mean squares of the steps of blocks of keys after moves, each of which adds multiples of one or two rows."""
+
+    _fields_: ClassVar[Any] = [
+        ("keys", _FLOATS),  # [K, D, T]
+        ("moved", _FLOATS),  # [moves, K, channels, T], the multiples
+        ("rows", _FLOATS),  # [channels, D]
+        ("out", _NEW_FLOATS),  # [moves, K, D / block]
+        *((size, c_int64) for size in ("moves", "K", "channels", "D", "T", "block")),
+        ("range", c_int64),  # whether a step is the range of a block's numbers, and not the largest size; 1 or 0
+        ("threads", c_int64),
+    ]
+
+
 KERNELS: dict[str, type[Structure]] = {
     "headwise_attention": FusedArguments,
     "headwise_coded": CodedArguments,
@@ -294,6 +308,7 @@ KERNELS: dict[str, type[Structure]] = {
     "headwise_code": CoderArguments,
     "headwise_decode": DecoderArguments,
     "headwise_step": StepArguments,
+    "headwise_moved": MovedArguments,
 }
 """The kernels, and the arguments of each."""
 

@@ -43,6 +43,7 @@ _SOURCES = (
     "codes/affine.cpp",
     "codes/encode.cpp",
     "codes/decode.cpp",
+    "codes/moved.cpp",
 )
 _HEADERS = (
     *("attend.h", "linear.h", "matrix_tiles.h", "processor.h", "products.h"),

@@ -103,6 +103,27 @@ def can_encode() -> bool:
     return built().library is not None
 
 
+def moved_steps(keys: Tensor, moved: Tensor, rows: Tensor, *, block: int, spread: str) -> Tensor:
+    """Mean squares over tokens of the steps of blocks of keys after each of several moves, ``[moves, K, D / block]``.
+
+    It is ``code.steps((keys + moved.mT @ rows).mT).square().mean(-2)``, without the moved keys in memory.
+
+    Args:
+        keys: float32 ``[K, D, T]``, finite.
+        moved: float32 ``[moves, K, channels, T]``, the multiples of the rows that are added to the keys.
+        rows: float32 ``[channels, D]``, one or two.
+        block: the number of channels that share a step.
+        spread: ``size`` where a step is the largest size of a block's numbers, ``range`` where it is their range.
+    """
+    keys, moved, rows = keys.contiguous(), moved.contiguous(), rows.contiguous()
+    moves, K, count, T = moved.shape
+    out = keys.new_empty(moves, K, keys.shape[1] // block)
+    sizes = {"moves": moves, "K": K, "channels": count, "D": keys.shape[1], "T": T, "block": block}
+    tensors = {"keys": keys, "moved": moved, "rows": rows, "out": out}
+    call("headwise_moved", tensors, sizes | {"range": spread == "range"})
+    return out
+
+
 def trellis_encode(
     values: Tensor,
     weights: Tensor,
