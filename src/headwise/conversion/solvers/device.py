@@ -19,12 +19,13 @@ from torch import Tensor
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.models.checkpoints import Checkpoint
 from headwise.runtime.hf import as_device
+from headwise.runtime.kernels.native import multiplies_bfloat16
 
 CPU = torch.device("cpu")
 
-QUICK = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-"""Whether the processor multiplies bfloat16 matrices. Read from its features, not timed, so that a continued run
-computes the numbers that an uninterrupted one would have."""
+QUICK = multiplies_bfloat16() and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+"""Whether the processor multiplies bfloat16 matrices, and torch lets it (ONEDNN_MAX_CPU_ISA may not). Read from
+features, not timed, so that a continued run computes the numbers that an uninterrupted one would have."""
 
 
 def own_device(name: str | None) -> torch.device:
