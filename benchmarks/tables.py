@@ -424,16 +424,15 @@ def first_tokens(document: Document) -> str:
     return table(["conversion and text", *FIRST_TOKENS.values()], rows)
 
 
-def by_model(document: Document, problems: Document, needles: Document) -> str:
-    """The table of models × ways: what each stores, what it loses on texts and tasks, and how long it took to make.
+def by_model(document: Document, problems: Document) -> str:
+    """The table of models × ways: what each stores, what it loses, how many problems it solves, and how long it took.
 
-    Of several samples of a conversion, ratios are medians, with their range, and the KL is the median one; tasks were
-    done with the first sample's. Ways that lose no more on the texts than any way of as few bytes are in bold type.
+    Of several samples of a conversion, ratios are medians, with their range, and the KL is the median one; problems
+    were solved with the first sample's. Ways that lose no more on the texts than any way of as few bytes are bold.
 
     Args:
         document: the rows of `benchmarks.by_model`.
         problems: those of `benchmarks.humaneval`.
-        needles: those of `benchmarks.ruler`.
     """
     grouped: dict[tuple[str, str], list[Document]] = {}
     for row in document["rows"].values():
@@ -442,17 +441,14 @@ def by_model(document: Document, problems: Document, needles: Document) -> str:
     models, lines = list(dict.fromkeys(model for model, _ in medians)), []
     texts = [Path(text).stem for text in document["settings"]["texts"]]
 
-    def tasks(model: str, way: str) -> list[str]:
-        """The percentage of problems solved and of answers found, where they were measured."""
-        cells = []
-        for other, name in ((problems, "rate"), (needles, "score")):
-            rows = other["rows"] if Path(other["settings"]["source"]).stem == model else {}
-            cells.append(f"{100 * rows[way][name]:.1f}" if way in rows else "")
-        return cells
+    def solved(model: str, way: str) -> str:
+        """The percentage of problems solved, where it was measured."""
+        rows = problems["rows"] if Path(problems["settings"]["source"]).stem == model else {}
+        return f"{100 * rows[way]['rate']:.1f}" if way in rows else ""
 
     for model in models:
-        if any(own := tasks(model, "own")):
-            lines.append([model, "the model's own", "100.0 %", *([_ratio(1.0)] * len(texts)), "0", "0", *own, ""])
+        if own := solved(model, "own"):
+            lines.append([model, "the model's own", "100.0 %", *([_ratio(1.0)] * len(texts)), "0", "0", own, ""])
         ways = {way: row for (of, way), row in medians.items() if of == model}
         for way, row in sorted(ways.items(), key=lambda one: -one[1]["bytes"]):
             others = [other for other in ways.values() if other["bytes"] < 1.02 * row["bytes"]]
@@ -465,9 +461,9 @@ def by_model(document: Document, problems: Document, needles: Document) -> str:
             minutes = f"{statistics.median(each['seconds'] for each in rows) / 60:.1f}" if "seconds" in row else ""
             name = f"**{way}**" if is_best else way
             lines.append(
-                [model, name, f"{100 * row['bytes']:.1f} %", *ratios, *divergence, *tasks(model, way), minutes]
+                [model, name, f"{100 * row['bytes']:.1f} %", *ratios, *divergence, solved(model, way), minutes]
             )
-    head = ["model", "way", "of bfloat16's bytes", *texts, "KL", "its 99.9 %", "HumanEval %", "RULER %", "minutes"]
+    head = ["model", "way", "of bfloat16's bytes", *texts, "KL", "its 99.9 %", "HumanEval %", "minutes"]
     return table(head, lines, left=2)
 
 
@@ -687,7 +683,7 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "rivals": ("rivals.json", rivals),
     "formats": ("formats.json", formats),
     "beginnings": ("beginnings.json", beginnings),
-    "by-model": ("by-model.json", "humaneval.json", "ruler.json", by_model),
+    "by-model": ("by-model.json", "humaneval.json", by_model),
     "humaneval": ("humaneval.json", humaneval),
     "prepared": ("prepared-llama.cpp.json", prepared),
     "simulated": ("simulated.json", simulated),
