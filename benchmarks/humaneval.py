@@ -1,7 +1,7 @@
 """Have a model write HumanEval's 164 functions with each cache, and run them against its tests: greedy pass@1.
 
     python -m benchmarks.humaneval                              # kept in benchmarks/results/humaneval.json
-    python -m benchmarks.humaneval own llama.cpp:q4_0 build/humaneval/same-0.28
+    python -m benchmarks.humaneval own llama.cpp:q4_0 build/by-model/MODEL-SAMPLE/same@0.28
     python -m benchmarks.humaneval --alone 10                   # ten problems again without a batch
 
 A way is ``own``, a format of ``headwise evaluate --cache``, or a converted model, named by its last part; of a
