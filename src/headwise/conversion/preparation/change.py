@@ -17,7 +17,7 @@ Numbers that have an exponent each, as 8-bit floats, lose nothing by their size 
 small for their format. Then pairs are moved one after the other from no change on, and only those that gain by it.
 
 Shapes: H query heads, K key–value heads, T keys, N queries, D head dim, P rotated dims, G groups of channels (P/2
-pairs, and each other channel by itself), b blocks.
+pairs, and each other channel by itself), b blocks, U key–value heads of all starts of a search.
 """
 
 from __future__ import annotations
@@ -230,8 +230,7 @@ def fit(
     offsets = torch.tensor([OFFSETS[start % len(OFFSETS)] for start in range(starts)]) / grain
     begun = [no_turns if start < len(OFFSETS) else problem.random_turns(generator) for start in range(starts)]
     found = problem.rounded(problem.descended() + offsets[:, None, None], torch.stack(begun))
-    losses = torch.stack([losses_after(change, queries, keys, layer, formats) for change in found])
-    return by_head(found, losses, layer)
+    return by_head(found, torch.stack([problem.after(change) for change in found]), layer)
 
 
 def where_it_helps(
@@ -246,8 +245,8 @@ def where_it_helps(
         layer: the layer's spec.
         formats: the formats of the cache; see `fit`.
     """
-    before = torch.stack([score_loss(queries, keys, code).log() for code in formats]).sum(0)
-    gain = before - losses_after(change, queries, keys, layer, formats)
+    problem = Problem(queries, keys, layer, formats)
+    gain = problem.after(Change.none(layer)) - problem.after(change)
     if layer.qk_norm == "head":
         gain = gain.mean().expand_as(gain)
     helps = (gain > 0)[:, None]
@@ -258,21 +257,7 @@ def losses_after(
     change: Change, queries: Tensor, keys: Tensor, layer: GroupedSpec, formats: Sequence[EngineFormat]
 ) -> Tensor:
     """The logarithm of the product of what scores lose by each format after a change, ``[K]``; see `fit`."""
-    queries, keys = change.applied(queries, layer, "q"), change.applied(keys, layer, "k")
-    return torch.stack([score_loss(queries, keys, code).log() for code in formats]).sum(0)
-
-
-def score_loss(queries: Tensor, keys: Tensor, code: EngineFormat) -> Tensor:
-    """The loss of scores by rounding keys, ``[K]``, but for a factor that depends on the format alone.
-
-    Args:
-        queries: the queries, ``[K, N, D]``.
-        keys: the keys, ``[K, T, D]``.
-        code: the format of the cache.
-    """
-    block = code.keys.block(queries.shape[-1])
-    weights = torch.unflatten(code.keys.turned(queries).square().mean(-2), -1, (-1, block)).sum(-1)  # [K, b]
-    return code.keys.loss(code.keys.turned(keys), weights)
+    return Problem(queries, keys, layer, formats).after(change)
 
 
 class Problem:
@@ -292,7 +277,7 @@ class Problem:
         self.moments = queries.transpose(1, 2) @ queries / queries.shape[1]  # [K, D, D]
         self.shares_steps = any(code.keys.block(D) > 1 for code in formats)
         self.stride = max(1, keys.shape[1] // KEYS) if self.shares_steps else 1
-        self.keys = keys[:, :: self.stride].clone()
+        self.all_keys, self.keys = keys, keys[:, :: self.stride].clone()
         self.layer, self.groups, self.grain = layer, channels(layer), grain
         # The weights of a norm belong to channels, which it does not exchange.
         pairs = 0 if layer.qk_norm else num_pairs(layer)
@@ -309,6 +294,14 @@ class Problem:
             for code, seen in zip(formats, self.maps, strict=True)
         ]
 
+    def after(self, change: Change) -> Tensor:
+        """The logarithm of the product of what scores lose by each format after a change, of all keys, ``[K]``."""
+        own = torch.eye(self.keys.shape[-1]).expand(len(self.keys), -1, -1)
+        to_queries, to_keys = (change.applied(own, self.layer, side) for side in "qk")
+        moments = to_queries.mT @ self.moments @ to_queries
+        losses = self.each(moments, [self.all_keys @ (to_keys @ matrix) for matrix in self.maps])
+        return torch.stack([loss.log() for loss in losses]).sum(0)
+
     def each(self, moments: Tensor, seen: Sequence[Tensor]) -> list[Tensor]:
         """The loss of each format, ``[…, K]``.
 
@@ -324,8 +317,8 @@ class Problem:
         return [code.keys.loss(keys, weighed) for code, keys, weighed in each]
 
     def _log_product(self, losses: Sequence[Tensor]) -> Tensor:
-        """The logarithm of the product of the formats' losses ``[…, K]``: ``[…, heads]``."""
-        total = torch.stack([loss.log() for loss in losses]).sum(0)
+        """The logarithm of the product of the formats' losses, of any starts ``[…, U]``: ``[…, starts, heads]``."""
+        total = torch.unflatten(torch.stack([loss.log() for loss in losses]).sum(0), -1, (-1, len(self.keys)))
         return total.mean(-1, keepdim=True) if self.heads == 1 else total
 
     def wide(self, of_groups: Tensor) -> Tensor:
@@ -368,7 +361,7 @@ class Problem:
         with torch.enable_grad():
             for _ in range(STEPS):
                 moments, seen, _ = self.scaled(logarithms.exp2())
-                losses = self._log_product(self.each(moments, seen))
+                losses = self._log_product(self.each(moments, seen))[0]
                 improved = losses.detach() < least
                 least = torch.where(improved, losses.detach(), least)
                 best = torch.where(improved[:, None], logarithms.detach(), best)
@@ -391,59 +384,64 @@ class Problem:
         step, turns = 1 / self.grain, turns.clone()
         exponents = (logarithms.double() / step).round() * step
         begun = [self._change(*one) for one in zip(exponents, turns, strict=True)]
-        keys = torch.stack([one.applied(self.keys, self.layer, "k") for one in begun])  # [starts, K, T, D]
-        moments = torch.stack(
+        # The heads of all starts stand side by side: U of them.
+        keys = torch.cat([one.applied(self.keys, self.layer, "k") for one in begun])  # [U, T, D]
+        moments = torch.cat(
             [one.applied(one.applied(self.moments, self.layer, "q").mT, self.layer, "q").mT for one in begun]
         )
-        seen = [(keys @ matrix).mT.contiguous() for matrix in self.maps]  # [starts, K, D, T]
+        seen = [(keys @ matrix).mT.contiguous() for matrix in self.maps]  # [U, D, T]
         keys = keys.mT.contiguous()
-        weights = [torch.einsum("skde,bde->skb", moments, blocks) for blocks in self.blocks]
+        weights = [torch.einsum("ude,bde->ub", moments, blocks) for blocks in self.blocks]
         least = self._log_product(self._each([each.mT for each in seen], weights))  # [starts, heads]
         # Every move but the one that changes nothing: ``least`` stands for it.
         tried = [(move, turn) for turn in range(4) for move in (0.0, step, -step)][1:]
+        pairs = [[first] if first == second else [first, second] for first, second in self.groups.tolist()]
+        groups = [
+            (pair, _Moves.of([one for one in tried if may[one[1]]], len(pair)))
+            for pair, may in zip(pairs, self.turns.tolist(), strict=True)
+        ]
         for _ in range(sweeps):
             before = least
-            for group, (first, second) in enumerate(self.groups.tolist()):
-                pair = [first] if first == second else [first, second]
-                moves = _Moves.of([one for one in tried if self.turns[group, one[1]]], len(pair))
-                new = moves.keys @ keys[:, :, pair]  # [moves, starts, K, 1 or 2, T]
+            for group, (pair, moves) in enumerate(groups):
                 weighed = [
                     moves.weights(moments, blocks, own, pair)
                     for blocks, own in zip(self.blocks, weights, strict=True)
                 ]
-                losses, number = self._log_product(self._after(seen, weighed, new - keys[:, :, pair], pair)).min(0)
+                losses, number = self._log_product(self._after(seen, keys, weighed, moves, pair)).min(0)
                 improved = losses < least + _GAIN  # [starts, heads]
                 if not bool(improved.any()):
                     continue
                 least = torch.where(improved, losses, least)
-                # Of each head the move that is made: ``none`` stands behind the moves.
-                none = len(moves.turns)
-                made = torch.where(improved, number, none).expand(keys.shape[:2])
-                step_keys, step_queries = (
-                    torch.cat((each, torch.eye(len(pair))[None, None, None]))[made, 0, 0]
-                    for each in (moves.keys, moves.queries)
-                )
-                added = step_keys @ keys[:, :, pair] - keys[:, :, pair]
-                keys[:, :, pair] = step_keys @ keys[:, :, pair]
-                seen = [own + matrix[pair].T @ added for own, matrix in zip(seen, self.maps, strict=True)]
-                moments[:, :, pair] = step_queries @ moments[:, :, pair]
-                moments[..., pair] = moments[..., pair] @ step_queries.mT
-                weights = [torch.einsum("skde,bde->skb", moments, blocks) for blocks in self.blocks]
                 exponents[..., group] += moves.exponents[number] * improved
                 turns[..., group] += moves.turns[number] * improved
+                every = len(turns), len(self.keys)
+                units = improved.expand(every).flatten().nonzero()[:, 0]  # the heads that change
+                made = number.expand(every).flatten()[units]
+                at = units[:, None], torch.tensor(pair)
+                added = moves.steps[made] @ keys[at]
+                keys[at] += added
+                for own, matrix in zip(seen, self.maps, strict=True):
+                    own.index_add_(0, units, matrix[pair].T @ added)
+                moved = moments[units]
+                moved[:, pair] = moves.queries[made] @ moved[:, pair]
+                moved[..., pair] = moved[..., pair] @ moves.queries[made].mT
+                moments[units] = moved
+                for own, blocks in zip(weights, self.blocks, strict=True):
+                    own[units] = torch.einsum("ude,bde->ub", moved, blocks)
             if not bool((least < before + _GAIN).any()):
                 break
         return [self._change(*one) for one in zip(exponents, turns % 4, strict=True)]
 
     def _after(
-        self, seen: Sequence[Tensor], weights: Sequence[Tensor], added: Tensor, pair: list[int]
+        self, seen: Sequence[Tensor], keys: Tensor, weights: Sequence[Tensor], moves: _Moves, pair: list[int]
     ) -> list[Tensor]:
-        """The loss of each format after each of several moves of a group, ``[moves, starts, K]``.
+        """The loss of each format after each of several moves of a group, ``[moves, U]``.
 
         Args:
-            seen: the keys as each format sees them before the moves, ``[starts, K, D, T]``.
-            weights: the mean squares of each format's blocks of queries after each move, ``[moves, starts, K, b]``.
-            added: the numbers that each move adds to the channels of the group, ``[moves, starts, K, 1 or 2, T]``.
+            seen: the keys as each format sees them before the moves, ``[U, D, T]``.
+            keys: the keys themselves, ``[U, D, T]``.
+            weights: the mean squares of each format's blocks of queries after each move, ``[moves, U, b]``.
+            moves: the moves.
             pair: the channels of the group.
         """
         losses = []
@@ -451,9 +449,10 @@ class Problem:
             rows = matrix[pair]
             if code.keys.spread is not None and can_encode():
                 how: dict[str, Any] = {"block": code.keys.block(len(matrix)), "spread": code.keys.spread}
-                squares = moved_steps(own.flatten(0, 1), added.flatten(1, 2), rows, **how)
-                losses.append((squares.reshape(weighed.shape) * weighed).sum(-1))
+                squares = moved_steps(own, keys[:, pair], moves.steps, rows, **how)
+                losses.append((squares * weighed).sum(-1))
             else:
+                added = moves.steps[:, None] @ keys[:, pair]
                 losses.append(code.keys.loss((own + rows.T @ added).mT, weighed))
         return losses
 
@@ -474,14 +473,14 @@ class _Moves:
     Attributes:
         exponents: the exponents of the powers of two, ``[moves]``.
         turns: the quarters, int64 ``[moves]``.
-        keys: the matrices by which each move multiplies the group's channels of keys, ``[moves, 1, 1, 2, 2]``; of a
-            group of one channel ``[moves, 1, 1, 1, 1]``.
-        queries: those of queries.
+        steps: the matrices by which each move multiplies the group's channels of keys, less 1, ``[moves, 2, 2]``;
+            of a group of one channel ``[moves, 1, 1]``.
+        queries: those of queries, not less 1.
     """
 
     exponents: Tensor
     turns: Tensor
-    keys: Tensor
+    steps: Tensor
     queries: Tensor
 
     @classmethod
@@ -491,24 +490,24 @@ class _Moves:
         quarter = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
         turned = torch.stack([torch.linalg.matrix_power(quarter, turn)[:size, :size] for _, turn in moves])
         factors = exponents.exp2()[:, None, None]
-        return cls(exponents, turns, (turned * factors)[:, None, None], (turned / factors)[:, None, None])
+        return cls(exponents, turns, turned * factors - torch.eye(size), turned / factors)
 
     def weights(self, moments: Tensor, blocks: Tensor, before: Tensor, pair: list[int]) -> Tensor:
-        """The mean squares of blocks of queries after each move, ``[moves, starts, K, b]``.
+        """The mean squares of blocks of queries after each move, ``[moves, U, b]``.
 
         A block's is the sum of the products of two matrices, of which a move changes some rows and columns of one.
 
         Args:
-            moments: the second moments of queries before the moves, ``[starts, K, D, D]``.
+            moments: the second moments of queries before the moves, ``[U, D, D]``.
             blocks: the matrix of each block, ``[b, D, D]``; see `Problem`.
-            before: the mean squares before the moves, ``[starts, K, b]``.
+            before: the mean squares before the moves, ``[U, b]``.
             pair: the channels of the group.
         """
-        within, blocks_within = moments[:, :, pair][..., pair], blocks[:, pair][..., pair]
-        products = torch.einsum("skce,bde->skbcd", moments[:, :, pair], blocks[:, pair])
-        inner = torch.einsum("skce,bde->skbcd", within, blocks_within)
+        within, blocks_within = moments[:, pair][..., pair], blocks[:, pair][..., pair]
+        products = torch.einsum("uce,bde->ubcd", moments[:, pair], blocks[:, pair])
+        inner = torch.einsum("uce,bde->ubcd", within, blocks_within)
         outer = products - inner  # with the channels of other groups
         rest = before - (2 * outer + inner).diagonal(dim1=-2, dim2=-1).sum(-1)
-        moved = self.queries @ within @ self.queries.mT  # [moves, starts, K, 1 or 2, 1 or 2]
-        crossed = torch.einsum("mdc,skbcd->mskb", self.queries[:, 0, 0], outer)
-        return rest + 2 * crossed + torch.einsum("mskcd,bcd->mskb", moved, blocks_within)
+        moved = self.queries[:, None] @ within @ self.queries[:, None].mT  # [moves, U, 1 or 2, 1 or 2]
+        crossed = torch.einsum("mdc,ubcd->mub", self.queries, outer)
+        return rest + 2 * crossed + torch.einsum("mucd,bcd->mub", moved, blocks_within)

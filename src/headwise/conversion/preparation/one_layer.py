@@ -29,7 +29,15 @@ import torch
 from torch import Tensor
 
 from headwise.base.threads import torch_threads
-from headwise.conversion.preparation.change import OFFSETS, Change, Problem, by_head, fit, score_loss, where_it_helps
+from headwise.conversion.preparation.change import (
+    OFFSETS,
+    Change,
+    Problem,
+    by_head,
+    fit,
+    losses_after,
+    where_it_helps,
+)
 from headwise.conversion.preparation.samples import Projected
 from headwise.conversion.preparation.stored import Room, within
 from headwise.models.specs import GroupedSpec
@@ -356,8 +364,8 @@ def best_change(
 
 def _loss(before: Samples, after: Samples, change: Change, layer: GroupedSpec, code: EngineFormat) -> float:
     """The ratio of what scores lose after a change to what they lost before: the geometric mean over heads."""
-    queries, keys = (change.applied(states, layer, side) for side, states in zip("qk", after, strict=True))
-    return float((score_loss(queries, keys, code) / score_loss(*before, code)).log().mean().exp())
+    gain = losses_after(Change.none(layer), *before, layer, [code]) - losses_after(change, *after, layer, [code])
+    return float(gain.mean().neg().exp())
 
 
 def _samples(projected: Projected, shift: Tensor | None = None) -> Samples:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -103,23 +103,27 @@ def can_encode() -> bool:
     return built().library is not None
 
 
-def moved_steps(keys: Tensor, moved: Tensor, rows: Tensor, *, block: int, spread: str) -> Tensor:
+def moved_steps(
+    keys: Tensor, pairs: Tensor, steps: Tensor, rows: Tensor, *, block: int, spread: Literal["size", "range"]
+) -> Tensor:
     """Mean squares over tokens of the steps of blocks of keys after each of several moves, ``[moves, K, D / block]``.
 
-    It is ``code.steps((keys + moved.mT @ rows).mT).square().mean(-2)``, without the moved keys in memory.
+    It is ``code.steps((keys + rows.T @ (steps[:, None] @ pairs)).mT).square().mean(-2)``, without the moved keys in
+    memory. It is fastest where many channels of a block have the same numbers in ``rows``.
 
     Args:
         keys: float32 ``[K, D, T]``, finite.
-        moved: float32 ``[moves, K, channels, T]``, the multiples of the rows that are added to the keys.
-        rows: float32 ``[channels, D]``, one or two.
+        pairs: float32 ``[K, channels, T]``, the one or two channels that are moved.
+        steps: float32 ``[moves, channels, channels]``, the matrices that each move multiplies them by, less 1.
+        rows: float32 ``[channels, D]``, what a format makes of these channels.
         block: the number of channels that share a step.
         spread: ``size`` where a step is the largest size of a block's numbers, ``range`` where it is their range.
     """
-    keys, moved, rows = keys.contiguous(), moved.contiguous(), rows.contiguous()
-    moves, K, count, T = moved.shape
-    out = keys.new_empty(moves, K, keys.shape[1] // block)
-    sizes = {"moves": moves, "K": K, "channels": count, "D": keys.shape[1], "T": T, "block": block}
-    tensors = {"keys": keys, "moved": moved, "rows": rows, "out": out}
+    keys, pairs, steps, rows = (tensor.contiguous() for tensor in (keys, pairs, steps, rows))
+    (moves, count, _), (K, D, T) = steps.shape, keys.shape
+    out = keys.new_empty(moves, K, D // block)
+    sizes = {"moves": moves, "K": K, "channels": count, "D": D, "T": T, "block": block}
+    tensors = {"keys": keys, "pairs": pairs, "steps": steps, "rows": rows, "out": out}
     call("headwise_moved", tensors, sizes | {"range": spread == "range"})
     return out
 
