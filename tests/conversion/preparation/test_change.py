@@ -18,6 +18,7 @@ from headwise.conversion.preparation.change import (
 from headwise.conversion.preparation.prepare import read_formats
 from headwise.conversion.preparation.samples import projected
 from headwise.models.specs import GroupedSpec, RopeSpec
+from headwise.runtime.kernels.native.calls import can_encode
 
 E, H, K, D = 32, 4, 2, 16
 
@@ -81,3 +82,18 @@ def test_more_factors_and_more_starts_lose_less() -> None:
         gains.append(torch.cat(every))
     powers_of_two, finer, more_starts = torch.stack(gains).mean(0).tolist()
     assert more_starts < finer < powers_of_two
+
+
+@pytest.mark.skipif(not can_encode(), reason="the kernels are not compiled here")
+@pytest.mark.parametrize("cache", ["llama.cpp:q4_0", "mlx:4"])
+def test_the_kernel_finds_what_is_found_without_it(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer = GroupedSpec(hidden_size=E, num_heads=4, num_kv_heads=2, head_dim=64, rope=RopeSpec(dim=32, theta=1e4))
+    sizes = 2.0 ** torch.randint(-2, 4, (2, 64), generator=generator)
+    queries, keys = (torch.randn(2, 100, 64, generator=generator) * size for size in sizes)
+    samples = queries, keys, layer, read_formats(cache)
+    by_kernel = losses_after(fit(*samples, grain=4, starts=5), *samples)
+    monkeypatch.setattr("headwise.conversion.preparation.change.can_encode", lambda: False)
+    assert (by_kernel < losses_after(Change.none(layer), *samples) - 0.5).all()
+    # A rounding may decide between two moves that are as good.
+    assert (by_kernel - losses_after(fit(*samples, grain=4, starts=5), *samples)).abs().max() < 0.01

@@ -451,9 +451,10 @@ class Problem:
                 how: dict[str, Any] = {"block": code.keys.block(len(matrix)), "spread": code.keys.spread}
                 squares = moved_steps(own, keys[:, pair], moves.steps, rows, **how)
                 losses.append((squares * weighed).sum(-1))
-            else:
-                added = moves.steps[:, None] @ keys[:, pair]
-                losses.append(code.keys.loss((own + rows.T @ added).mT, weighed))
+            else:  # one move at a time: all of them would leave the processor's caches
+                turned, old = own.mT.contiguous(), keys[:, pair].mT.contiguous()
+                after = (turned + old @ (step.T @ rows) for step in moves.steps)
+                losses.append(torch.stack([code.keys.loss(*each) for each in zip(after, weighed, strict=True)]))
         return losses
 
     def random_turns(self, generator: torch.Generator) -> Tensor:
