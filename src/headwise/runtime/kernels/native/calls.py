@@ -118,6 +118,9 @@ def moved_steps(
         rows: float32 ``[channels, D]``, what a format makes of these channels.
         block: the number of channels that share a step.
         spread: ``size`` where a step is the largest size of a block's numbers, ``range`` where it is their range.
+
+    Raises:
+        MemoryError: the kernel could not allocate its working memory.
     """
     keys, pairs, steps, rows = (tensor.contiguous() for tensor in (keys, pairs, steps, rows))
     (moves, count, _), (K, D, T) = steps.shape, keys.shape

@@ -76,19 +76,23 @@ void add_steps(const MovedArguments& a, const Blocks& blocks, int64_t k, int64_t
 
 }  // namespace
 
-int headwise_moved(const MovedArguments* arguments, int) {
+int headwise_moved(const MovedArguments* arguments, int) try {
   const MovedArguments& a = *arguments;
   const Blocks blocks(a);
   const int64_t count = a.D / a.block, units = a.K * count;
   const int threads = useful_threads(double(a.K) * (a.D + a.moves) * a.T * 0.0002, a.threads);
+  const int64_t room = a.block * 2 * W;
+  std::vector<float> places(threads * (room + a.moves * W));
   in_threads(threads, [&](int thread) {
-    std::vector<float> sums(a.moves * W), room(a.block * 2 * W);
+    float *own = places.data() + thread * (room + a.moves * W), *sums = own + room;
     for (int64_t i = units * thread / threads; i < units * (thread + 1) / threads; i++) {
-      std::fill(sums.begin(), sums.end(), 0.0f);
-      add_steps(a, blocks, i / count, i % count, sums.data(), room.data());
+      std::fill_n(sums, a.moves * W, 0.0f);
+      add_steps(a, blocks, i / count, i % count, sums, own);
       for (int64_t move = 0; move < a.moves; move++)
-        a.out[move * units + i] = std::accumulate(&sums[move * W], &sums[move * W] + W, 0.0f) / float(a.T);
+        a.out[move * units + i] = std::accumulate(sums + move * W, sums + (move + 1) * W, 0.0f) / float(a.T);
     }
   });
   return 0;
+} catch (const std::bad_alloc&) {
+  return NO_MEMORY;
 }
