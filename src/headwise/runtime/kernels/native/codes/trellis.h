@@ -113,35 +113,38 @@ INLINE void decode_block(const BlockPlan& block, const Levels& tables, const uin
   for (int t = 0; t < count; t += 4) store_rows(reader.read(at + t), levels + t * row, row);
 }
 #elif HAS_PAIR_TABLES
-// See above. All windows are found first, so that no store of levels is between those and what reads them.
-INLINE void decode_block(const BlockPlan& block, const Levels& tables, const uint8_t* const* at, int count,
-                         int8_t* levels, int64_t row) {
+// See above. All windows are found first, so that no store of levels is between those and what reads them. It is
+// compiled once, by itself: within a kernel the compiler runs out of registers and does not unroll it.
+__attribute__((noinline)) void decode_block(const BlockPlan& block, const Levels& tables, const uint8_t* const* at,
+                                            int count, int8_t* levels, int64_t row) {
   constexpr int PAIRS = CHANNELS / 2, STEP = 4;
   alignas(32) uint32_t windows[BLOCK * PAIRS];
   const __m256i order = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)block.order));
   const __m256i behind = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)block.behind));
   const __m256i own = _mm256_set1_epi32((1 << (8 + block.bits)) - 1);
   const int64_t byte = block.first / 8, half = byte + block.bits;
-  for (int t = 0; t < count; t += STEP) UNROLL
-    for (int i = t; i < t + STEP; i++) {
+  uint32_t* to = windows;
+  for (int t = 0; t < count; t += STEP, at += STEP, to += STEP * PAIRS) UNROLL
+    for (int i = 0; i < STEP; i++) {
       const __m128i *first = (const __m128i*)(at[i] + byte), *second = (const __m128i*)(at[i] + half);
       const __m256i bytes =
           _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(first)), _mm_loadu_si128(second), 1);
       const __m256i of_token = _mm256_srlv_epi32(_mm256_shuffle_epi8(bytes, order), behind);
-      _mm256_store_si256((__m256i*)(windows + i * PAIRS), _mm256_and_si256(of_token, own));
+      _mm256_store_si256((__m256i*)(to + i * PAIRS), _mm256_and_si256(of_token, own));
     }
   const int16_t* pairs = tables.pairs + (1 << (8 + block.bits));
   asm("" : "+r"(pairs));  // one address for the table: the compiler would rather add its place to each window
-  for (int t = 0; t < count; t += STEP) UNROLL
-    for (int i = t; i < t + STEP; i++) {
+  const uint32_t* from = windows;
+  for (int t = 0; t < count; t += STEP, from += STEP * PAIRS) UNROLL
+    for (int i = 0; i < STEP; i++, levels += row) {
       uint64_t two[PAIRS / 2];  // loads limit decoding: one takes two windows
-      memcpy(two, windows + i * PAIRS, sizeof two);
+      memcpy(two, from + i * PAIRS, sizeof two);
       __m128i all{};
       all = _mm_insert_epi16(all, pairs[uint32_t(two[0])], 0), all = _mm_insert_epi16(all, pairs[two[0] >> 32], 1);
       all = _mm_insert_epi16(all, pairs[uint32_t(two[1])], 2), all = _mm_insert_epi16(all, pairs[two[1] >> 32], 3);
       all = _mm_insert_epi16(all, pairs[uint32_t(two[2])], 4), all = _mm_insert_epi16(all, pairs[two[2] >> 32], 5);
       all = _mm_insert_epi16(all, pairs[uint32_t(two[3])], 6), all = _mm_insert_epi16(all, pairs[two[3] >> 32], 7);
-      _mm_storeu_si128((__m128i*)(levels + i * row), all);
+      _mm_storeu_si128((__m128i*)levels, all);
     }
 }
 #else
