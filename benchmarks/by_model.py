@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from benchmarks.kept import Kept, say
 from benchmarks.samples import SAMPLES, sample
 from benchmarks.small_models import made
@@ -100,11 +99,11 @@ def measure(model: str, way: str, name: str, options: argparse.Namespace) -> dic
     """Make one way's model, or set its cache's format, and evaluate it beside the source."""
     source = MODELS[model](options.cache)
     output = options.work / f"{model}-{name}".replace(" ", "-") / way
-    row: dict[str, Any] = {}
-    cache = way.removesuffix(", prepared")
+    cache: str | None = way.removesuffix(", prepared")
+    made: headwise.Conversion | headwise.Preparation | None = None
     if way in CONVERSIONS:
-        fraction = float(way.partition("@")[2])
-        converted = headwise.convert(
+        cache, fraction = None, float(way.partition("@")[2])
+        made = headwise.convert(
             source,
             output,
             calibrate=sample_files(model, name, options),
@@ -114,31 +113,37 @@ def measure(model: str, way: str, name: str, options: argparse.Namespace) -> dic
             overwrite=output.exists(),
             **target_options(way),
         )
-        row = {"seconds": converted.seconds, "threads": torch.get_num_threads()}
     elif cache != way:
         if model_path(source).suffix == ".gguf":
             output = output.with_name(f"{way}.gguf")
         calibrate = sample_files(model, name, options)
-        row["seconds"] = headwise.prepare(source, output, cache=cache, calibrate=calibrate, overwrite=True).seconds
+        made = headwise.prepare(source, output, cache=cache, calibrate=calibrate, overwrite=True)
+    measured = source if made is None else output
     result = headwise.evaluate(
-        output if row else source,
+        measured,
         against=source,
-        cache=None if way in CONVERSIONS else cache,
+        cache=cache,
         text=[data.ALL[text](options.cache) for text in options.texts],
         window=options.window,
         windows=options.windows,
         dtype="float32",
     )
-    checkpoint = open_checkpoint(source)
-    taken = served_bytes(open_checkpoint(output if row else source), result)
-    if row and not options.keep:
-        shutil.rmtree(output) if output.is_dir() else output.unlink()
+    whole = bfloat16_bytes(open_checkpoint(source), options.window)
     names = ("tokens", "perplexity", "perplexity_ratio", "kl", "kl_999", "top1_changed")
-    texts = [
-        {"text": Path(text["text"]).name, **{name: text[name] for name in names}}
-        for text in result.to_dict()["texts"]
-    ]
-    return {"bytes": taken / bfloat16_bytes(checkpoint, options.window), "texts": texts, **row}
+    row = {
+        "bytes": served_bytes(open_checkpoint(measured), result) / whole,
+        "texts": [
+            {"text": Path(text["text"]).name, **{name: text[name] for name in names}}
+            for text in result.to_dict()["texts"]
+        ],
+    }
+    if made is None:
+        return row
+    if output.is_file() and not options.keep:
+        output.unlink()
+    elif not options.keep:
+        shutil.rmtree(output)
+    return row | {"seconds": made.seconds}
 
 
 if __name__ == "__main__":

@@ -45,16 +45,12 @@ Problem = dict[str, str]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="*", default=WAYS, metavar="WAY")
-    parser.add_argument("--source", type=Path, help="Qwen2.5-Coder-0.5B-Instruct when left out")
+    parser = ways_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=512, help="the most of a continuation")
     parser.add_argument("--batch", type=int, default=41, help="problems that are continued together")
     parser.add_argument("--problems", type=int, help="how many, from the first; all when left out")
-    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--alone", type=int, default=0, metavar="N", help="continue N problems again, one at a time")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/humaneval.json"))
-    parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the problems and the source are")
     parser.add_argument("--work", type=Path, default=Path("build/humaneval"), help="for continuations")
     options = parser.parse_args(arguments)
     refuse_no_isolation()
@@ -75,6 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         row = kept.rows[name]
         low, high = (f"{100 * end:.1f}" for end in row["interval"])
         say(f"{name:20} {row['passed']} of {row['problems']}, {100 * row['rate']:.1f} % ({low} to {high})")
+
+
+def ways_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser of ways to a smaller cache of one model, and of what they are run in."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ways", nargs="*", default=WAYS, metavar="WAY")
+    parser.add_argument("--source", type=Path, help="Qwen2.5-Coder-0.5B-Instruct when left out")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the texts and the source are")
+    return parser
 
 
 def of_way(way: str, source: str | Path) -> tuple[str, str | Path, str | None]:

@@ -9,12 +9,11 @@ samples, and a row is one way.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.humaneval import WAYS, of_way
+from benchmarks.humaneval import of_way, ways_parser
 from benchmarks.kept import Kept, say
 
 import headwise
@@ -23,15 +22,11 @@ from headwise.measure.evaluation.ruler_tasks import TASKS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="*", default=WAYS, metavar="WAY")
-    parser.add_argument("--source", type=Path, help="Qwen2.5-Coder-0.5B-Instruct when left out")
+    parser = ways_parser(__doc__)
     parser.add_argument("--length", type=int, default=4096, help="the most tokens of a sample, its answer included")
     parser.add_argument("--samples", type=int, default=5, help="of each task")
     parser.add_argument("--tasks", nargs="+", default=[*TASKS], metavar="TASK")
-    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/ruler.json"))
-    parser.add_argument("--cache", type=Path, default=data.CACHE, help="where the text and the source are")
     options = parser.parse_args(arguments)
     source = options.source or data.qwen(options.cache)
     settings = {name: getattr(options, name) for name in ("length", "samples", "tasks", "dtype")}

@@ -212,20 +212,8 @@ def test_needles_by_way(tmp_path: Path) -> None:
     source, file = save_tiny(tmp_path / "tiny", max_position_embeddings=2048), tmp_path / "ruler.json"
     text = tmp_path / "wikitext-2.test.txt"
     text.write_text(language_reference(slice(10)))
-    given = [
-        "--length",
-        "1500",
-        "--tasks",
-        "vt",
-        "fwe",
-        "--samples",
-        "1",
-        "--dtype",
-        "float32",
-        "--cache",
-        str(tmp_path),
-    ]
-    ruler.main(["own", "int8", "--source", str(source), "--json", str(file), *given])
+    given = ["--length", "1500", "--tasks", "vt", "fwe", "--samples", "1", "--dtype", "float32"]
+    ruler.main(["own", "int8", "--source", str(source), "--json", str(file), "--cache", str(tmp_path), *given])
     rows = json.loads(file.read_text())["rows"]
     other = evaluate_ruler(
         source, text=text, length=1500, samples=1, tasks=["vt", "fwe"], dtype="float32", cache="int8"

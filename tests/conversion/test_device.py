@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -134,3 +136,11 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         out: torch.Tensor = headwise.load(folder)(ids).logits
     return out
+
+
+def test_products_are_in_bfloat16_only_where_onednn_computes_them() -> None:
+    """Held to AVX2, torch would multiply bfloat16 by plain loops, whatever the processor has."""
+    code = "from headwise.conversion.solvers.device import QUICK; print(QUICK)"
+    held = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", code], env=held, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -289,7 +289,7 @@ class MovedArguments(Structure):
     _fields_: ClassVar[Any] = [
         ("keys", _FLOATS),  # [K, D, T]
         ("pairs", _FLOATS),  # [K, channels, T], the channels that are moved
-        ("steps", _FLOATS),  # [moves, channels, channels], times which they are the multiples
+        ("steps", _FLOATS),  # [moves, channels, channels]; times ``pairs`` they are what a move adds of the rows
         ("rows", _FLOATS),  # [channels, D]
         ("out", _NEW_FLOATS),  # [moves, K, D / block]
         *((size, c_int64) for size in ("moves", "K", "channels", "D", "T", "block")),
