@@ -418,11 +418,12 @@ def test_recorded_calls_keep_what_they_read(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(pace, "time_call", lambda _: pace._FEW * pace._ENOUGH / 123)  # a busy processor's own varies
     call, count = pace.repeat_for_clock(
         pace.project_in_turn(torch.float32, 1, 1 << 12, 1), types.SimpleNamespace(type="cuda")
     )  # type: ignore[arg-type]
     call()
-    assert count == pace._MOST
+    assert count == 123
     yardstick = pace.project_in_turn(torch.float32, 1, 1 << 12, 1)
     alive, held = weakref.ref(yardstick), record_graph(yardstick, 2)
     del yardstick
