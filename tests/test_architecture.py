@@ -259,7 +259,7 @@ def test_the_places_that_contributing_names_exist() -> None:
     text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Changing something")[2]
     places = [name for name in re.findall(r"`([^`]+)`", text.partition("## Rules")[0]) if "/" in name]
     found = {
-        name: [*root.glob(f"{name}*"), *root.glob(f"src/headwise/{name}*"), *root.rglob(f"src/headwise/**/{name}")]
+        name: [*root.glob(f"{name}*"), *root.glob(f"src/headwise/{name}*"), *root.glob(f"src/headwise/**/{name}")]
         for name in places
         if name != "src/headwise"
     }
