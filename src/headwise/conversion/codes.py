@@ -65,20 +65,20 @@ class ChannelStatistics:
 def channel_statistics(
     layer: Layer,
     windows: Iterable[tuple[Tensor, Rotation | None]],
-    root: Tensor,
+    factor: Tensor,
     alone: Tensor | None = None,
     *,
     begin_alike: bool = False,
 ) -> ChannelStatistics:
     """Collect a layer's cached values, and the metric of errors in them, on some windows.
 
-    The metric is that of the layer's own output: one backward pass from a random direction of the root of its
+    The metric is that of the layer's own output: one backward pass from a random direction of the factor of its
     sensitivity gives the derivative by every cached value, and the mean outer product of those is the expectation.
 
     Args:
         layer: the layer, float32: MLA, MHA, GQA or MQA.
         windows: the inputs ``[T, E]`` of the layer on each window, and the window's rotary tables.
-        root: the root of the layer's sensitivity, ``[E, E]``.
+        factor: a factor L of the layer's sensitivity L Lᵀ, ``[E, E]``.
         alone: the inputs ``[m, E]`` of the layer at tokens that each begin a text, besides those of the windows;
             None for none.
         begin_alike: whether all windows begin with one token, which the tokenizer puts before any text.
@@ -99,8 +99,8 @@ def channel_statistics(
         tap = _Tap()
         with torch.enable_grad():
             output = replace(layer, code=cast(TransformCode, tap)).output(inputs, rotation, torch.arange(len(inputs)))
-            drawn = torch.randn(len(inputs), root.shape[1], generator=generator, device=CPU)
-            direction = to_device(drawn) @ root.mT
+            drawn = torch.randn(len(inputs), factor.shape[1], generator=generator, device=CPU)
+            direction = to_device(drawn) @ factor.mT
             (gradient,) = torch.autograd.grad((output * direction).sum(), tap.values)
         values.append(tap.values.detach()[1:])
         first.append(tap.values.detach()[:1])
@@ -533,7 +533,7 @@ class Design:
 def design(
     layer: Layer,
     windows: Iterable[tuple[Tensor, Rotation | None]],
-    root: Tensor,
+    factor: Tensor,
     alone: Tensor | None = None,
     *,
     begin_alike: bool = False,
@@ -544,12 +544,12 @@ def design(
     Args:
         layer: the layer, float32.
         windows: the inputs ``[T, E]`` of each window, and its rotary tables.
-        root: the root of the layer's sensitivity, ``[E, E]``.
+        factor: a factor L of the layer's sensitivity L Lᵀ, ``[E, E]``.
         alone: the layer's inputs ``[m, E]`` at tokens that each begin a text; None for those of the windows alone.
         begin_alike: whether all windows begin with one token, which the tokenizer puts before any text.
         tokens: the number of tokens that scales are fitted to.
     """
-    statistics = channel_statistics(layer, windows, root, alone, begin_alike=begin_alike)
+    statistics = channel_statistics(layer, windows, factor, alone, begin_alike=begin_alike)
     turned, basis = decorrelated(layer, statistics)
     values, first, usual = (
         states.double() @ basis.mT for states in (statistics.values, statistics.first, statistics.usual_first)

@@ -20,7 +20,7 @@ from headwise.conversion.plan import Place, read_layer
 from headwise.conversion.solvers import layer as heads
 from headwise.conversion.solvers.layer import Layer, rotation_tables, sample_rows
 from headwise.conversion.solvers.refit import RIDGES, Cost, OutputRefit, refine
-from headwise.conversion.solvers.statistics import Statistics, WindowStatistics, output_metric, root
+from headwise.conversion.solvers.statistics import Statistics, WindowStatistics, factor, output_metric, root
 from headwise.conversion.storage import LayerFiles
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints import open_checkpoint
@@ -362,6 +362,19 @@ def test_the_root_is_symmetric_and_its_square_is_the_matrix() -> None:
     square = x @ x.mT
     assert torch.allclose(root(square) @ root(square), square)
     assert torch.allclose(root(square), root(square).mT)
+
+
+@pytest.mark.parametrize("rank", [0, 3, 8])
+def test_a_factor_times_its_transpose_is_the_matrix(rank: int) -> None:
+    x = torch.randn(8, rank, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    square = x @ x.mT
+    lower = factor(square)
+    assert torch.allclose(lower @ lower.mT, square, rtol=0, atol=1e-11 * float(square.trace()))
+
+
+def test_what_is_not_finite_has_no_factor() -> None:
+    with pytest.raises(torch.linalg.LinAlgError):
+        factor(torch.full((3, 3), torch.nan, dtype=torch.float64))
 
 
 def test_a_sensitivity_that_is_lost_is_not_one_that_is_left_out(tmp_path: Path) -> None:

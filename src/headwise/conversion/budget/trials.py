@@ -18,7 +18,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ from headwise.conversion.solvers.layer import (
     sample_rows,
     seen_by_mla,
 )
-from headwise.conversion.solvers.statistics import root
+from headwise.conversion.solvers.statistics import factor
 from headwise.conversion.storage import LayerFiles
 from headwise.models.specs import GroupedSpec, LatentSpec, rotary_width
 from headwise.runtime.hf import LayerwiseModel
@@ -128,7 +128,7 @@ class Trial:
         Args:
             index: the layer's number.
             module: the layer's module.
-            metric: the root of the layer's sensitivity, ``[E, E]``.
+            metric: a factor L of the layer's sensitivity L Lᵀ, ``[E, E]``.
         """
         call, _ = self.model.trace(index, module, self.source)
         rotation = self._rotation(index)
@@ -217,11 +217,11 @@ class LayerTrial:
     evidence: Evidence
     inputs: Mapping[int, Tensor]
 
-    @property
+    @cached_property
     def metric(self) -> Tensor:
-        """``[E, E]``, the root of the layer's sensitivity."""
+        """``[E, E]``, a factor L of the layer's sensitivity L Lᵀ."""
         assert self.evidence.sensitivity is not None
-        return root(self.evidence.sensitivity).float()
+        return factor(self.evidence.sensitivity).float()
 
     def errors(self) -> Callable[[Layer], float]:
         """See `Trial.errors`."""

@@ -42,7 +42,7 @@ from headwise.conversion.plan import ConversionPlan, Place, read_layer
 from headwise.conversion.solvers.device import CPU, Stopwatch, computing_on, quick_products
 from headwise.conversion.solvers.layer import Layer, grouped_spec
 from headwise.conversion.solvers.refit import Cost
-from headwise.conversion.solvers.statistics import root
+from headwise.conversion.solvers.statistics import factor
 from headwise.conversion.storage import LOST, LayerFiles, Spill
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.measure.texts import CalibrationTexts, open_windows
@@ -141,7 +141,7 @@ class TextCalibrator(Calibrator):
             inputs = ((window, self._inputs.read(window)) for window in mine if window < self.windows.train)
             statistics = measured(source, sensitivity, inputs, self.windows, for_mla=self.for_mla)
         # Every direction costs the same without sensitivities.
-        cost = Cost(torch.eye(spec.hidden_size) if sensitivity is None else root(sensitivity).float())
+        cost = Cost(torch.eye(spec.hidden_size) if sensitivity is None else factor(sensitivity).float())
         first_tokens = None
         if self.windows.first_tokens is not None:
             last, rotation = len(self.windows), self.windows.rotation(spec, 0)

@@ -35,7 +35,7 @@ class Cost:
     """The cost of an error of a layer's output, in nats.
 
     Attributes:
-        metric: the root of the sensitivity, ``[E, E]``.
+        metric: a factor L of the sensitivity L Lᵀ, ``[E, E]``.
         limit: the cost in nats that one token's error approaches as it grows.
     """
 

@@ -187,6 +187,17 @@ def root(matrices: Tensor) -> Tensor:
     return out
 
 
+_RIDGE = 1e-12
+"""The part of a matrix's trace that its Cholesky factor may differ by: above float64's rounding."""
+
+
+def factor(matrix: Tensor) -> Tensor:
+    """A matrix L with ``L Lᵀ`` equal to a positive semidefinite one, ``[n, n]``: a tenth of the time of `root`."""
+    ridge = _RIDGE * matrix.trace() * torch.eye(len(matrix), dtype=matrix.dtype)
+    lower, info = torch.linalg.cholesky_ex(matrix + ridge)
+    return root(matrix) if info else lower  # of a matrix without a positive trace, or of one that is not finite
+
+
 KEY_BALANCE = 4.0
 """The weight of all key energy relative to all value energy, without statistics."""
 
