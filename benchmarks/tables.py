@@ -78,6 +78,54 @@ def retrieval(document: Document) -> str:
     return table(["heads", "method", "calibrated on", "R@1 %", "points lost (95 %)", "R@10 %"], rows, left=3)
 
 
+_MINILM_HEADS = 12
+"""The key–value heads of all-MiniLM-L6-v2, before conversion."""
+
+
+def retrieval_short(document: Document) -> str:
+    """The table of an encoder's conversions by the weights alone and by the most prose, with their bytes."""
+    rows = [row for row in document["rows"].values() if row.get("method") in ("aligned", "mean")]
+    most = max(row["tokens"] for row in rows)
+    lines = []
+    for row in rows:
+        if (row["text"], row["tokens"]) in (("", 0), ("wikitext", most)):
+            recall = row["recall_at_1"]
+            size = f"{100 * row['heads'] / _MINILM_HEADS:.1f} %"
+            found = [f"{100 * recall['rate']:.2f}", _difference(recall, 2)]
+            lines.append([f"gqa:{row['heads']}, {METHODS[row['method']]}", f"{row['tokens']:,}", size, *found])
+    original = f"{100 * rows[0]['recall_at_1']['reference_rate']:.2f}"
+    head = ["way", "tokens of WikiText-2", "bytes", "right passage %", "difference in points (95 %)"]
+    return table(head, [["the model's own", "", "100.0 %", original, ""], *lines])
+
+
+def speech(document: Document) -> str:
+    """The table of Whisper's conversions: their bytes, divergences and words that are wrong."""
+    lines, own = [], document["rows"]["original"]
+    for name, row in document["rows"].items():
+        wrong = row["word_error_rate"]
+        is_own = row is own
+        lines.append(
+            [
+                "the model's own" if is_own else name.replace("/", ", "),
+                f"{100 * row['bytes'] / own['bytes']:.1f} %",
+                *(["0", "0"] if is_own else [f"{row['kl']:.4f}", f"{row['kl_999']:.2f}"]),
+                f"{100 * wrong['rate']:.1f}" + (f" ({100 * wrong['low']:.1f} to {100 * wrong['high']:.1f})" * is_own),
+                "" if is_own else _difference(wrong, 1),
+                f"{row['same']} of {len(row['errors'])}",
+            ]
+        )
+    head = ["way", "bytes", "KL", "its 99.9 %", "wrong words %", "difference in points (95 %)", "written alike"]
+    return table(head, lines)
+
+
+def _difference(rate: dict[str, float], digits: int) -> str:
+    """The difference of a rate from the reference's in percent, with its interval."""
+    difference, low, high = (
+        f"{100 * rate[name]:+.{digits}f}" for name in ("difference", "difference_low", "difference_high")
+    )
+    return f"{difference} ({low} to {high})"
+
+
 def positions(document: Document) -> str:
     """The table of losses by position in a long context, of a model and of its conversions."""
     by_place: dict[tuple[str, str], list[str]] = {}
@@ -673,6 +721,8 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "first-tokens": ("first-token-formats.json", first_tokens),
     "conversion": ("conversion.json", conversion),
     "retrieval": ("retrieval.json", retrieval),
+    "retrieval-short": ("retrieval.json", retrieval_short),
+    "speech": ("speech.json", speech),
     "positions": ("long.json", positions),
     "kivi": ("kivi.json", kivi),
     "recall": ("recall.json", recall),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import struct
+import subprocess
 import zlib
 from pathlib import Path
 
 import pytest
 from benchmarks.data import Package, _piqa_item, fetch, r_character_vectors, running_text, unlike, unwrapped
+
+from benchmarks import data
 
 
 @pytest.mark.parametrize(
@@ -83,3 +87,26 @@ def test_a_package_is_fetched_once_and_held_to_its_hash(tmp_path: Path) -> None:
     assert fetch(good, tmp_path).read_bytes() == content
     with pytest.raises(ValueError, match="must start with 0000"):
         fetch(Package(command, "file", "0000"), tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="needs dpkg-deb")
+def test_debian_packages_are_unpacked_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = []
+    for name, path in (("program", "usr/bin/program"), ("library", "usr/lib/library")):
+        files = {
+            path: name,
+            "DEBIAN/control": f"Package: {name}\nVersion: 1\nArchitecture: all\nMaintainer: me\nDescription: it\n",
+        }
+        for file, text in files.items():
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / file).write_text(text)
+        built = tmp_path / f"{name}.deb"
+        subprocess.run(
+            ("dpkg-deb", "--build", str(tmp_path / name), str(built)), check=True, stdout=subprocess.DEVNULL
+        )
+        packages.append(Package(("cp", str(built), "."), built.name, hashlib.sha256(built.read_bytes()).hexdigest()))
+    monkeypatch.setattr(data, "FLITE", packages)
+    for _ in range(2):
+        folder = data.flite(tmp_path / "cache")
+        assert (folder / "bin/program").read_text() == "program"
+        assert (folder / "lib/library").read_text() == "library"

@@ -27,7 +27,9 @@ from benchmarks.tables import (
     quick,
     render_all,
     retrieval,
+    retrieval_short,
     rivals,
+    speech,
 )
 
 from headwise.costs.prediction import SAFE_LOSS
@@ -122,6 +124,35 @@ def test_points_lost() -> None:
     ]
     rows["gqa:6/aligned boolq 16384"]["shared"] = 0.02
     assert "| 16,384 tokens of boolq, 2% shared |" in retrieval({"rows": rows})
+
+
+def test_points_lost_by_weights_alone_and_by_the_most_prose() -> None:
+    def kept(heads: int, method: str, tokens: int, difference: float) -> dict[str, Any]:
+        rate = {"rate": 0.8 + difference, "reference_rate": 0.8, "difference": difference}
+        rate |= {"difference_low": difference - 0.01, "difference_high": difference + 0.01}
+        text = "wikitext" if tokens else ""
+        return {"heads": heads, "method": method, "text": text, "tokens": tokens, "recall_at_1": rate}
+
+    rows = [kept(6, "mean", 0, -0.2), kept(6, "aligned", 16, -0.05), kept(6, "aligned", 1024, -0.005)]
+    rows += [kept(3, "first_head", 0, -0.7), {**kept(3, "aligned", 1024, -0.1), "text": "boolq"}]
+    document = {"rows": {"original": {"ranks": [1]}} | {str(number): row for number, row in enumerate(rows)}}
+    assert retrieval_short(document).splitlines()[2:] == [
+        "| the model's own |  | 100.0 % | 80.00 |  |",
+        "| gqa:6, mean pooling | 0 | 50.0 % | 60.00 | -20.00 (-21.00 to -19.00) |",
+        "| gqa:6, aligned | 1,024 | 50.0 % | 79.50 | -0.50 (-1.50 to +0.50) |",
+    ]
+
+
+def test_words_that_a_speech_model_writes_wrongly() -> None:
+    own = {"bytes": 6144.0, "kl": 0.0, "kl_999": 0.0, "same": 2, "errors": [1, 0]}
+    own["word_error_rate"] = {"rate": 0.05, "low": 0.04, "high": 0.062}
+    half = {"bytes": 3072.0, "kl": 0.0123, "kl_999": 0.4, "same": 1, "errors": [1, 1]}
+    more = {"difference": 0.05, "difference_low": 0.0, "difference_high": 0.1}
+    half["word_error_rate"] = {"rate": 0.1, "low": 0.0, "high": 0.2, **more}
+    assert speech({"rows": {"original": own, "gqa:3/mean": half}}).splitlines()[2:] == [
+        "| the model's own | 100.0 % | 0 | 0 | 5.0 (4.0 to 6.2) |  | 2 of 2 |",
+        "| gqa:3, mean | 50.0 % | 0.0123 | 0.40 | 10.0 | +5.0 (+0.0 to +10.0) | 1 of 2 |",
+    ]
 
 
 def test_ways_by_model() -> None:

@@ -255,9 +255,10 @@ def test_a_static_cache_serves_too(name: str, to: str, converted: Folders, ids: 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "bert", "whisper"])
 def test_without_rope_half_the_cache_is_enough(name: str, family: Folders, tmp_path: Path, ids: torch.Tensor) -> None:
-    """Keys and values of all heads are 2E numbers, linear in E inputs: a latent of E + 1, for biases, holds them."""
+    """Keys and values of all heads are 2E numbers, linear in E inputs, and no bias needs another in the cache."""
     source = family(name)
-    headwise.convert(source, tmp_path / "out", to="mla", kv_lora_rank=49, qk_rope_head_dim=0, evaluate=False)
+    headwise.convert(source, tmp_path / "out", to="mla", kv_budget=0.5, evaluate=False)
+    assert {layer.kv_lora_rank for layer in open_checkpoint(tmp_path / "out").spec.layers} == {48}
     assert_close(answer(headwise.load(tmp_path / "out"), ids), answer(headwise.load(source), ids), 1e-6)
 
 

@@ -44,7 +44,7 @@ Calibration = Literal["text", "statistics"]
 ENOUGH_BITS = 4.5
 """The bits for each value of the source's cache above which ranks are left as they are."""
 
-CONVERSION = 2
+CONVERSION = 3
 """The number of the way of converting, part of a run's identity; it rises when equal options come to convert
 otherwise, so that kept work of the old way is not taken for that of the new one."""
 

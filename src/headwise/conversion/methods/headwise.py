@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headwise.base.options import STAGES
 from headwise.conversion.methods.base import Evidence, LatentMethod
-from headwise.conversion.solvers.latent import convert_to_latent, solve_sizes
+from headwise.conversion.solvers.latent import convert_to_latent, exact_rank, solve_sizes
 from headwise.conversion.solvers.layer import Layer, LayerTarget, seen_by_mla, with_norms
 from headwise.models.specs import GroupedSpec, LatentSpec, ModelSpec, as_latent, rotary_width
 
@@ -50,12 +50,7 @@ class Headwise(LatentMethod):
 
 
 def _is_lossless(old: GroupedSpec, new: LatentSpec) -> bool:
-    content = old.num_kv_heads * (old.head_dim + old.value_dim) - rotary_width(old)
-    # However wide the content, it is a linear map of E inputs and a constant.
-    inputs = old.hidden_size + ("kv_a_proj_with_mqa" in new.bias)
-    if old.qk_norm is not None:  # it is none of them behind a norm
-        inputs = content
-    return new.qk_rope_head_dim == rotary_width(old) and new.kv_lora_rank >= min(content, inputs)
+    return new.qk_rope_head_dim == rotary_width(old) and new.kv_lora_rank >= exact_rank(old, new)
 
 
 METHOD = Headwise()

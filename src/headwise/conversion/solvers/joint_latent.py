@@ -61,8 +61,9 @@ def joint_latent(parts: list[Part], rank: int) -> tuple[Tensor, list[Tensor]]:
     Returns:
         ``down`` ``[R, E']``, and an ``up`` ``[n, R]`` for each part.
     """
-    if rank >= min(sum(len(part.rows) for part in parts), parts[0].rows.shape[1]):
-        return whole_latent([part.rows for part in parts], rank)
+    rows = [part.rows for part in parts]
+    if rank >= min(sum(map(len, rows)), int(_read(rows).sum())):
+        return whole_latent(rows, rank)
     # Moments are scaled to one size, and the metrics by the sizes.
     sizes = [float(part.moments.diagonal().mean().clamp_min(NOTHING)) for part in parts]
     mean = torch.zeros_like(parts[0].moments)
@@ -85,14 +86,20 @@ def joint_latent(parts: list[Part], rank: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def whole_latent(rows: list[Tensor], rank: int) -> tuple[Tensor, list[Tensor]]:
-    """`joint_latent` for maps ``[n, E']`` whose rows, or whose inputs, all fit in the latent."""
-    stacked = torch.cat(rows)  # [Σn, E']
-    count, inputs = stacked.shape
-    identity = torch.eye(min(count, inputs), dtype=stacked.dtype)
-    down, up = (stacked, identity) if count <= inputs else (identity, stacked)
+    """`joint_latent` for maps ``[n, E']`` whose rows, or the inputs that they read, all fit in the latent."""
+    stacked, read = torch.cat(rows), _read(rows)  # [Σn, E'], [E']
+    if len(stacked) <= int(read.sum()):
+        down, up = stacked, torch.eye(len(stacked), dtype=stacked.dtype)
+    else:
+        down, up = torch.eye(len(read), dtype=stacked.dtype)[read], stacked[:, read]
     spare = rank - len(down)
     down, up = torch.nn.functional.pad(down, (0, 0, 0, spare)), torch.nn.functional.pad(up, (0, spare))
     return down, list(torch.split(up, [len(part) for part in rows]))
+
+
+def _read(rows: list[Tensor]) -> Tensor:
+    """The inputs that some map reads, bool ``[E']``: a constant, for biases, may be read by none."""
+    return torch.stack([part.any(0) for part in rows]).any(0)
 
 
 def _leading_by_rows(parts: list[Part], metrics: list[Tensor], factor: Tensor, rank: int) -> Tensor | None:

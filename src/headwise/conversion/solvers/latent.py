@@ -4,7 +4,7 @@ The rotary energy of the key heads is concentrated in few channels. The channels
 it and become the shared rotary key; the content of the others, and all values, are decoded from one latent. With
 every rotary channel kept and the latent as wide as all the rest, the layer computes what the source computes. Key
 dims without rotation (partial rotary, or no RoPE at all) are plain content. Without RoPE the layer has no rotary key,
-and a latent of E, and 1 for the biases, holds keys and values of all heads without loss: half of an MHA's cache.
+and a latent of E holds keys and values of all heads without loss: half of an MHA's cache.
 
 Of several sizes one latent is solved, and narrower ones are cut from it. Everything here is a function of tensors, in
 float64. At E = 4096 a matrix of E² takes 134 MB, so metrics stay blocks, one a key head, and of several sizes one is
@@ -165,9 +165,10 @@ def convert_to_latent(
         )
     spec = latent_spec(target.spec)
     means = statistics or Statistics.nothing(source.hidden_size, source.num_heads, target.longest)
+    state = _without_idle_biases(state, source)
     keys, content = _divide_keys(state, source, target, means, rotary)
     w_v = with_bias(state, "v_proj", is_biased(spec))  # [K·V, E']
-    if keys.back_to_heads is not None or spec.kv_lora_rank >= w_v.shape[1]:
+    if spec.kv_lora_rank >= exact_rank(source, spec):
         down, (key_up, value_up) = whole_latent([content, w_v], spec.kv_lora_rank)
     else:
         inputs, key_moments = (gram[: w_v.shape[1], : w_v.shape[1]] for gram in (means.inputs, means.keys))
@@ -195,6 +196,28 @@ def convert_to_latent(
     )
     out = assemble(state, source, spec, solution)
     return out, torch.nonzero(keys.kept)[:, 0].tolist()
+
+
+def _without_idle_biases(state: Mapping[str, Tensor], source: GroupedSpec) -> Mapping[str, Tensor]:
+    """A layer's tensors without the biases that no latent has to hold; see `_needs_constant`.
+
+    Attention weights sum to 1, so that a bias of the values is one of the output. Without RoPE a bias of the keys
+    changes all scores of a query alike, which softmax ignores.
+    """
+    out = dict(state)
+    if source.rope is None:
+        out.pop("k_proj.bias", None)
+    if "o_proj.bias" in state and (bias := out.pop("v_proj.bias", None)) is not None:
+        values = bias.double().view(source.num_kv_heads, -1).repeat_interleave(source.group_size, 0).flatten()
+        out["o_proj.bias"] = state["o_proj.bias"].double() + state["o_proj.weight"].double() @ values
+    return out
+
+
+def _needs_constant(source: GroupedSpec) -> bool:
+    """Whether a latent that loses nothing holds a constant, for a bias of rotated keys or of values."""
+    return ("k_proj" in source.bias and source.rope is not None) or (
+        "v_proj" in source.bias and "o_proj" not in source.bias
+    )
 
 
 class Rotary(NamedTuple):
@@ -389,7 +412,7 @@ def solve_sizes(
                 widest = Layer(spec, *solution)
                 del solution
             yield size, narrowed(widest, spec, statistics)
-            if spec.kv_lora_rank >= _exact_rank(own, spec):
+            if spec.kv_lora_rank >= exact_rank(own, spec):
                 widest = None  # an exact latent's channels are in no order to cut by
 
 
@@ -421,7 +444,12 @@ def narrowed(layer: Layer, target: LatentSpec, statistics: Statistics) -> Layer:
     return Layer(target, {**state, **narrow, "kv_b_proj.weight": decoder}, layer.channels)
 
 
-def _exact_rank(source: GroupedSpec, target: LatentSpec) -> int:
-    """The rank of a latent that loses nothing but the dropped rotation."""
+def exact_rank(source: GroupedSpec, target: LatentSpec) -> int:
+    """The rank of a latent that loses nothing but the dropped rotation.
+
+    For example ``exact_rank(source, as_latent(source, 96, 32))``.
+    """
     values = source.num_kv_heads * (source.head_dim + source.value_dim) - target.qk_rope_head_dim
-    return min(values, source.hidden_size + ("kv_a_proj_with_mqa" in target.bias))
+    if source.qk_norm is not None:  # behind a norm they are no linear map of the inputs
+        return values
+    return min(values, source.hidden_size + _needs_constant(source))
