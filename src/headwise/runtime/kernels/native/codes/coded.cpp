@@ -1,9 +1,10 @@
 // softmax(scale · Q Kᵀ) V on the CPU over tokens of latent attention that are read as they are stored, in trellis
 // codes.
 //
-// A channel's offset adds one number to all scores of a query, which the softmax cancels. With AVX2 alone, queries that
-// are rounded themselves are scored and mixed in words (see int16_scores.h), the rotary key and the latent by
-// themselves, which have gains of their own. Otherwise see TrellisAttention.
+// A channel's offset adds one number to all scores of a query, which the softmax cancels. Rotary keys are scored in
+// words (see int16_scores.h) with queries that are rounded themselves, where matrix tiles score and mix the latent;
+// with AVX2 alone that is done in words too, by itself, as the latent has a gain of its own. Otherwise see
+// TrellisAttention.
 #include "int16_scores.h"
 #include "trellis.h"
 
@@ -19,40 +20,33 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
   static constexpr bool CAN_ROUND = HAS_BFLOAT16_TILES && HAS_LANES && std::is_same_v<Q, bfloat16>;
   static constexpr int PIECES = std::is_same_v<Q, float> ? 3 : 2;  // of a whole weight
   static constexpr int TILE_ROWS = 16 / PIECES;  // rows whose pieces fit beside each other into a tile
-  const bool rounds_;
-  const int groups_, beside_;  // see Attention; where scores are computed by tiles, pairs of groups
   // Columns of a row of levels are the latent's, and then the two halves of the rotary key.
   const int64_t content_;
   const bool scores_levels_;  // whether the latent's levels are scored by tiles
   const int64_t scored_;      // columns of the latent that are scored as numbers: content_, or 0
-  const int64_t D_;           // of a key: its rotary halves, then its scored content
-  const int64_t depth_;       // D_, or where scores are computed by tiles a multiple of theirs
-  const int64_t chunks_;      // of the latent's levels in a tile's rows
-  const bool words_;          // whether tokens in codes are scored and mixed in words
+  const bool words_;          // whether tokens in codes are scored in words, and without tiles mixed so
+  const bool rounds_;
+  const int groups_, beside_;  // see Attention; where scores are computed by tiles, pairs of groups
+  const int64_t D_;            // of a key: its rotary halves, then its scored content
+  const int64_t depth_;        // D_, or where scores are computed by tiles a multiple of theirs
+  const int64_t chunks_;       // of the latent's levels in a tile's rows
 
  public:
   explicit CodedAttention(const CodedArguments& a)
       : Base(a, 1, a.G * a.S >= 4 && may_use_tiles(), 0, a.V + a.P, 0),
-        rounds_(CAN_ROUND && tiles_),
-        groups_(!HAS_LANES  ? 0
-                : rounds_   ? (rows_ + 15) / 16 * 2
-                : rows_ < 8 ? rows_ > 4
-                            : rows_ / 8 + (rows_ % 8 > 3)),
-        beside_(std::min(rows_, groups_ * 8)),
         content_(this->value_),
         scores_levels_(tiles_ && a.D > a.P),
         scored_(a.D > a.P && !tiles_ ? content_ : 0),
+        words_(may_use_words()),
+        rounds_(CAN_ROUND && tiles_ && !words_),
+        groups_(!HAS_LANES || words_ ? 0
+                : rounds_            ? (rows_ + 15) / 16 * 2
+                : rows_ < 8          ? rows_ > 4
+                                     : rows_ / 8 + (rows_ % 8 > 3)),
+        beside_(std::min(rows_, groups_ * 8)),
         D_(2 * half_ + scored_),
         depth_(up(D_, 32)),
-        chunks_(up(content_, CHUNK) / CHUNK),
-#if HAS_WORD_MIXER
-        words_(!std::is_same_v<Q, float> && scored_ <= WordScores::MOST_COLUMNS &&
-               WordScores::may(half_, 2 * half_, 1, a.level_scale + content_, a.level_offset + content_, a.gains)) {
-  }
-#else
-        words_(false) {
-  }
-#endif
+        chunks_(up(content_, CHUNK) / CHUNK) {}
 
   struct Place : Base::Tokens {
     int8_t* levels;     // the latent's [BLOCK, content_], then [columns / CHANNELS, BLOCK, CHANNELS] of the rotary key;
@@ -62,10 +56,13 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
     float* content;     // [row, content_], what meets levels, padded to whole chunks
     int8_t* pieces;     // the same in whole numbers, in tiles
     float* one;         // [row], what 1 in whole queries stands for
+#if HAS_WORDS
+    std::optional<WordScores> rotary;
+#endif
 #if HAS_MATRIX_TILES
     std::optional<TileMixer<PIECES>> mixer;
 #elif HAS_WORD_MIXER
-    std::optional<WordScores> rotary, latent;
+    std::optional<WordScores> latent;
     std::optional<WordMixer> mixer;
     float *ones, *zeros;  // [content_], the scales and offsets of a latent's levels, which are the query's
 #endif
@@ -81,11 +78,14 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
     at.content = arena.take<float>(scores_levels_ ? rows_ * chunks_ * CHUNK : 0);
     at.pieces = arena.take<int8_t>(pieces_bytes());
     at.one = arena.take<float>(rows_);
+#if HAS_WORDS
+    if (words_) at.rotary.emplace(arena, half_, 2 * half_, 1, rows_);
+#endif
 #if HAS_MATRIX_TILES
     if (tiles_) at.mixer.emplace(arena, rows_);
 #elif HAS_WORD_MIXER
     if (words_) {
-      at.rotary.emplace(arena, half_, 2 * half_, 1, rows_), at.latent.emplace(arena, 0, scored_, 1, rows_);
+      at.latent.emplace(arena, 0, scored_, 1, rows_);
       at.mixer.emplace(arena, rows_);
       at.ones = arena.take<float>(scored_), at.zeros = arena.take<float>(scored_);
     }
@@ -102,12 +102,16 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
     read_query(at);
     if (scores_levels_) read_content(at);
     std::copy_n(at.query, padded_rows() * D_, at.turned);
-#if HAS_WORD_MIXER
+#if HAS_WORDS
     if (words_) {
       static_assert(TURN == BLOCK);
-      std::fill_n(at.ones, scored_, 1.0f), std::fill_n(at.zeros, scored_, 0.0f);
       at.rotary->begin(a_.level_scale + content_, a_.level_offset + content_, a_.gains, a_.turn_cos, a_.turn_sin);
       at.rotary->read_queries(at.query, D_, a_.P ? a_.cos[a_.frequency[0]] : 1.0f);
+    }
+#endif
+#if HAS_WORD_MIXER
+    if (words_) {
+      std::fill_n(at.ones, scored_, 1.0f), std::fill_n(at.zeros, scored_, 0.0f);
       at.latent->begin(at.ones, at.zeros, a_.gains, nullptr, nullptr);
       at.latent->read_queries(at.query + 2 * half_, D_, 1.0f);
       at.latent->turn_back(at.query + 2 * half_, D_);
@@ -145,12 +149,15 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
   }
 
   // Scores of a block of tokens in codes, all of whose levels are decoded.
-  void score_codes(int64_t from, int count, const uint8_t* const* token, int64_t, Place& at) const {
+  void score_codes(int64_t from, int count, const uint8_t* const* token, int64_t end, Place& at) const {
+    at.ahead = this->ahead_of(at.b, from + count, end, a_.count + rows_);
     decode(count, token, at);
-#if HAS_WORD_MIXER
-    if (words_) return score_words(from, count, at);
+#if HAS_WORDS
+    if (words_)
+      score_words(from, count, at);
+    else
 #endif
-    this->score_tokens(from, count, at, [&](int64_t, int t, int n) { coded_keys(at, from, t, n); });
+      this->score_tokens(from, count, at, [&](int64_t, int t, int n) { coded_keys(at, from, t, n); });
     if (scores_levels_) score_levels(at, count);
   }
   const float* value_gain(const Place& at) const { return at.gain; }
@@ -220,6 +227,16 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
   }
 
  private:
+  // Queries that are rounded themselves, of a code whose numbers words hold.
+  bool may_use_words() const {
+#if HAS_WORDS
+    const float *scale = a_.level_scale + content_, *offset = a_.level_offset + content_;
+    return !std::is_same_v<Q, float> && (HAS_WORD_MIXER || tiles_) && scored_ <= WordScores::MOST_COLUMNS &&
+           WordScores::may(half_, 2 * half_, 1, scale, offset, a_.gains);
+#else
+    return false;
+#endif
+  }
   int64_t pieces_bytes() const { return scores_levels_ ? (rows_ + TILE_ROWS - 1) / TILE_ROWS * chunks_ * 1024 : 0; }
   int64_t padded_rows() const { return groups_ * 8 + rows_ - beside_; }
 
@@ -274,7 +291,7 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
 
   // Rounds the queries that are rotated back, to words or for tiles.
   void set_turned(Place& at) const {
-#if HAS_WORD_MIXER
+#if HAS_WORDS
     if (words_) at.rotary->turn_back(at.turned, D_);
 #endif
 #if HAS_BFLOAT16_TILES
@@ -292,6 +309,7 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
   void decode(int count, const uint8_t* const* row, Place& at) const {
     for (int64_t i = 0; i < a_.count; i++) {
       const BlockPlan& block = at.plans[i];
+      at.ahead.step();
 #if HAS_MATRIX_TILES
       if (tiles_ && block.column < content_) {
         int8_t *quads = at.quads + block.column * BLOCK, *levels = at.levels + block.column;
@@ -302,7 +320,7 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
         continue;
       }
 #endif
-      if (block.column < content_ && !words_)
+      if (block.column < content_ && !(words_ && HAS_WORD_MIXER))
         decode_block(block, tables_, row, count, at.levels + block.column, content_);
       else
         decode_block(block, tables_, row, count, at.levels + block.column * BLOCK, CHANNELS);
@@ -337,39 +355,55 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
     }
   }
 
-#if HAS_WORD_MIXER
-  // Scores of a block of tokens in words, whose levels are there.
+#if HAS_WORDS
+  // Scores of a block of tokens in words, whose levels are there; of the rotary key alone where tiles are used.
   void score_words(int64_t from, int count, Place& at) const {
     this->turn_back(from / TURN * TURN, at);
     at.rotary->read_gains(at.second_gain);
     at.rotary->score(0, int(from % TURN), count, at.levels + content_ * BLOCK, at.second_gain, at.scores);
+#if HAS_WORD_MIXER
     if (!scored_) return;
     float* scores = at.weights;  // which are computed later
     at.latent->read_gains(at.gain);
     at.latent->score(0, 0, count, at.levels, at.gain, scores);
     for (int64_t i = 0; i < rows_ * BLOCK; i += W) store(at.scores + i, load(at.scores + i) + load(scores + i));
+#endif
   }
 #endif
 
   // Adds the latents' part of the scores of a block of tokens, whose levels are there.
   void score_levels(Place& at, int count) const {
 #if HAS_MATRIX_TILES
-    alignas(64) int32_t products[256];
-    for (int first = 0; first < rows_; first += TILE_ROWS)
+    // Sums of four times sixteen tokens, none of which waits for another.
+    alignas(64) int32_t products[BLOCK * TILE];
+    const int64_t stride = content_;
+    for (int first = 0; first < rows_; first += TILE_ROWS) {
+      const int8_t *levels = at.levels, *pieces = at.pieces + first / TILE_ROWS * chunks_ * 1024;
+      asm volatile("" : : : "memory");
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t chunk = 0; chunk < chunks_; chunk++, levels += CHUNK, pieces += 1024) {
+        _tile_loadd(4, pieces, 64);
+        _tile_loadd(5, levels, stride);
+        _tile_loadd(6, levels + 16 * stride, stride);
+        _tile_dpbssd(0, 5, 4);
+        _tile_dpbssd(1, 6, 4);
+        _tile_loadd(7, levels + 32 * stride, stride);
+        _tile_loadd(5, levels + 48 * stride, stride);
+        _tile_dpbssd(2, 7, 4);
+        _tile_dpbssd(3, 5, 4);
+      }
+      _tile_stored(0, products, 64);
+      _tile_stored(1, products + 256, 64);
+      _tile_stored(2, products + 512, 64);
+      _tile_stored(3, products + 768, 64);
+      asm volatile("" : : : "memory");
       for (int t = 0; t < count; t += 16) {
-        const int8_t *levels = at.levels + t * content_, *pieces = at.pieces + first / TILE_ROWS * chunks_ * 1024;
-        asm volatile("" : : : "memory");
-        _tile_zero(0);
-        for (int64_t chunk = 0; chunk < chunks_; chunk++) {
-          _tile_loadd(1, levels + chunk * CHUNK, content_);
-          _tile_loadd(2, pieces + chunk * 1024, 64);
-          _tile_dpbssd(0, 1, 2);
-        }
-        _tile_stored(0, products, 64);
-        asm volatile("" : : : "memory");
         __m512i of_token[16], of_piece[16];
         UNROLL for (int i = 0; i < 16; i++)
-          of_token[i] = _mm512_load_si512(products + i * 16);
+          of_token[i] = _mm512_load_si512(products + (t + i) * TILE);
         transpose(of_token, of_piece);
         UNROLL for (int r = 0; r < TILE_ROWS; r++) {
           if (first + r >= rows_) break;
@@ -380,6 +414,7 @@ class CodedAttention : public TrellisAttention<CodedAttention<Query>, CodedArgum
           store(scores, load(scores) + product * at.one[first + r] * load(at.gain + t));
         }
       }
+    }
 #endif
   }
 
