@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headwise.base.processes import process_count, temporary_folder
-from headwise.conversion.budget.spread import CHOOSING, PIECES, TRIAL_TOKENS
+from headwise.conversion.budget.spread import CHOOSING, TRIAL_TOKENS
 from headwise.conversion.budget.trials import SPREADING
 from headwise.conversion.calibration.candidates import NOTHING_KNOWN, Calibrator, descent_steps
 from headwise.conversion.calibration.source import MEASURING, PIECE, sensitivity_windows
@@ -122,9 +122,8 @@ def _time_on_text(plan: ConversionPlan, inputs: ConversionInputs, *, shares_chan
     if "sensitivity" in plan.stages:
         by_stage[MEASURING] = backward * sensitivity_count / processes
     if "spread" in plan.stages:
-        # On average half of all layers run behind a layer that is tried; a timed window is two streams. With codes,
-        # two streams of every piece do, and else one of one.
-        streams = 2 * min(PIECES, windows.held) if plan.spends_bytes else 1
+        # On average half of all layers run behind a layer that is tried; a timed window is two streams.
+        streams = 2 if plan.spends_bytes else 1
         later_windows = streams * layers / 4 * min(TRIAL_TOKENS / windows.width, 1.0)
         by_layer = _TRIALS * solving + by_window * (sensitivity_count + later_windows)
         if plan.spends_bytes:

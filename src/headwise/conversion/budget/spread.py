@@ -125,7 +125,8 @@ TRIAL_TOKENS = 512
 on `PIECES` others."""
 
 PIECES = 2
-"""The number of pieces that an allocation is tried on, and with codes each layer."""
+"""The number of pieces that an allocation is tried on, and with codes the errors of each layer; the model behind a
+layer is run on the first of them."""
 
 RECALL_WEIGHT = 1 / 3
 """The cost of an error where passages are repeated, beside that in text. Of 0, 1/3 and 1, perplexity is lowest at 0,
@@ -268,7 +269,7 @@ def _trial(trials: LayerTrials, pieces: Tensor) -> Trial:
     """
     model = trials.calibrator.model
     if trials.plan.spends_bytes:
-        return Trial(model, pieces)
+        return Trial(model, pieces, streamed=1)
     repeating = (
         repeating_pieces(pieces, trials.calibrator.windows.begin) if "recall" in trials.plan.stages else pieces[:0]
     )

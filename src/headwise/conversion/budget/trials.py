@@ -92,14 +92,23 @@ class Trial:
         pieces: the token ids of the pieces, ``[N, T]``.
         weights: the weight of an error in each piece, ``[N]``; the same for all when left out.
         rows: the number of tokens of each piece at which errors are measured, and next-token distributions compared.
+        streamed: the number of the first pieces that replaced layers pass on to later ones, for streams; all when
+            None. Passing them through every later layer is the largest part of a trial's time.
     """
 
     def __init__(
-        self, model: LayerwiseModel, pieces: Tensor, weights: Tensor | None = None, *, rows: int = ROWS
+        self,
+        model: LayerwiseModel,
+        pieces: Tensor,
+        weights: Tensor | None = None,
+        *,
+        rows: int = ROWS,
+        streamed: int | None = None,
     ) -> None:
         # A copy, whose `begin` is for pieces, which are shorter than calibration windows.
         self.model, self.pieces, self.rows = copy.copy(model), pieces, rows
         self.weights = torch.ones(len(pieces), dtype=torch.float64) if weights is None else weights.double()
+        self.streamed = streamed or len(pieces)
         self.source = self.begin()
 
     def begin(self) -> Tensor:
@@ -144,8 +153,11 @@ class Trial:
         return error
 
     def divergences(self, streams: Sequence[Tensor]) -> list[float]:
-        """The mean KL(source ‖ stream) a token, in nats, of each stream of last layers' outputs ``[N, T, E]``."""
-        source = self.source.flatten(0, 1)  # [N T, E]
+        """The mean KL(source ‖ stream) a token, in nats, of each stream of last layers' outputs ``[N, T, E]``.
+
+        However few pieces are streamed, as many rows of them are compared as of all of them together.
+        """
+        source = self.source[: self.streamed].flatten(0, 1)  # [N T, E]
         rows = sample_rows(len(source), self.rows * len(self.pieces))
         weights = self.weights.to(rows.device)[rows // self.source.shape[1]]  # of each row
         totals = [0.0] * len(streams)
@@ -228,8 +240,8 @@ class LayerTrial:
         return self.trial.errors(self.index, self.module, self.metric)
 
     def replaced(self, layer: Layer) -> Tensor:
-        """See `Trial.replaced`."""
-        return self.trial.replaced(self.index, self.module, self.trial.source, layer)
+        """The stream of a layer, ``[N, T, E]``; see `Trial.replaced`."""
+        return self.trial.replaced(self.index, self.module, self.trial.source[: self.trial.streamed], layer)
 
 
 @dataclass(frozen=True)
@@ -434,8 +446,8 @@ CODE_BITS = (2.0, 2.5, 3.0, 4.0, 5.0, 6.5)
 EVEN_BITS = 3.0
 """The one of `CODE_BITS` at which a layer's rounding is also measured by the KL of the model's logits."""
 
-FITTED = 512
-"""The tokens that the scales of a trial's codes are fitted to: half as many as a conversion's."""
+FITTED = 256
+"""The tokens that the scales of a trial's codes are fitted to: a quarter of a conversion's."""
 
 
 ROTARY_PARTS = (1, 3 / 4, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
@@ -457,7 +469,7 @@ def coded_sizes_to_try(source: GroupedSpec, even: LatentSpec) -> list[tuple[int,
     for width in sorted(widths):
         least = min(max(8, values // 4 // 8 * 8), total - width)
         most = min(max(most_values - width, least + 8), total - width)
-        sizes |= {(least + (most - least) * third // 24 * 8, width) for third in range(3)} | {(most, width)}
+        sizes |= {(least, width), (least + (most - least) // 16 * 8, width), (most, width)}
     return [(R, P), *sorted(sizes - {(R, P)})]
 
 
