@@ -370,7 +370,8 @@ def test_an_encoder_ignores_padding(converted: Folders, ids: torch.Tensor) -> No
 def test_calibration_text_reaches_every_family(name: str, family: Folders, tmp_path: Path) -> None:
     source, text = family(name), tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog, and then it does so again. " * 20)
-    done = convert(source, tmp_path / "out", "mla", calibrate=text, calibration_tokens=256)
+    # Half of the values is lossless where no key rotates, and then no text is read.
+    done = convert(source, tmp_path / "out", "mla", 0.4, calibrate=text, calibration_tokens=256)
     assert done.calibration_tokens == 256
     assert headwise.load(tmp_path / "out") is not None
 
