@@ -132,12 +132,16 @@ def test_the_kernel_chooses_gains_of_the_same_expected_error_as_torch(code: Tran
     normal, gains, starts = code.normalised(values)
     assert torch.equal(gains, code._gains(starts))
     assert_close(normal * gains * code.scale + code.offset, values, 1e-5)
+    # A size halfway between two gains may be rounded to either, and the gains that are tried begin there.
+    sizes = ((values - code.offset) / code.scale).double().square().split_with_sizes(code.parts, -1)
+    steps = torch.stack([part.mean(-1).log() for part in sizes]) / (2 * math.log(transform_code.GAIN_STEP))
+    is_clear = (steps - steps.floor() - 0.5).abs() > 1e-4
     errors = []
     for tried in (gains, expected):
         excess = (((values - code.offset) / code.scale).abs() - code.reach * tried).clamp_min(0)
         of_channel = (code.noise * tried.square() + excess.square()) * code.weights
         errors.append(torch.stack([part.sum(-1) for part in of_channel.split_with_sizes(code.parts, -1)]).double())
-    torch.testing.assert_close(*errors, rtol=1e-4, atol=0)
+    torch.testing.assert_close(*(error[is_clear] for error in errors), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e30])
