@@ -36,6 +36,7 @@ from transformers import (
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.modeling_outputs import BaseModelOutput
 
 import headwise
@@ -141,7 +142,7 @@ def tensor_name(name: str) -> str:
 def byte_pairs(ranks: Path) -> Tokenizer:
     """The tokenizer of a file of tiktoken's: on each line a token in base64 and its rank."""
     lines = (line.split() for line in ranks.read_bytes().splitlines())
-    letters = _letters_of_bytes()
+    letters = bytes_to_unicode()
     vocabulary = {"".join(letters[byte] for byte in base64.b64decode(token)): int(rank) for token, rank in lines}
     merges = [
         (token[:cut], token[cut:])
@@ -153,13 +154,6 @@ def byte_pairs(ranks: Path) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def _letters_of_bytes() -> list[str]:
-    """The letter that stands for each byte in the vocabulary of a byte-level tokenizer."""
-    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printed else next(others)) for byte in range(256)]
 
 
 def plain_sentences(text: str, count: int) -> list[str]:
