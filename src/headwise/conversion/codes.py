@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from headwise.base.threads import map_in_threads
 from headwise.conversion.solvers.device import CPU, to_device
 from headwise.conversion.solvers.joint_latent import NOTHING
-from headwise.conversion.solvers.layer import Layer, Rotation, grouped_spec, latent_spec
+from headwise.conversion.solvers.layer import Layer, Rotation, grouped_spec, latent_spec, mixed_values
 from headwise.conversion.solvers.refit import OUTLIER
 from headwise.models.specs import GroupedSpec, LatentSpec
 from headwise.runtime.kernels.native.abi import CHANNELS
@@ -95,15 +96,27 @@ def channel_statistics(
     first: list[Tensor] = []
     gradients: list[Tensor] = []
     rotation = None
-    for inputs, rotation in windows:
-        tap = _Tap()
+    to_mixed = factor.mT @ layer.state["o_proj.weight"]  # [E, H·V]
+
+    def drawn() -> Iterator[tuple[Tensor, Rotation | None, Tensor]]:
+        """Each window, its rotary tables and random numbers ``[T, E]``, which are drawn in this thread, in order."""
+        nonlocal rotation
+        for inputs, rotation in windows:
+            yield inputs, rotation, torch.randn(len(inputs), factor.shape[1], generator=generator, device=CPU)
+
+    def measured(window: tuple[Tensor, Rotation | None, Tensor]) -> tuple[Tensor, Tensor]:
+        """The cached values of a window, and their derivative, both ``[T, W]``."""
+        inputs, rotation, direction = window
+        tap, rows = _Tap(), torch.arange(len(inputs))
         with torch.enable_grad():
-            output = replace(layer, code=cast(TransformCode, tap)).output(inputs, rotation, torch.arange(len(inputs)))
-            drawn = torch.randn(len(inputs), factor.shape[1], generator=generator, device=CPU)
-            direction = to_device(drawn) @ factor.mT
-            (gradient,) = torch.autograd.grad((output * direction).sum(), tap.values)
-        values.append(tap.values.detach()[1:])
-        first.append(tap.values.detach()[:1])
+            heads = replace(layer, code=cast(TransformCode, tap)).heads(inputs, rows, rotation)
+            mixed = mixed_values(heads, layer.spec, rows)  # [T, H·V]
+            (gradient,) = torch.autograd.grad(mixed, tap.values, to_device(direction) @ to_mixed)
+        return tap.values.detach(), gradient
+
+    for states, gradient in map_in_threads(measured, drawn()):
+        values.append(states[1:])
+        first.append(states[:1])
         gradients.append(gradient[1:])
     if alone is not None:
         tap = _Tap()

@@ -143,12 +143,13 @@ class Trial:
         rotation = self._rotation(index)
 
         def error(layer: Layer) -> float:
-            total, weights = 0.0, [float(weight) for weight in self.weights]
-            for piece, inputs in enumerate(call.inputs):
+            def of_piece(piece: int) -> float:
+                inputs = call.inputs[piece]
                 rows = sample_rows(len(inputs), self.rows, piece)
                 difference = (layer.output(inputs, rotation, rows) - call.output[piece, rows]) @ metric
-                total += 0.5 * weights[piece] * float(difference.square().sum()) / len(rows)
-            return total / sum(weights)
+                return 0.5 * float(self.weights[piece]) * float(difference.square().sum()) / len(rows)
+
+            return sum(map_in_threads(of_piece, range(len(call.inputs)))) / float(self.weights.sum())
 
         return error
 
@@ -509,7 +510,7 @@ class CodedTrials(LayerTrials):
         windows = ((inputs, sample.rotation(own, window)) for window, inputs in trial.inputs.items())
         designed = design(layer.float(), windows, trial.metric, tokens=FITTED)
         values = spec.kv_lora_rank + spec.qk_rope_head_dim
-        return [designed.coded(int(values * bits / 8) + 1) for bits in CODE_BITS]
+        return [*map_in_threads(designed.coded, (int(values * bits / 8) + 1 for bits in CODE_BITS))]
 
     def _corrected(
         self, sizes: Sequence[tuple[int, int]], estimates: Sequence[float], divergences: Sequence[float]

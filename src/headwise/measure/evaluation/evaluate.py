@@ -19,7 +19,7 @@ from headwise.errors import ArgumentError, CheckpointError
 from headwise.measure.evaluation.continuations import compare_continuations, cut_prompts
 from headwise.measure.evaluation.model_pair import Pair, check_vocabulary, open_pair
 from headwise.measure.evaluation.results import Evaluation, Scores, evaluation_of
-from headwise.measure.evaluation.scoring import Speed, allocated_bytes, decode_times, score_window
+from headwise.measure.evaluation.scoring import Speed, decode_times, score_window
 from headwise.measure.texts.sources import named_texts, read_text, refuse_twice
 from headwise.measure.texts.windows import default_window, first_ids, token_windows
 from headwise.runtime.hf import HeadwiseCache, check_logits, has_codes
@@ -154,17 +154,13 @@ def evaluate_windows(
     prompt = timing_prompt(texts, context)
     with pair.caching(cache):
         check_vocabulary(pair.models, max(int(batch.max()) for _, batch in texts))
-        scores = _score_texts(pair, texts, progress, shared=shared)
+        caches = _caches_to_count(pair, cache, texts[0][1].shape[1])
+        scores = _score_texts(pair, texts, caches, progress, shared=shared)
         if prompts:
             continued = compare_continuations(pair, prompts, progress=progress, shared=shared)
         speed = _measure_speed(pair, prompt, progress, shared=shared)
-    if cache is not None or has_codes(pair.models["model"]):
-        window = texts[0][1][0]
-        for name, model in pair.models.items():
-            # Sliding windows hold a part of a text, which both caches have to be filled with then.
-            if name == "model" or any(HeadwiseCache(model).is_sliding):
-                allocated = allocated_bytes(model, window, cache if name == "model" else None)
-                speed[name] = replace(speed[name], bytes_per_token=allocated)
+    for name, per_token in _bytes_per_token(caches, texts[0][1].shape[1], shared=shared).items():
+        speed[name] = replace(speed[name], bytes_per_token=per_token)
     about = {"window": texts[0][1].shape[1], "begin": begin, "context": context}
     evaluation = summarised(pair, scores, speed, about | {"cache": cache})
     return replace(evaluation, continuations=continued)
@@ -200,14 +196,41 @@ def leading_tokens(pair: Pair, texts: Windows) -> tuple[str, ...]:
     return ()
 
 
-def _score_texts(pair: Pair, texts: Windows, progress: Progress, *, shared: bool) -> Scores:
-    """The scores of every window, of which each process computes its share where they are shared."""
+def _caches_to_count(pair: Pair, cache: str | None, window: int) -> dict[str, HeadwiseCache]:
+    """The caches whose bytes are counted with a window of text in them, by model: those that store codes.
+
+    They have room for exactly that window, scales and recent tokens included. Sliding windows hold a part of a text,
+    so that the caches of both models are counted where the reference has some.
+    """
+    if cache is None and not has_codes(pair.models["model"]):
+        return {}
+    return {
+        name: HeadwiseCache(model, max_length=window, quantize=cache if name == "model" else None)
+        for name, model in pair.models.items()
+        if name == "model" or any(HeadwiseCache(model).is_sliding)
+    }
+
+
+def _bytes_per_token(caches: Mapping[str, HeadwiseCache], window: int, *, shared: bool) -> dict[str, float]:
+    """The bytes a token of caches that a window was read into; of several processes one has read it."""
+    nbytes = torch.tensor([cache.nbytes for cache in caches.values()], dtype=torch.float64)
+    counted = (all_sum(nbytes) if shared and caches else nbytes) / window
+    return dict(zip(caches, counted.tolist(), strict=True))
+
+
+def _score_texts(
+    pair: Pair, texts: Windows, caches: Mapping[str, HeadwiseCache], progress: Progress, *, shared: bool
+) -> Scores:
+    """The scores of every window, of which each process computes its share where they are shared.
+
+    The first window is read through the caches that are given.
+    """
     windows = [(name, ids) for name, batch in texts for ids in batch]
     mine = my_windows(len(windows)) if shared else range(len(windows))
     rows: dict[int, dict[str, Tensor]] = {}
     for done, number in enumerate(mine):
         progress("perplexity", done, len(mine))
-        rows[number] = score_window(pair.models, windows[number][1])
+        rows[number] = score_window(pair.models, windows[number][1], None if number else caches)
         for key, name in (("nll", "model"), ("reference_nll", "against")):
             if key in rows[number]:
                 check_logits(rows[number][key], pair.models[name])

@@ -7,7 +7,7 @@ Shapes: S tokens in the window, V tokens in the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,23 +39,6 @@ class Speed:
     bytes_per_token: float
     decode_ms: float
     allocated: int | None = None
-
-
-@torch.inference_mode()
-def allocated_bytes(model: Any, ids: Tensor, quantize: str | None = None) -> float:
-    """Bytes a token that a quantised cache allocates for a window of text, scales and recent tokens included.
-
-    For example ``allocated_bytes(load("./model"), torch.arange(2048), "int4")``.
-
-    Args:
-        model: a transformers model.
-        ids: token ids of the window, ``[S]``; the cache has room for exactly so many.
-        quantize: the format of the cache, see `headwise.hf.HeadwiseCache`; None for a converted model's own codes.
-    """
-    cache = HeadwiseCache(model, max_length=len(ids), quantize=quantize)
-    for piece in torch.split(ids.to(model.device)[None], _PIECE, 1):
-        model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cache.nbytes / len(ids)
 
 
 def decode_times(
@@ -121,7 +104,9 @@ _ROWS = 256
 
 
 @torch.inference_mode()
-def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
+def score_window(
+    models: dict[str, Any], ids: Tensor, caches: Mapping[str, HeadwiseCache] | None = None
+) -> dict[str, Tensor]:
     """Score each token of a window after the first.
 
     For example ``score_window({"model": load("./model")}, ids)["nll"].mean().exp()`` is the perplexity of a
@@ -134,6 +119,7 @@ def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
     Args:
         models: transformers models, under ``model`` and, where there is a reference, ``against``.
         ids: the token ids of the window, ``[S]``.
+        caches: empty caches of some of the models, under the same names, which the window is read through whole.
 
     Returns:
         float64 vectors ``[S - 1]`` on the CPU: ``nll`` in nats; with a reference also ``reference_nll``, ``kl``
@@ -142,7 +128,7 @@ def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
     rows: list[dict[str, Tensor]] = []
     targets = ids[1:]
     change = min((length for length in map(changes_at, models.values()) if length is not None), default=None)
-    generators = [_logits(model, ids, change) for model in models.values()]
+    generators = [_logits(model, ids, change, (caches or {}).get(name)) for name, model in models.items()]
     on_cpu = all(model.device.type == "cpu" for model in models.values())
     each = map_in_threads if on_cpu else map
     while len(targets):
@@ -154,27 +140,29 @@ def score_window(models: dict[str, Any], ids: Tensor) -> dict[str, Tensor]:
     return {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
 
 
-def _logits(model: Any, ids: Tensor, change: int | None) -> Iterator[Tensor]:
+def _logits(model: Any, ids: Tensor, change: int | None, cache: HeadwiseCache | None) -> Iterator[Tensor]:
     """Yield the logits ``[·, V]`` of all tokens but the last, a piece at a time.
 
     Args:
         model: a transformers model.
         ids: the token ids of the window, ``[S]``.
         change: the length, in tokens, beyond which rotary frequencies are others; None where they never change.
+        cache: an empty cache to read the window through; one of the model's own, if it needs any, when None.
     """
     ids = ids.to(model.device)[None]
     if change is not None and ids.shape[1] > change:
         yield model(ids[:, :change], use_cache=False).logits[0]
-        yield model(ids, use_cache=False).logits[0, change:-1]
+        yield model(ids, past_key_values=cache, use_cache=cache is not None).logits[0, change:-1]
         return
     if ids.shape[1] <= _WHOLE:
-        yield model(ids, use_cache=False).logits[0, :-1]
+        yield model(ids, past_key_values=cache, use_cache=cache is not None).logits[0, :-1]
         return
-    cache = None
-    for piece in torch.split(ids[:, :-1], _PIECE, 1):
-        out = model(piece, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        yield out.logits[0]
+    used: Any = cache
+    pieces = ids.tensor_split(-(-ids.shape[1] // _PIECE), 1)  # of about equal length, so that none is one token
+    for number, piece in enumerate(pieces, 1):
+        out = model(piece, past_key_values=used, use_cache=True)
+        used = out.past_key_values
+        yield out.logits[0, :-1] if number == len(pieces) else out.logits[0]
 
 
 def greedy(model: Any, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
