@@ -15,15 +15,15 @@ from tests.warm import run
 
 def test_two_processes_measure_what_one_measures(tmp_path: Path) -> None:
     source = save_tiny(tmp_path / "source")
-    headwise.convert(source, tmp_path / "half", to="mla", kv_budget=0.5, evaluate=False)
+    headwise.convert(source, tmp_path / "mqa", to="mqa", evaluate=False)
     for name in ("one", "two"):
         (tmp_path / f"{name}.txt").write_text(TEXT if name == "one" else TEXT[::-1])
     texts = ("--text", tmp_path / "one.txt", "--text", tmp_path / "two.txt", "--windows", 3, "--window", 64)
     documents = []
     for ranks in (1, 2):
         page = tmp_path / f"page{ranks}.html"
-        options = ("--against", source, *texts, "--json", "--html", page)
-        done = run("-m", "headwise", "evaluate", tmp_path / "half", *options, ranks=ranks)
+        options = ("--against", source, *texts, "--cache", "int4", "--json", "--html", page)
+        done = run("-m", "headwise", "evaluate", tmp_path / "mqa", *options, ranks=ranks)
         assert done.returncode == 0, done.stderr
         documents.append(json.loads(done.stdout))  # printed once
         assert page.exists()
