@@ -8,7 +8,9 @@
 SmolLM2, and a qwen2 of random weights in the shape of 0.5B parameters (24 layers of 14 query heads and 2 key–value
 heads, width 896, vocabulary 151,936), or with ``qwen`` the real Qwen2.5-Coder-0.5B, to half of their values, or with
 codes to a part of the bytes, from 16,384 tokens of WikiText-2 train, with every stage of the default. Run it on an
-idle machine; the seconds of all processors, ``cpu_seconds``, depend less on what else runs.
+idle machine; the seconds of all processors, ``cpu_seconds``, depend less on what else runs. Wider processors are held
+to AVX2 by ``MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2``, which torch's products
+follow, and ``CXX="g++ -mno-avx512f -mno-amx-tile -mno-avxvnni"``, which headwise's kernels are compiled by.
 """
 
 from __future__ import annotations
