@@ -462,6 +462,29 @@ def humaneval(document: Document) -> str:
     return table(["cache", "pass", "% (95 %)", "only with it", "only with the model's own"], rows)
 
 
+RULER_GROUPS = {
+    "one needle": "niah_single",
+    "one of many": "niah_multikey",
+    "several": ("niah_multivalue", "niah_multiquery"),
+    "variables": "vt",
+    "common words": "cwe",
+    "frequent words": "fwe",
+}
+"""How the names of RULER's tasks begin, by what they have in common."""
+
+
+def ruler(document: Document) -> str:
+    """The table of RULER's scores with each cache: the mean over tasks, and those of tasks of a kind, in percent."""
+    rows = []
+    for name, row in document["rows"].items():
+        groups = [
+            statistics.fmean(score for task, score in row["tasks"].items() if task.startswith(begins))
+            for begins in RULER_GROUPS.values()
+        ]
+        rows.append([name, *(f"{100 * score:.0f}" for score in (row["score"], *groups))])
+    return table(["cache", "all", *RULER_GROUPS], rows)
+
+
 def first_tokens(document: Document) -> str:
     """The table of ways to store first tokens: perplexities, beside four tokens in bfloat16."""
     rows = []
@@ -472,15 +495,17 @@ def first_tokens(document: Document) -> str:
     return table(["conversion and text", *FIRST_TOKENS.values()], rows)
 
 
-def by_model(document: Document, problems: Document) -> str:
-    """The table of models × ways: what each stores, what it loses, how many problems it solves, and how long it took.
+def by_model(document: Document, problems: Document, answers: Document) -> str:
+    """The table of models × ways: what each stores, what it loses, what it solves and finds, and how long it took.
 
     Of several samples of a conversion, ratios are medians, with their range, and the KL is the median one; problems
-    were solved with the first sample's. Ways that lose no more on the texts than any way of as few bytes are bold.
+    were solved, and answers found, with the first sample's. Ways that lose no more on the texts than any way of as
+    few bytes are bold.
 
     Args:
         document: the rows of `benchmarks.by_model`.
         problems: those of `benchmarks.humaneval`.
+        answers: those of `benchmarks.ruler`.
     """
     grouped: dict[tuple[str, str], list[Document]] = {}
     for row in document["rows"].values():
@@ -489,14 +514,17 @@ def by_model(document: Document, problems: Document) -> str:
     models, lines = list(dict.fromkeys(model for model, _ in medians)), []
     texts = [Path(text).stem for text in document["settings"]["texts"]]
 
-    def solved(model: str, way: str) -> str:
-        """The percentage of problems solved, where it was measured."""
-        rows = problems["rows"] if Path(problems["settings"]["source"]).stem == model else {}
-        return f"{100 * rows[way]['rate']:.1f}" if way in rows else ""
+    def tasks(model: str, way: str) -> list[str]:
+        """The percentages of problems solved and of answers found, where they were measured."""
+        found = []
+        for measured, rate in ((problems, "rate"), (answers, "score")):
+            rows = measured["rows"] if Path(measured["settings"]["source"]).stem == model else {}
+            found.append(f"{100 * rows[way][rate]:.1f}" if way in rows else "")
+        return found
 
     for model in models:
-        if own := solved(model, "own"):
-            lines.append([model, "the model's own", "100.0 %", *([_ratio(1.0)] * len(texts)), "0", "0", own, ""])
+        if any(own := tasks(model, "own")):
+            lines.append([model, "the model's own", "100.0 %", *([_ratio(1.0)] * len(texts)), "0", "0", *own, ""])
         ways = {way: row for (of, way), row in medians.items() if of == model}
         for way, row in sorted(ways.items(), key=lambda one: -one[1]["bytes"]):
             others = [other for other in ways.values() if other["bytes"] < 1.02 * row["bytes"]]
@@ -508,10 +536,9 @@ def by_model(document: Document, problems: Document) -> str:
             divergence = [f"{_mean_kl(row):.4f}", f"{max(text['kl_999'] for text in row['texts']):.2f}"]
             minutes = f"{statistics.median(each['seconds'] for each in rows) / 60:.1f}" if "seconds" in row else ""
             name = f"**{way}**" if is_best else way
-            lines.append(
-                [model, name, f"{100 * row['bytes']:.1f} %", *ratios, *divergence, solved(model, way), minutes]
-            )
-    head = ["model", "way", "of bfloat16's bytes", *texts, "KL", "its 99.9 %", "HumanEval %", "minutes"]
+            size = f"{100 * row['bytes']:.1f} %"
+            lines.append([model, name, size, *ratios, *divergence, *tasks(model, way), minutes])
+    head = ["model", "way", "of bfloat16's bytes", *texts, "KL", "its 99.9 %", "HumanEval %", "RULER %", "minutes"]
     return table(head, lines, left=2)
 
 
@@ -733,8 +760,9 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "rivals": ("rivals.json", rivals),
     "formats": ("formats.json", formats),
     "beginnings": ("beginnings.json", beginnings),
-    "by-model": ("by-model.json", "humaneval.json", by_model),
+    "by-model": ("by-model.json", "humaneval.json", "ruler.json", by_model),
     "humaneval": ("humaneval.json", humaneval),
+    "ruler": ("ruler.json", ruler),
     "prepared": ("prepared-llama.cpp.json", prepared),
     "simulated": ("simulated.json", simulated),
     "prepared-short": ("prepared-llama.cpp.json", prepared_short),

@@ -166,12 +166,13 @@ def test_ways_by_model() -> None:
     rows += [kept("coarse", 0.25, 0.5), kept("fine", 0.5, 0.4), kept("finest", 0.6, 0.01)]
     document = {"settings": {"texts": ["brown"]}, "rows": {str(number): row for number, row in enumerate(rows)}}
     problems = {"settings": {"source": "m.gguf"}, "rows": {"own": {"rate": 0.5}, "fine": {"rate": 0.415}}}
-    assert by_model(document, problems).splitlines()[2:] == [
-        "| m | the model's own | 100.0 % | ×1.000 | 0 | 0 | 50.0 |  |",
-        "| m | **finest** | 60.0 % | ×1.010 | 0.0100 | 0.10 |  |  |",
-        "| m | fine | 50.0 % | ×1.400 | 0.4000 | 4.00 | 41.5 |  |",
-        "| m | **mla@0.25** | 25.0 % | ×1.200 (1.100–1.300) | 0.2000 | 2.00 |  | 2.0 |",
-        "| m | coarse | 25.0 % | ×1.500 | 0.5000 | 5.00 |  |  |",
+    answers = {"settings": {"source": "m.gguf"}, "rows": {"own": {"score": 0.75}, "finest": {"score": 0.7}}}
+    assert by_model(document, problems, answers).splitlines()[2:] == [
+        "| m | the model's own | 100.0 % | ×1.000 | 0 | 0 | 50.0 | 75.0 |  |",
+        "| m | **finest** | 60.0 % | ×1.010 | 0.0100 | 0.10 |  | 70.0 |  |",
+        "| m | fine | 50.0 % | ×1.400 | 0.4000 | 4.00 | 41.5 |  |  |",
+        "| m | **mla@0.25** | 25.0 % | ×1.200 (1.100–1.300) | 0.2000 | 2.00 |  |  | 2.0 |",
+        "| m | coarse | 25.0 % | ×1.500 | 0.5000 | 5.00 |  |  |  |",
     ]
 
 
