@@ -29,6 +29,7 @@ from benchmarks.tables import (
     retrieval,
     retrieval_short,
     rivals,
+    ruler,
     speech,
 )
 
@@ -174,6 +175,14 @@ def test_ways_by_model() -> None:
         "| m | **mla@0.25** | 25.0 % | ×1.200 (1.100–1.300) | 0.2000 | 2.00 |  |  | 2.0 |",
         "| m | coarse | 25.0 % | ×1.500 | 0.5000 | 5.00 |  |  |  |",
     ]
+
+
+def test_tasks_of_a_kind() -> None:
+    """A kind's score is the mean of its tasks', and that of all stands beside it."""
+    tasks = {"niah_single_1": 1.0, "niah_single_2": 0.5, "niah_multikey_1": 0.25, "niah_multivalue": 0.6}
+    tasks |= {"niah_multiquery": 0.2, "vt": 0.1, "cwe": 0.3, "fwe": 0.9}
+    document = {"rows": {"own": {"score": 0.48125, "tasks": tasks}}}
+    assert ruler(document).splitlines()[2:] == ["| own | 48 | 75 | 25 | 40 | 10 | 30 | 90 |"]
 
 
 def test_length() -> None:

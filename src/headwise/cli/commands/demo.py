@@ -31,7 +31,7 @@ MEASURED = ("kivi4", "kivi3:32", SMALL)
 """The plain formats that are measured beside the conversion: those of about its bytes."""
 
 TOKENS = 8192
-"""The number of tokens that the conversion is calibrated on: half of the default, in two thirds of the time."""
+"""The number of tokens that the conversion is calibrated on: half of the default, whose cost docs/scale.md states."""
 
 PROMPT = "The capital of France is Paris, and the capital of Italy is"
 

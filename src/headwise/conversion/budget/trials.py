@@ -143,13 +143,12 @@ class Trial:
         rotation = self._rotation(index)
 
         def error(layer: Layer) -> float:
-            def of_piece(piece: int) -> float:
-                inputs = call.inputs[piece]
+            total, weights = 0.0, [float(weight) for weight in self.weights]
+            for piece, inputs in enumerate(call.inputs):
                 rows = sample_rows(len(inputs), self.rows, piece)
                 difference = (layer.output(inputs, rotation, rows) - call.output[piece, rows]) @ metric
-                return 0.5 * float(self.weights[piece]) * float(difference.square().sum()) / len(rows)
-
-            return sum(map_in_threads(of_piece, range(len(call.inputs)))) / float(self.weights.sum())
+                total += 0.5 * weights[piece] * float(difference.square().sum()) / len(rows)
+            return total / sum(weights)
 
         return error
 

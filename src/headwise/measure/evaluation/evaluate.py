@@ -152,16 +152,17 @@ def evaluate_windows(
     prompts = cut_prompts(texts, continuations, positions=pair.positions, begin=len(begin))
     context = default_context(pair) if context is None else context
     prompt = timing_prompt(texts, context)
+    window = texts[0][1].shape[1]
     with pair.caching(cache):
         check_vocabulary(pair.models, max(int(batch.max()) for _, batch in texts))
-        caches = _caches_to_count(pair, cache, texts[0][1].shape[1])
+        caches = _caches_to_count(pair, cache, window)
         scores = _score_texts(pair, texts, caches, progress, shared=shared)
         if prompts:
             continued = compare_continuations(pair, prompts, progress=progress, shared=shared)
         speed = _measure_speed(pair, prompt, progress, shared=shared)
-    for name, per_token in _bytes_per_token(caches, texts[0][1].shape[1], shared=shared).items():
+    for name, per_token in _bytes_per_token(caches, window, shared=shared).items():
         speed[name] = replace(speed[name], bytes_per_token=per_token)
-    about = {"window": texts[0][1].shape[1], "begin": begin, "context": context}
+    about = {"window": window, "begin": begin, "context": context}
     evaluation = summarised(pair, scores, speed, about | {"cache": cache})
     return replace(evaluation, continuations=continued)
 

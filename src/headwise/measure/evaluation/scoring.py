@@ -131,8 +131,8 @@ def score_window(
     generators = [_logits(model, ids, change, (caches or {}).get(name)) for name, model in models.items()]
     on_cpu = all(model.device.type == "cpu" for model in models.values())
     each = map_in_threads if on_cpu else map
-    while len(targets):
-        logits = [*each(next, generators)]
+    # Also the last token is read, which a cache has to hold; a piece of it alone has no logits, as the end has none.
+    while len((logits := [*each(lambda pieces: next(pieces, ids[:0]), generators)])[0]):
         current, targets = targets[: len(logits[0])], targets[len(logits[0]) :]
         for start in range(0, len(current), _ROWS):
             piece = slice(start, start + _ROWS)
@@ -158,11 +158,12 @@ def _logits(model: Any, ids: Tensor, change: int | None, cache: HeadwiseCache | 
         yield model(ids, past_key_values=cache, use_cache=cache is not None).logits[0, :-1]
         return
     used: Any = cache
-    pieces = ids.tensor_split(-(-ids.shape[1] // _PIECE), 1)  # of about equal length, so that none is one token
-    for number, piece in enumerate(pieces, 1):
+    left = ids.shape[1] - 1
+    for piece in torch.split(ids, _PIECE, 1):
         out = model(piece, past_key_values=used, use_cache=True)
         used = out.past_key_values
-        yield out.logits[0, :-1] if number == len(pieces) else out.logits[0]
+        yield out.logits[0, :left]
+        left -= piece.shape[1]
 
 
 def greedy(model: Any, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
