@@ -6,8 +6,8 @@
 Conversions are made from several samples of WikiText-2 train that share no article, of 16,384 tokens each, or 65,536
 below 10 percent, and evaluated on texts of which no article is in any sample. A model of code is calibrated half on
 samples of a package's code, and evaluated on another's. Formats need no sample; models are prepared for an engine's
-cache on the first one. Every row is kept as soon as it is measured; ``--keep`` keeps the models too, in
-build/by-model/MODEL-SAMPLE/WAY.
+cache on the first one. A way that headwise refuses for a model is printed with its reason, and has no row. Every row
+is kept as soon as it is measured; ``--keep`` keeps the models too, in build/by-model/MODEL-SAMPLE/WAY.
 """
 
 from __future__ import annotations
@@ -53,8 +53,15 @@ FORMATS = (
     "kivi2",
 )
 PREPARED = ("llama.cpp:q8_0", "llama.cpp:q4_0", "mlx:4")
+REFITTED = ("llama.cpp:q4_0",)
+"""Prepared, and the biases of keys shifted besides, in models that have some."""
 CONVERSIONS = ("same@0.28", "mla@0.28", "mla@0.19", "mla@0.125")
-WAYS = (*FORMATS, *(f"{cache}, prepared" for cache in PREPARED), *CONVERSIONS)
+WAYS = (
+    *FORMATS,
+    *(f"{cache}, prepared" for cache in PREPARED),
+    *(f"{cache}, refitted" for cache in REFITTED),
+    *CONVERSIONS,
+)
 
 TOKENS, MORE_TOKENS, NEEDS_MORE = 16_384, 65_536, 0.1
 """Tokens of each sample, and of those for sizes below `NEEDS_MORE`."""
@@ -79,7 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for name in options.samples if way in CONVERSIONS else SAMPLES[:1]:
                 row = f"{model}/{way}/{name}" if way in CONVERSIONS else f"{model}/{way}"
                 if row not in kept.rows:
-                    kept.add(row, {"model": model, "way": way, "sample": name, **measure(model, way, name, options)})
+                    try:
+                        measured = measure(model, way, name, options)
+                    except headwise.ArgumentError as refusal:  # a format that the model's heads or keys cannot have
+                        say(f"{row:50} {refusal}")
+                        continue
+                    kept.add(row, {"model": model, "way": way, "sample": name, **measured})
                 ratios = ", ".join(f"×{text['perplexity_ratio']:.4f}" for text in kept.rows[row]["texts"])
                 say(f"{row:50} {kept.rows[row]['bytes']:6.1%}  {ratios}")
 
@@ -99,7 +111,8 @@ def measure(model: str, way: str, name: str, options: argparse.Namespace) -> dic
     """Make one way's model, or set its cache's format, and evaluate it beside the source."""
     source = MODELS[model](options.cache)
     output = options.work / f"{model}-{name}".replace(" ", "-") / way
-    cache: str | None = way.removesuffix(", prepared")
+    cache: str | None
+    cache, _, done = way.partition(", ")
     made: headwise.Conversion | headwise.Preparation | None = None
     if way in CONVERSIONS:
         cache, fraction = None, float(way.partition("@")[2])
@@ -113,11 +126,13 @@ def measure(model: str, way: str, name: str, options: argparse.Namespace) -> dic
             overwrite=output.exists(),
             **target_options(way),
         )
-    elif cache != way:
+    elif done:
         if model_path(source).suffix == ".gguf":
             output = output.with_name(f"{way}.gguf")
         calibrate = sample_files(model, name, options)
-        made = headwise.prepare(source, output, cache=cache, calibrate=calibrate, overwrite=True)
+        made = headwise.prepare(
+            source, output, cache=cache, calibrate=calibrate, refit=done == "refitted", overwrite=True
+        )
     measured = source if made is None else output
     result = headwise.evaluate(
         measured,

@@ -46,8 +46,8 @@ Problem = dict[str, str]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = ways_parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=512, help="the most of a continuation")
-    parser.add_argument("--batch", type=int, default=41, help="problems that are continued together")
+    parser.add_argument("--tokens", type=int, default=320, help="the most of a continuation")
+    parser.add_argument("--batch", type=int, default=82, help="problems that are continued together")
     parser.add_argument("--problems", type=int, help="how many, from the first; all when left out")
     parser.add_argument("--alone", type=int, default=0, metavar="N", help="continue N problems again, one at a time")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/humaneval.json"))

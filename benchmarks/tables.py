@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -495,7 +495,9 @@ def first_tokens(document: Document) -> str:
     return table(["conversion and text", *FIRST_TOKENS.values()], rows)
 
 
-def by_model(document: Document, problems: Document, answers: Document) -> str:
+def by_model(
+    document: Document, problems: Document, answers: Document, *, shown: Collection[str] | None = None
+) -> str:
     """The table of models × ways: what each stores, what it loses, what it solves and finds, and how long it took.
 
     Of several samples of a conversion, ratios are medians, with their range, and the KL is the median one; problems
@@ -506,13 +508,14 @@ def by_model(document: Document, problems: Document, answers: Document) -> str:
         document: the rows of `benchmarks.by_model`.
         problems: those of `benchmarks.humaneval`.
         answers: those of `benchmarks.ruler`.
+        shown: the ways to show; all when left out.
     """
     grouped: dict[tuple[str, str], list[Document]] = {}
     for row in document["rows"].values():
         grouped.setdefault((row["model"], row["way"]), []).append(row)
     medians = {key: sorted(rows, key=_mean_kl)[len(rows) // 2] for key, rows in grouped.items()}
     models, lines = list(dict.fromkeys(model for model, _ in medians)), []
-    texts = [Path(text).stem for text in document["settings"]["texts"]]
+    texts = [_text_name(text) for text in document["settings"]["texts"]]
 
     def tasks(model: str, way: str) -> list[str]:
         """The percentages of problems solved and of answers found, where they were measured."""
@@ -527,6 +530,8 @@ def by_model(document: Document, problems: Document, answers: Document) -> str:
             lines.append([model, "the model's own", "100.0 %", *([_ratio(1.0)] * len(texts)), "0", "0", *own, ""])
         ways = {way: row for (of, way), row in medians.items() if of == model}
         for way, row in sorted(ways.items(), key=lambda one: -one[1]["bytes"]):
+            if shown is not None and way not in shown:
+                continue
             others = [other for other in ways.values() if other["bytes"] < 1.02 * row["bytes"]]
             is_best = all(_mean_kl(row) <= _mean_kl(other) for other in others)
             rows = grouped[model, way]
@@ -540,6 +545,13 @@ def by_model(document: Document, problems: Document, answers: Document) -> str:
             lines.append([model, name, size, *ratios, *divergence, *tasks(model, way), minutes])
     head = ["model", "way", "of bfloat16's bytes", *texts, "KL", "its 99.9 %", "HumanEval %", "RULER %", "minutes"]
     return table(head, lines, left=2)
+
+
+def by_model_short(document: Document, problems: Document, answers: Document) -> str:
+    """The rows of `by_model` that README shows: the real models, with an engine's cache and at headwise's sizes."""
+    rows = {key: row for key, row in document["rows"].items() if "trained here" not in row["model"]}
+    shown = ("llama.cpp:q8_0", "llama.cpp:q4_0", "llama.cpp:q4_0, prepared", "same@0.28", "mla@0.19", "mla@0.125")
+    return by_model(document | {"rows": rows}, problems, answers, shown=shown)
 
 
 def _mean_kl(row: Document) -> float:
@@ -761,6 +773,7 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "formats": ("formats.json", formats),
     "beginnings": ("beginnings.json", beginnings),
     "by-model": ("by-model.json", "humaneval.json", "ruler.json", by_model),
+    "by-model-short": ("by-model.json", "humaneval.json", "ruler.json", by_model_short),
     "humaneval": ("humaneval.json", humaneval),
     "ruler": ("ruler.json", ruler),
     "prepared": ("prepared-llama.cpp.json", prepared),
