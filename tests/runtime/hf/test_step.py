@@ -141,6 +141,70 @@ def test_coded_layers_that_the_kernel_does_not_know_go_their_own_way(coded: Any,
     own.model.layers[1].self_attn.set_code(None, None)
     model = headwise.optimize(copy.deepcopy(own))
     assert_close(steps(model), steps(own), 1e-5)
+    assert len(kernels) == (3 if hasattr(own.model.layers[1].self_attn, "kv_b_proj") else 0)  # latents are known
+
+
+WIDE = {"with content": 8, "without content": 12}
+"""Latents as they are: the width of the rotary key, of heads 12 wide."""
+
+
+@pytest.fixture(scope="module", params=WIDE)
+def wide(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model of MLA whose latents are cached as they are."""
+    folder = tmp_path_factory.mktemp("wide")
+    source = save_family(folder / "source", "llama")
+    size: dict[str, Any] = {"kv_lora_rank": 20, "qk_rope_head_dim": WIDE[request.param]}
+    headwise.convert(source, folder / "mla", to="mla", evaluate=False, **size)
+    return headwise.load(folder / "mla", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@torch.inference_mode()
+def test_latents_are_those_of_the_layers_own_forward(wide: Any, batch: int, kernels: list[str]) -> None:
+    model = headwise.optimize(copy.deepcopy(wide))
+    theirs, ours = HeadwiseCache(wide), HeadwiseCache(model)
+    assert_close(steps(model, batch, ours), steps(wide, batch, theirs), 1e-5)
+    assert len(kernels) == 2 * 3
+    for expected, actual in zip(theirs.layers, ours.layers, strict=True):
+        assert_close(actual.keys, expected.keys, 1e-5)
+        assert actual.values.shape == expected.values.shape
+    for cache in (ours, theirs):
+        cache.crop(-5)
+    assert_close(steps(model, batch, ours), steps(wide, batch, theirs), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.inference_mode()
+def test_latents_in_half_precision_are_as_far_from_float64_as_without_the_kernel(
+    wide: Any, dtype: torch.dtype, kernels: list[str]
+) -> None:
+    if dtype == torch.float16 and not built().has_half:
+        pytest.skip("the compiler does not support float16")
+    own = copy.deepcopy(wide).to(dtype)
+    exact = steps(copy.deepcopy(own).double())
+    model = headwise.optimize(copy.deepcopy(own))
+    ours, theirs = (steps(each).double() - exact for each in (model, own))
+    assert kernels
+    assert ours.square().mean() < 1.5 * theirs.square().mean()
+
+
+@torch.inference_mode()
+def test_beams_over_latents_equal_those_without_the_kernel(wide: Any, kernels: list[str]) -> None:
+    model = headwise.optimize(copy.deepcopy(wide))
+    ids = torch.randint(3, 30, (2, 9), generator=torch.Generator().manual_seed(5))
+    call: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "num_beams": 3, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **call), wide.generate(ids, **call))
+    assert kernels
+
+
+@torch.inference_mode()
+def test_latents_that_are_to_be_expanded_go_the_layers_own_way(wide: Any, kernels: list[str]) -> None:
+    model = headwise.optimize(copy.deepcopy(wide))
+    steps(model)
+    kernels.clear()
+    for layer in model.model.layers:
+        layer.self_attn.impl = "expanded"
+    assert_close(steps(model), steps(wide), 1e-5)
     assert not kernels
 
 

@@ -203,27 +203,27 @@ class GrowingLayer(_Layer):
         self._extend("keys", keys, self._tokens_of_memory)
         self._extend("values", values, self._tokens_of_memory)
 
-    def lengthen(self, new: Tensor) -> tuple[Tensor, Tensor]:
+    def lengthen(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Make room for new tokens, which the caller writes; without gradients.
 
         Args:
-            new: ``[B, K, S, D]``, as what is stored of the keys and of the values will be, or of the keys alone where
-                values are not stored; its numbers are not read.
+            keys: ``[B, K, S, D]``, as what is stored of the keys will be; its numbers are not read.
+            values: ``[B, K, S, V]``, as what is stored of the values will be, likewise.
 
         Returns:
-            What is stored of all keys and values, ``[B, K, T, D]``, of which the last S are to be written.
+            What is stored of all keys ``[B, K, T, D]`` and values ``[B, K, T, V]``; the last S are to be written.
 
         Raises:
             ArgumentError: see `update`.
         """
         if not self.get_seq_length():
-            self.lazy_initialization(new, new)
-        _refuse_tokens(self.keys, new, self.keys.shape[2] + new.shape[2], self.max_length)
-        self.keys = _lengthened(self.memory, "keys", self.keys, new, self._tokens_of_memory)
+            self.lazy_initialization(keys, values)
+        _refuse_tokens(self.keys, keys, self.keys.shape[2] + keys.shape[2], self.max_length)
+        self.keys = _lengthened(self.memory, "keys", self.keys, keys, self._tokens_of_memory)
         if isinstance(self.codec, TrellisFormat):
             self.values = self.keys[..., :0]
         else:
-            self.values = _lengthened(self.memory, "values", self.values, new, self._tokens_of_memory)
+            self.values = _lengthened(self.memory, "values", self.values, values, self._tokens_of_memory)
         return self.keys, self.values
 
     def _append_blocks(self, codec: Codec, keys: Tensor, values: Tensor) -> None:

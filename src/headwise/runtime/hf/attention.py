@@ -300,8 +300,10 @@ class HostedAttention(AttentionLayer):
             states: ``[B, S, E]``.
             past: the cache.
         """
-        if self.rope is None or tables is None:
-            return None
+        return None if self.rope is None or tables is None else self.rotation_of(tables)
+
+    def rotation_of(self, tables: Rotation) -> Rotation:
+        """cos and sin ``[B or 1, S, P/2]`` at the frequencies that the layer kept, of the model's."""
         channels = self.channels_of(tables[0])
         cos, sin = (table.index_select(-1, channels) for table in tables)
         return cos, sin

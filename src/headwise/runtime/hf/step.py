@@ -156,9 +156,11 @@ def _step(layer: Any, states: Tensor, mask: Tensor | None, past: Any, position_e
     if mask is not None and (mask.dtype != torch.bool or mask.shape[1:] != (1, S, T) or len(mask) not in (1, B)):
         return None
     arguments = StepArguments.from_buffer_copy(prepared)  # another thread may be in this layer
-    coded = isinstance(attention, CodedAttention)
+    coded = isinstance(attention, CodedAttention) and attention.codec is not None
     if coded:
         rotation = _rotation_by_slots(attention, cached, states, T)
+    elif arguments.R:
+        rotation = _rotation_of_latents(attention, cached, position_embeddings)
     else:
         rotation = _rotation_by_positions(attention, cached, position_embeddings, mask, T)
     if rotation is None or not _set_rotation(arguments, rotation, states):
@@ -170,7 +172,8 @@ def _step(layer: Any, states: Tensor, mask: Tensor | None, past: Any, position_e
     if coded:
         held = _append_codes(arguments, attention, cached, states)
     else:
-        held = cached.lengthen(states.new_empty(B, arguments.K, S, arguments.D))
+        widths = (arguments.R + arguments.P, 0) if arguments.R else (arguments.D, arguments.V)
+        held = cached.lengthen(*(states.new_empty(B, arguments.K, S, width) for width in widths))
         arguments.key, arguments.key_stride = held[0].data_ptr(), held[0].stride()[:3]
         arguments.value, arguments.value_stride = held[1].data_ptr(), held[1].stride()[:3]
     out = torch.empty_like(states)
@@ -188,6 +191,14 @@ def _rotation_by_positions(
         return None
     S = tables[0].shape[1]
     return tables if mask is not None or S in (1, T) else None  # else without a mask the first tokens are meant
+
+
+def _rotation_of_latents(attention: Any, cached: GrowingLayer, tables: Rotation) -> Rotation | None:
+    """cos and sin of the positions of rotary keys, ``[B or 1, S, P/2]``; None where the layer does otherwise."""
+    if attention.config._attn_implementation == "eager" or cached.codec is not None:
+        return None
+    rotation: Rotation = attention.rotation_of(tables)
+    return rotation
 
 
 def _rotation_by_slots(attention: Any, cached: GrowingLayer, states: Tensor, T: int) -> Rotation | None:
@@ -223,7 +234,8 @@ def _append_codes(arguments: StepArguments, attention: Any, cached: GrowingLayer
     """Make room for the codes of new tokens, and set the arguments of codes; what they point to is returned."""
     codec: TrellisFormat = attention.codec
     size = codec.code.token_bytes
-    codes, _ = cached.lengthen(torch.empty(len(states), 1, states.shape[1], size, dtype=torch.uint8))
+    new = torch.empty(len(states), 1, states.shape[1], size, dtype=torch.uint8)
+    codes, _ = cached.lengthen(new, new[..., :0])
     channels = attention.channels_of(states)
     rotation = attention.slots.of_keys(codes.shape[2], channels, tuple(attention.channels))
     layout = codec.layout_for(rotation, of_gpu=False)
@@ -273,7 +285,8 @@ def _prepared(layer: Any, dtype: torch.dtype) -> StepArguments | None:
             return None
     tensors = [tensor for module in modules for tensor in module._parameters.values() if tensor is not None]
     state = attention.__dict__
-    key = (dtype, state.get("scaling"), state.get("codec"), *map(type, modules), *(x.data_ptr() for x in tensors))
+    settings = (state.get(name) for name in ("scaling", "codec", "impl"))
+    key = (dtype, *settings, *map(type, modules), *(x.data_ptr() for x in tensors))
     known = _PREPARED.get(layer)
     if known is None or known.key != key:
         fits = all(tensor.dtype == dtype and tensor.is_contiguous() and are_plain(tensor) for tensor in tensors)
@@ -321,18 +334,19 @@ def _sizes(attention: Any) -> dict[str, Any] | None:
         return {"K": K, "G": H // K, "D": D, "V": D, "P": D, "scale": attention.scaling}
     coded: Any = attention
     spec, rope = coded.spec, coded.rope
-    if attention.codec is None or attention.slots is None or attention.window is not None or rope is None:
+    if attention.window is not None or rope is None or (attention.codec is not None and attention.slots is None):
         return None
     if rope.spec.interleaved or attention.backend not in ("auto", "fused") or not spec.is_causal:
         return None
     H, P = spec.num_heads, rope.spec.dim
     if isinstance(spec, GroupedSpec):
-        if spec.head_dim != P or spec.qk_norm not in (None, "head") or coded.o_proj is None:
+        is_plain = spec.head_dim == P and spec.qk_norm in (None, "head") and coded.o_proj is not None
+        if attention.codec is None or not is_plain:
             return None
         sizes = {"K": spec.num_kv_heads, "G": H // spec.num_kv_heads, "D": P, "V": spec.value_dim}
     else:
         is_plain = coded.q_proj is not None and spec.qk_norm is None and coded.kv_a_layernorm is None
-        if not is_plain or coded.kv_b_proj.bias is not None:
+        if not is_plain or coded.kv_b_proj.bias is not None or coded.impl == "expanded":
             return None
         sizes = {"K": 1, "G": H, "D": spec.qk_head_dim, "V": spec.v_head_dim, "R": spec.kv_lora_rank}
     scale = sizes["D"] ** -0.5 if spec.softmax_scale is None else spec.softmax_scale

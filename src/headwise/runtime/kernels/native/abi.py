@@ -229,8 +229,9 @@ class CoderArguments(GainsArguments):
 class StepArguments(FusedArguments):
     """A layer of a decoder, of Llama's form, for a few new tokens; R latent rank, P rotary dims.
 
-    The cache, ``key`` and ``value``, has room for the new tokens at its end. Where it holds codes they are ``key``;
-    queries, or those of latents where D is N + P and K is 1, attend to it by the arguments of its own kernel.
+    The cache, ``key`` and ``value``, has room for the new tokens at its end. Where it holds codes they are ``key``,
+    which queries attend to by the arguments of its own kernel. Where R is not 0, K is 1 and D is N + P; latents, each
+    with its rotary key, or their codes are ``key``, and their queries attend to them.
     """
 
     _fields_: ClassVar[Any] = [

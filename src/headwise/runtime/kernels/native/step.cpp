@@ -26,7 +26,7 @@ class Step {
   const StepArguments& a_;
   const int type_;
   const int64_t rows_, H_;
-  const int64_t key_, value_;  // numbers of a row of projected keys, or latents and rotary keys, and of values
+  const int64_t key_, value_;  // numbers of a row of projected keys, or a latent and its rotary key, and of values
 
   struct Memory {
     T *normed, *query, *key, *value, *absorbed, *latent, *mixed, *projected, *gate, *up;
@@ -39,8 +39,8 @@ class Step {
         type_(type),
         rows_(a.B * a.S),
         H_(a.K * a.G),
-        key_(a.latents ? a.R + a.P : a.K * a.D),
-        value_(a.latents ? 0 : a.K * a.V) {}
+        key_(a.R ? a.R + a.P : a.K * a.D),
+        value_(a.R ? 0 : a.K * a.V) {}
 
   void run() const {
     static thread_local ScratchMemory scratch;
@@ -53,19 +53,19 @@ class Step {
       encode(at);
     else
       append(at);
-    if (a_.latents)
+    if (a_.R)
       attend_to_latents(at);
     else if (a_.heads)
-      attend(*a_.heads, headwise_heads, at.query, at.mixed);
+      attend(*a_.heads, headwise_heads, at.query, a_.key, at.mixed);
     else
-      attend<FusedArguments>(a_, headwise_attention, at.query, at.mixed);
+      attend<FusedArguments>(a_, headwise_attention, at.query, a_.key, at.mixed);
     finish(at);
   }
 
  private:
   Memory lay_out(Arena& arena) const {
     const auto take = [&](int64_t width) { return arena.take<T>(rows_ * width); };
-    const int64_t latent = a_.latents ? H_ * (a_.R + a_.P) : 0;
+    const int64_t latent = a_.R ? H_ * (a_.R + a_.P) : 0;
     return {take(a_.hidden),
             take(H_ * a_.D),
             take(key_),
@@ -89,7 +89,7 @@ class Step {
     if (a_.k_norm.weight) norm(at.key, a_.k_norm, rows_ * a_.K, a_.D, at.key);
     for (int64_t row = 0; row < rows_; row++) {
       for (int64_t h = 0; h < H_; h++) rotate(at.query + (row * H_ + h + 1) * a_.D - a_.P, row);
-      for (int64_t k = 0; k < a_.K && !a_.coder; k++) rotate(at.key + (row * a_.K + k) * a_.D, row);
+      for (int64_t k = 0; k < a_.K && !a_.coder; k++) rotate(at.key + row * key_ + k * a_.D + a_.R, row);
     }
   }
 
@@ -100,8 +100,9 @@ class Step {
     for (int64_t i = 0; i < half; i++) {
       const float x = number(head[i]), y = number(head[half + i]), c = number(cos[i]), s = number(sin[i]);
       // transformers' layers round both products, headwise's the first one.
-      put(head + i, rounded<T>(x * c) - (a_.coder ? y * s : rounded<T>(y * s)));
-      put(head + half + i, rounded<T>(y * c) + (a_.coder ? x * s : rounded<T>(x * s)));
+      const bool is_own = a_.coder || a_.R;
+      put(head + i, rounded<T>(x * c) - (is_own ? y * s : rounded<T>(y * s)));
+      put(head + half + i, rounded<T>(y * c) + (is_own ? x * s : rounded<T>(x * s)));
     }
   }
 
@@ -113,7 +114,7 @@ class Step {
         std::copy_n(from, width, (T*)cache + row / a_.S * stride[0] + i % a_.K * stride[1] + token * stride[2]);
       }
     };
-    copy(at.key, a_.key, a_.key_stride, a_.D), copy(at.value, a_.value, a_.value_stride, a_.V);
+    copy(at.key, a_.key, a_.key_stride, key_ / a_.K), copy(at.value, a_.value, a_.value_stride, value_ / a_.K);
   }
 
   // Their codes do.
@@ -134,12 +135,12 @@ class Step {
   }
 
   template <class Call>
-  void attend(const Call& prepared, int (*kernel)(const Call*, int), const T* query, T* out) const {
+  void attend(const Call& prepared, int (*kernel)(const Call*, int), const T* query, const void* key, T* out) const {
     Call call = prepared;
     const auto set = [&](int64_t* stride, int64_t width) {  // of [B, S, H, width] as [B, H, S, width]
       stride[0] = a_.S * H_ * width, stride[1] = width, stride[2] = H_ * width;
     };
-    call.query = query, call.out = out, call.key = a_.key, call.mask = a_.mask;
+    call.query = query, call.out = out, call.key = key, call.mask = a_.mask;
     set(call.query_stride, call.D), set(call.out_stride, call.V);
     std::copy_n(a_.key_stride, 3, call.key_stride), std::copy_n(a_.mask_stride, 4, call.mask_stride);
     call.B = a_.B, call.S = a_.S, call.T = a_.T;
@@ -161,7 +162,14 @@ class Step {
           std::copy_n(query + N, P, to + width - P);
         }
     });
-    attend(*a_.latents, headwise_coded, at.absorbed, at.latent);
+    if (a_.latents) {
+      attend(*a_.latents, headwise_coded, at.absorbed, a_.key, at.latent);
+    } else {  // a row of the cache is a key, and its beginning the value
+      FusedArguments call = a_;
+      call.K = 1, call.G = H_, call.D = width, call.V = R, call.value = a_.key;
+      std::copy_n(a_.key_stride, 3, call.value_stride);
+      attend(call, headwise_attention, at.absorbed, (const T*)a_.key + (N ? 0 : R), at.latent);
+    }
     std::vector<LinearArguments> values(H_);
     for (int64_t h = 0; h < H_; h++)
       values[h] = {at.latent + h * R, decoder(h) + N * R, nullptr, at.mixed + h * V, rows_, R, V, H_ * R, R, H_ * V,
