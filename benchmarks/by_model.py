@@ -88,7 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if row not in kept.rows:
                     try:
                         measured = measure(model, way, name, options)
-                    except headwise.ArgumentError as refusal:  # a format that the model's heads or keys cannot have
+                    except headwise.ArgumentError as refusal:
+                        if refusal.field not in ("cache", "for", "refit"):  # what the model's heads or keys cannot have
+                            raise
                         say(f"{row:50} {refusal}")
                         continue
                     kept.add(row, {"model": model, "way": way, "sample": name, **measured})
@@ -129,6 +131,7 @@ def measure(model: str, way: str, name: str, options: argparse.Namespace) -> dic
     elif done:
         if model_path(source).suffix == ".gguf":
             output = output.with_name(f"{way}.gguf")
+        output.parent.mkdir(parents=True, exist_ok=True)
         calibrate = sample_files(model, name, options)
         made = headwise.prepare(
             source, output, cache=cache, calibrate=calibrate, refit=done == "refitted", overwrite=True

@@ -326,14 +326,15 @@ def coded_models(document: Document) -> str:
     return table(["cache", "tokens", "bytes", "ms a token, float32", "bfloat16"], rows)
 
 
-def generate(document: Document) -> str:
-    """The table of milliseconds a token of each way to run a model, at each context."""
-    cases = document["cases"]
-    rows = []
-    for way in cases[0]["ways"]:
-        times = [case["ways"][way].get("ms") for case in cases]
-        rows.append([way, *("" if ms is None else f"{ms:.1f}" for ms in times)])
-    rows.append(["(limit: weights and cache read once)", *(f"{case['limit_ms']:.1f}" for case in cases)])
+def generate(float32: Document, bfloat16: Document) -> str:
+    """The table of milliseconds a token of each way to run a model, at each context and in each dtype."""
+    cases, rows = float32["cases"], []
+    for dtype, document in (("", float32), (", bfloat16", bfloat16)):
+        for way in document["cases"][0]["ways"]:
+            times = [case["ways"][way].get("ms") for case in document["cases"]]
+            rows.append([way + dtype, *("" if ms is None else f"{ms:.1f}" for ms in times)])
+        limits = [f"{case['limit_ms']:.1f}" for case in document["cases"]]
+        rows.append([f"(limit{dtype}: weights and cache read once)", *limits])
     return table(["ms a token at", *(case["name"] for case in cases)], rows)
 
 
@@ -798,7 +799,7 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "coded": ("coded.json", coded),
     "coded-avx2": ("coded-avx2.json", coded),
     "coded-models": ("coded.json", coded_models),
-    "generate": ("generate.json", generate),
+    "generate": ("generate.json", "generate-bfloat16.json", generate),
     "audit": ("audit.json", audit_verdicts),
     "audit-statements": ("audit.json", audit_statements),
     "trained": ("trained.json", trained),

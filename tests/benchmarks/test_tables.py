@@ -314,13 +314,18 @@ def test_speeds_are_multiples_of_headwises_time_and_of_the_limit() -> None:
         "| 32/8/128 | 1 | float32 | 2.00 | 40 | 80 | 40 | memory | 1.25 |",
         "| 32/8/128 | 4 | float32 | 2.00 | 40 | 80 | 40 | products | 0.50 |",
     ]
-    told = generate({"cases": [timed(64, 1, 1.6), timed(8000, 1, 2.5)]}).splitlines()
+    narrow = {"cases": [timed(64, 1, 0.8), timed(8000, 1, 1.25)]}
+    told = generate({"cases": [timed(64, 1, 1.6), timed(8000, 1, 2.5)]}, narrow).splitlines()
     assert told[0] == "| ms a token at | 64 tokens | 8000 tokens |"
     assert told[2:] == [
         "| headwise | 2.0 | 2.0 |",
         "| SDPA | 9.0 | 9.0 |",
         "| Flex |  |  |",
         "| (limit: weights and cache read once) | 1.6 | 2.5 |",
+        "| headwise, bfloat16 | 2.0 | 2.0 |",
+        "| SDPA, bfloat16 | 9.0 | 9.0 |",
+        "| Flex, bfloat16 |  |  |",
+        "| (limit, bfloat16: weights and cache read once) | 0.8 | 1.2 |",
     ]
 
 
