@@ -89,7 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     try:
                         measured = measure(model, way, name, options)
                     except headwise.ArgumentError as refusal:
-                        if refusal.field not in ("cache", "for", "refit"):  # what the model's heads or keys cannot have
+                        if refusal.field not in (
+                            "cache",
+                            "for",
+                            "refit",
+                        ):  # what the model's heads or keys cannot have
                             raise
                         say(f"{row:50} {refusal}")
                         continue

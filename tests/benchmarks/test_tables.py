@@ -16,6 +16,7 @@ from benchmarks.tables import (
     RESULTS,
     ablation,
     by_model,
+    by_model_short,
     conversion,
     decode,
     fill,
@@ -174,6 +175,25 @@ def test_ways_by_model() -> None:
         "| m | fine | 50.0 % | ×1.400 | 0.4000 | 4.00 | 41.5 |  |  |",
         "| m | **mla@0.25** | 25.0 % | ×1.200 (1.100–1.300) | 0.2000 | 2.00 |  |  | 2.0 |",
         "| m | coarse | 25.0 % | ×1.500 | 0.5000 | 5.00 |  |  |  |",
+    ]
+
+
+def test_models_that_are_trained_here_and_further_ways_are_not_in_readme() -> None:
+    """A way that is not shown still counts among those that a bold one loses less than."""
+    text = {"perplexity_ratio": 1.1, "kl": 0.1, "kl_999": 1.0}
+    ways = (
+        ("real", "same@0.28", 0.28, 0.1),
+        ("real", "kivi4", 0.28, 0.05),
+        ("m, trained here", "same@0.28", 0.28, 0.1),
+    )
+    rows = [
+        {"model": model, "way": way, "bytes": size, "texts": [text | {"kl": kl}], "seconds": 60}
+        for model, way, size, kl in ways
+    ]
+    document = {"settings": {"texts": ["brown"]}, "rows": {str(number): row for number, row in enumerate(rows)}}
+    tasks: dict[str, Any] = {"settings": {"source": "m.gguf"}, "rows": {}}
+    assert by_model_short(document, tasks, tasks).splitlines()[2:] == [
+        "| real | same@0.28 | 28.0 % | ×1.100 | 0.1000 | 1.00 |  |  | 1.0 |"
     ]
 
 

@@ -58,6 +58,15 @@ def steps(model: Any, batch: int = 1, cache: Any = None, **options: Any) -> Tens
     return torch.cat(out)
 
 
+def assert_beams_equal(own: Any, kernels: list[str]) -> None:
+    """Beams of a model are those of its optimised copy, which calls the kernel."""
+    model = headwise.optimize(copy.deepcopy(own))
+    ids = torch.randint(3, 30, (2, 9), generator=torch.Generator().manual_seed(5))
+    call: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "num_beams": 3, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **call), own.generate(ids, **call))
+    assert kernels
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
@@ -190,11 +199,7 @@ def test_latents_in_half_precision_are_as_far_from_float64_as_without_the_kernel
 
 @torch.inference_mode()
 def test_beams_over_latents_equal_those_without_the_kernel(wide: Any, kernels: list[str]) -> None:
-    model = headwise.optimize(copy.deepcopy(wide))
-    ids = torch.randint(3, 30, (2, 9), generator=torch.Generator().manual_seed(5))
-    call: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "num_beams": 3, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, **call), wide.generate(ids, **call))
-    assert kernels
+    assert_beams_equal(wide, kernels)
 
 
 @torch.inference_mode()
@@ -210,12 +215,7 @@ def test_latents_that_are_to_be_expanded_go_the_layers_own_way(wide: Any, kernel
 
 @torch.inference_mode()
 def test_beams_over_codes_equal_those_without_the_kernel(coded: Any, kernels: list[str]) -> None:
-    own = copy.deepcopy(coded)
-    model = headwise.optimize(copy.deepcopy(own))
-    ids = torch.randint(3, 30, (2, 9), generator=torch.Generator().manual_seed(5))
-    call: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "num_beams": 3, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, **call), own.generate(ids, **call))
-    assert kernels
+    assert_beams_equal(copy.deepcopy(coded), kernels)
 
 
 @torch.inference_mode()

@@ -156,11 +156,8 @@ def _step(layer: Any, states: Tensor, mask: Tensor | None, past: Any, position_e
     if mask is not None and (mask.dtype != torch.bool or mask.shape[1:] != (1, S, T) or len(mask) not in (1, B)):
         return None
     arguments = StepArguments.from_buffer_copy(prepared)  # another thread may be in this layer
-    coded = isinstance(attention, CodedAttention) and attention.codec is not None
-    if coded:
-        rotation = _rotation_by_slots(attention, cached, states, T)
-    elif arguments.R:
-        rotation = _rotation_of_latents(attention, cached, position_embeddings)
+    if isinstance(attention, CodedAttention):
+        rotation = _rotation_of_own(attention, cached, position_embeddings, states, T)
     else:
         rotation = _rotation_by_positions(attention, cached, position_embeddings, mask, T)
     if rotation is None or not _set_rotation(arguments, rotation, states):
@@ -169,7 +166,7 @@ def _step(layer: Any, states: Tensor, mask: Tensor | None, past: Any, position_e
     arguments.causal = mask is None
     if mask is not None:
         arguments.mask, arguments.mask_stride = mask.data_ptr(), mask_strides(mask)
-    if coded:
+    if cached.codec is not None:
         held = _append_codes(arguments, attention, cached, states)
     else:
         widths = (arguments.R + arguments.P, 0) if arguments.R else (arguments.D, arguments.V)
@@ -193,20 +190,21 @@ def _rotation_by_positions(
     return tables if mask is not None or S in (1, T) else None  # else without a mask the first tokens are meant
 
 
-def _rotation_of_latents(attention: Any, cached: GrowingLayer, tables: Rotation) -> Rotation | None:
-    """cos and sin of the positions of rotary keys, ``[B or 1, S, P/2]``; None where the layer does otherwise."""
-    if attention.config._attn_implementation == "eager" or cached.codec is not None:
-        return None
-    rotation: Rotation = attention.rotation_of(tables)
-    return rotation
+def _rotation_of_own(
+    attention: Any, cached: GrowingLayer, tables: Rotation, states: Tensor, T: int
+) -> Rotation | None:
+    """cos and sin ``[B or 1, S, P/2]`` of a layer of headwise's: by positions, or where values have a code by slots.
 
-
-def _rotation_by_slots(attention: Any, cached: GrowingLayer, states: Tensor, T: int) -> Rotation | None:
-    """cos and sin of the cache's slots, ``[1, S, P/2]``; None where a layer's codes are not the cache's."""
-    is_eager = attention.config._attn_implementation == "eager"
-    if is_eager or cached.codec is not attention.codec or not cached.holds_first_tokens():
-        return None
-    rotation: Rotation | None = attention.slot_rotation(states, T - states.shape[1], T)
+    None where weights are returned, or the layer's code is not the cache's.
+    """
+    rotation: Rotation | None
+    if attention.config._attn_implementation == "eager" or cached.codec is not attention.codec:
+        rotation = None
+    elif attention.codec is None:
+        rotation = attention.rotation_of(tables)
+    else:
+        begin = T - states.shape[1]
+        rotation = attention.slot_rotation(states, begin, T) if cached.holds_first_tokens() else None
     return rotation
 
 

@@ -97,10 +97,9 @@ class Step {
   void rotate(T* head, int64_t row) const {
     const int64_t angle = row / a_.S * a_.angle_stride[0] + row % a_.S * a_.angle_stride[1], half = a_.P / 2;
     const T *cos = (const T*)a_.cos + angle, *sin = (const T*)a_.sin + angle;
+    const bool is_own = a_.coder || a_.R;  // headwise's layers round the first product, transformers' both
     for (int64_t i = 0; i < half; i++) {
       const float x = number(head[i]), y = number(head[half + i]), c = number(cos[i]), s = number(sin[i]);
-      // transformers' layers round both products, headwise's the first one.
-      const bool is_own = a_.coder || a_.R;
       put(head + i, rounded<T>(x * c) - (is_own ? y * s : rounded<T>(y * s)));
       put(head + half + i, rounded<T>(y * c) + (is_own ? x * s : rounded<T>(x * s)));
     }
