@@ -119,11 +119,12 @@ class Warm:
     def poll(self) -> int | None:
         """The status of the first process that failed, negative after a signal, or 0; None while one still runs.
 
-        As torchrun does, this stops all ranks when one has failed.
+        As torchrun does, this stops all ranks when one has failed. Of ranks that have ended since the last look, one
+        that a signal ended comes first: the others fail because it is gone.
         """
         statuses = [process.exitcode for process in self._processes]
         if not self._failed and any(statuses):
-            self._failed, self._deadline = next(filter(None, statuses)), time.monotonic() + 30
+            self._failed, self._deadline = min(filter(None, statuses)), time.monotonic() + 30
             self.send_signal(signal.SIGTERM)
         if time.monotonic() > self._deadline:
             self.send_signal(signal.SIGKILL)
