@@ -55,13 +55,16 @@ FORMATS = (
 PREPARED = ("llama.cpp:q8_0", "llama.cpp:q4_0", "mlx:4")
 REFITTED = ("llama.cpp:q4_0",)
 """Prepared, and the biases of keys shifted besides, in models that have some."""
-CONVERSIONS = ("same@0.28", "mla@0.28", "mla@0.19", "mla@0.125")
+CONVERSIONS = ("same@0.28", "mla@0.19", "mla@0.125")
 WAYS = (
     *FORMATS,
     *(f"{cache}, prepared" for cache in PREPARED),
     *(f"{cache}, refitted" for cache in REFITTED),
     *CONVERSIONS,
 )
+
+REFUSED = ("cache", "quantize", "for", "refit")
+"""The arguments with which headwise says that a model's heads or keys cannot have a format."""
 
 TOKENS, MORE_TOKENS, NEEDS_MORE = 16_384, 65_536, 0.1
 """Tokens of each sample, and of those for sizes below `NEEDS_MORE`."""
@@ -89,11 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     try:
                         measured = measure(model, way, name, options)
                     except headwise.ArgumentError as refusal:
-                        if refusal.field not in (
-                            "cache",
-                            "for",
-                            "refit",
-                        ):  # what the model's heads or keys cannot have
+                        if refusal.field not in REFUSED:
                             raise
                         say(f"{row:50} {refusal}")
                         continue
