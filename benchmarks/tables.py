@@ -551,7 +551,8 @@ def by_model(
 def by_model_short(document: Document, problems: Document, answers: Document) -> str:
     """The rows of `by_model` that README shows: the real models, with an engine's cache and at headwise's sizes."""
     rows = {key: row for key, row in document["rows"].items() if "trained here" not in row["model"]}
-    shown = ("llama.cpp:q8_0", "llama.cpp:q4_0", "llama.cpp:q4_0, prepared", "same@0.28", "mla@0.19", "mla@0.125")
+    engines = ("llama.cpp:q8_0", "llama.cpp:q8_0, prepared", "llama.cpp:q4_0", "llama.cpp:q4_0, prepared")
+    shown = (*engines, "llama.cpp:q4_0, refitted", "same@0.28", "mla@0.19", "mla@0.125")
     return by_model(document | {"rows": rows}, problems, answers, shown=shown)
 
 
