@@ -99,8 +99,7 @@ class Warm:
 
     def __exit__(self, *_: object) -> None:
         self.send_signal(signal.SIGKILL)
-        for process in self._processes:
-            process.join()
+        self.wait()
         self._folder.cleanup()
 
     def wait_for(self, text: str) -> None:
@@ -115,6 +114,11 @@ class Warm:
             if process.exitcode is None:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
+
+    def wait(self) -> None:
+        """Wait until every process has ended, looking at none."""
+        for process in self._processes:
+            process.join()
 
     def poll(self) -> int | None:
         """The status of the first process that failed, negative after a signal, or 0; None while one still runs.

@@ -19,7 +19,7 @@ from headwise.models.checkpoints import open_checkpoint
 from tests.cli.conftest import Result
 from tests.closeness import assert_close
 from tests.real_models import save_tiny
-from tests.warm import run
+from tests.warm import run, start
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it does so again. " * 40
 LOST = "headwise: another process of this run was ended; the same command continues from there"
@@ -181,6 +181,22 @@ def test_a_killed_process_ends_all(tmp_path: Path) -> None:
     done = run(tmp_path / "failing.py", "fail", 1, "killed", ranks=2)
     assert done.stderr == f"{LOST}\n"
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+
+
+ENDING = """
+import os, signal
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+raise SystemExit(1)
+"""
+
+
+def test_a_killed_process_is_the_first_also_where_all_have_ended() -> None:
+    """What the tests read of several processes: one that a signal ended is not hidden by those that miss it."""
+    with start("-c", ENDING, ranks=2) as process:
+        process.wait()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
 
 
 PRINTING = """
