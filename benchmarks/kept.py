@@ -74,9 +74,11 @@ def run() -> dict[str, Any]:
 
 
 def _module() -> str:
-    """The module of `benchmarks` that is run, a file or a folder."""
+    """The module of `benchmarks` that is run, a file or a folder, in its folders' names."""
     program = Path(sys.argv[0])
-    return program.parent.name if program.stem == "__main__" else program.stem
+    parts = list(program.with_suffix("").parts)
+    parts = parts[max((place for place, name in enumerate(parts) if name == "benchmarks"), default=-2) + 1 :]
+    return ".".join(name for name in parts if name != "__main__")
 
 
 def _commit() -> str | None:

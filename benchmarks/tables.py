@@ -794,7 +794,7 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "large-cuda": ("large-cuda.json", large),
     "crossover": ("crossover.json", crossover),
     "tiles": ("tiles-cuda.json", tiles),
-    "kills": ("kills.json", "kills-heal.json", kills),
+    "kills": ("trust/kills.json", "trust/kills-heal.json", kills),
     "decode": ("decode.json", decode),
     "limits": ("decode-96mib.json", limits),
     "coded": ("coded.json", coded),

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.kills import main, phase
+from benchmarks.trust.kills import main, phase
 
 import headwise
-from benchmarks import kills
+from benchmarks.trust import kills
 from tests import warm
 from tests.real_models import save_tiny
 

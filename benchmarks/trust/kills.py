@@ -1,9 +1,9 @@
 """Kill a conversion or a healing at random moments, repeatedly, and compare its output with an undisturbed one's.
 
-    python -m benchmarks.kills --folder FOLDER --calibrate TEXT --json benchmarks/results/kills.json
-    python -m benchmarks.kills --folder FOLDER --calibrate TEXT --source SMALL --kills 3 --tokens 512
-    python -m benchmarks.kills --folder FOLDER --calibrate TEXT --heal CONVERTED --kills 5 --tokens 16384 \
-        --json benchmarks/results/kills-heal.json
+    python -m benchmarks.trust.kills --folder FOLDER --calibrate TEXT --json benchmarks/results/trust/kills.json
+    python -m benchmarks.trust.kills --folder FOLDER --calibrate TEXT --source SMALL --kills 3 --tokens 512
+    python -m benchmarks.trust.kills --folder FOLDER --calibrate TEXT --heal CONVERTED --kills 5 --tokens 16384 \
+        --json benchmarks/results/trust/kills-heal.json
 
 One run is timed and kept. Others are killed (SIGKILL) after a random time within that duration, up to `EACH` times,
 and each time continued by the same command, until they are done. Every output must equal the first one byte for byte;
