@@ -63,7 +63,7 @@ WAYS = (
     *CONVERSIONS,
 )
 
-REFUSED = ("cache", "quantize", "for", "refit")
+REFUSED = ("cache", "for", "refit")
 """The arguments with which headwise says that a model's heads or keys cannot have a format."""
 
 TOKENS, MORE_TOKENS, NEEDS_MORE = 16_384, 65_536, 0.1

@@ -65,6 +65,7 @@ _PUBLIC = {
     "SelfAttention": "headwise.runtime.attention",
     "SpecError": "headwise.errors",
     "StorageError": "headwise.errors",
+    "Verification": "headwise.base.checksums",
     "attend": "headwise.runtime.kernels",
     "attend_with_weights": "headwise.runtime.kernels",
     "calibrate": "headwise.conversion",
@@ -92,9 +93,11 @@ _PUBLIC = {
     "sample": "headwise.measure.texts",
     "prepare": "headwise.conversion.preparation",
     "serve": "headwise.serving.serve",
+    "verify": "headwise.base.checksums",
 }
 
 if TYPE_CHECKING:
+    from headwise.base.checksums import Verification, verify
     from headwise.base.options import (
         CalibrateOptions,
         ChoiceOptions,
@@ -222,6 +225,7 @@ __all__ = [
     "SelfAttention",
     "SpecError",
     "StorageError",
+    "Verification",
     "attend",
     "attend_with_weights",
     "calibrate",
@@ -249,6 +253,7 @@ __all__ = [
     "quick_frontier",
     "sample",
     "serve",
+    "verify",
 ]
 
 

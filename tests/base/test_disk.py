@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headwise.base.disk import refuse_no_file, storage_errors, write_among_others, write_whole
+from headwise.base.disk import refuse_no_file, storage_errors, write_whole
 from headwise.errors import ArgumentError, CheckpointError, StorageError
 
 
@@ -16,18 +16,6 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
         write_whole(tmp_path / "file", content)
         assert (tmp_path / "file").read_bytes() == content
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_file_among_others_takes_no_name_and_follows_links(tmp_path: Path) -> None:
-    (tmp_path / "page.new").write_text("theirs")
-    (tmp_path / "page").symlink_to(tmp_path / "real")
-    for content in (b"one", b"two"):
-        write_among_others(tmp_path / "page", content)
-        assert (tmp_path / "real").read_bytes() == content
-    assert (tmp_path / "page").is_symlink()
-    assert (tmp_path / "page.new").read_text() == "theirs"
-    assert {file.name for file in tmp_path.iterdir()} == {"page", "page.new", "real"}
-    assert (tmp_path / "real").stat().st_mode & 0o777 == (tmp_path / "page.new").stat().st_mode & 0o777
 
 
 def test_what_is_no_file_is_refused_before_any_work(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_help_has_an_example(cli: Callable[..., Result], command: str) -> None:
 PANELS = {
     "Decide": ("inspect", "compare", "complexity", "predict", "advise", "design", "guide", "report"),
     "Change": ("prepare", "convert", "heal", "frontier", "migrate", "calibrate", "sample"),
-    "Measure": ("evaluate", "generate", "profile", "doctor"),
+    "Measure": ("evaluate", "verify", "generate", "profile", "doctor"),
     "Serve": ("engines", "export", "serve"),
     "Study": ("audit", "bench", "count", "demo"),
 }

@@ -33,7 +33,8 @@ def test_a_ladder(cli: Callable[..., Result], model: Path, here: Path) -> None:
     document = json.loads((here / "out/frontier.json").read_text())
     assert json.loads(cli(*arguments, "--json").out) == document
     assert [point["target"] for point in document["points"]] == ["mla:0.5", "mqa"]
-    assert sorted(path.name for path in (here / "out").iterdir()) == ["frontier.json", "frontier.md", "results"]
+    names = ["SHA256SUMS", "frontier.json", "frontier.md", "results"]
+    assert sorted(path.name for path in (here / "out").iterdir()) == names
 
 
 def test_formats_and_a_verdict(cli: Callable[..., Result], model: Path, here: Path) -> None:
@@ -84,7 +85,7 @@ def test_predictions_that_are_kept_are_read_by_other_commands(
     kept = json.loads((here / "new/out/predicted.json").read_text())
     assert [point["target"] for point in kept["points"]] == ["int8", "int2"]
     assert kept["is_predicted"] is True
-    assert [path.name for path in (here / "new/out").iterdir()] == ["predicted.json"]
+    assert {path.name for path in (here / "new/out").iterdir()} == {"predicted.json", "SHA256SUMS"}
     words = ("advise", "tiny", "--hardware", "h100", "--context", "100", "--measured", "new/out", "--json")
     options = {option["target"]: option for option in json.loads(cli(*words).out)["options"]}
     assert {name for name, option in options.items() if option["is_predicted"]} == {"int8", "int2"}

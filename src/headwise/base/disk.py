@@ -146,24 +146,3 @@ def _refused(field: str, path: Path) -> Iterator[None]:
         if isinstance(error, FileNotFoundError):
             rule += f": there is no folder {path.parent}"
         raise ArgumentError(field, str(path), rule) from None
-
-
-def write_among_others(path: Path, content: bytes) -> None:
-    """Write a file as `write_whole` does, in a folder that may hold other people's files.
-
-    The temporary name is one that no file has; a link is followed, and permissions of an existing file are kept.
-
-    Raises:
-        OSError: the disk is full, or the file cannot be written.
-    """
-    path = path.resolve()
-    handle, new = tempfile.mkstemp(prefix=f".{path.name[:100]}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(new, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~mask)
-        replace(Path(new), path)
-    finally:
-        Path(new).unlink(missing_ok=True)

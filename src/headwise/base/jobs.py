@@ -7,13 +7,14 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from filelock import BaseFileLock, FileLock, Timeout
 
+from headwise.base.checksums import relisted
 from headwise.base.disk import storage_errors, write_whole
 from headwise.base.documents import read_document
 from headwise.base.processes import barrier, on_main_process
@@ -168,7 +169,9 @@ def partial_folder(output: Path) -> Path:
     return output.with_name(f".{output.name}.headwise-partial")
 
 
-def remembered(file: Path, keys: Collection[str], make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+def remembered(
+    file: Path, keys: Collection[str], make: Callable[[], Mapping[str, Any]], *, listed_in: Path | None = None
+) -> dict[str, Any]:
     """The record that a file keeps as a JSON object; made and kept there where it keeps none, or none that is whole.
 
     All processes of a run call it, make the object together, and get what the first one has written.
@@ -179,6 +182,7 @@ def remembered(file: Path, keys: Collection[str], make: Callable[[], Mapping[str
         file: the path of the JSON file.
         keys: the keys of the record; an object with others is none.
         make: called where there is none.
+        listed_in: as for `write_file`.
 
     Raises:
         StorageError: the file cannot be written.
@@ -186,16 +190,21 @@ def remembered(file: Path, keys: Collection[str], make: Callable[[], Mapping[str
     known = read_document(file)
     barrier()  # every process has looked for the file before the first one writes it
     if known is None or known.keys() != set(keys):
-        write_file(file, json.dumps(make(), indent=2))
+        write_file(file, json.dumps(make(), indent=2), listed_in=listed_in)
         known = read_document(file)
         assert known is not None
     return known
 
 
-def write_file(file: Path, content: str) -> None:
+def write_file(file: Path, content: str, *, listed_in: Path | None = None) -> None:
     """Let the first process write a file, whole or not at all; its folder is made if it is missing.
 
     For example ``write_file(Path("out/frontier.md"), "# The frontier\\n")``.
+
+    Args:
+        file: the file.
+        content: the text.
+        listed_in: the folder, whose runs write one file after another, that keeps checksums of them.
 
     Raises:
         StorageError: the file cannot be written.
@@ -204,7 +213,8 @@ def write_file(file: Path, content: str) -> None:
     def write() -> None:
         with storage_errors("output", file):
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, content.encode(errors="backslashreplace"))
+            with nullcontext() if listed_in is None else relisted(file, listed_in):
+                write_whole(file, content.encode(errors="backslashreplace"))
 
     on_main_process(write)
 

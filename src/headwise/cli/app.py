@@ -25,7 +25,7 @@ DECIDE, CHANGE, MEASURE, SERVE, STUDY = "Decide", "Change", "Measure", "Serve", 
 ORDER = (
     *("inspect", "compare", "complexity", "predict", "advise", "design", "guide", "report"),
     *("prepare", "convert", "heal", "frontier", "migrate", "calibrate", "sample"),
-    *("evaluate", "generate", "profile", "doctor"),
+    *("evaluate", "verify", "generate", "profile", "doctor"),
     *("engines", "export", "serve"),
     *("audit", "bench", "count", "demo"),
 )

@@ -166,4 +166,5 @@ def register_commands() -> None:
         report,
         sample,
         serve,
+        verify,
     )

@@ -43,7 +43,8 @@ def write_page(html: Path, text: str, *, is_silent: bool = False) -> None:
 
 
 def _write(option: str, file: Path, content: bytes, *, is_silent: bool) -> None:
-    from headwise.base.disk import storage_errors, write_among_others
+    from headwise.base.checksums import write_among_others
+    from headwise.base.disk import storage_errors
 
     with storage_errors(option, file):
         write_among_others(file, content)

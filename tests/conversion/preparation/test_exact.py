@@ -106,7 +106,7 @@ def test_what_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
     text.write_text("a text")
     with pytest.raises(HeadwiseError, match="must not be a text of evaluate, or a folder that holds it"):
         headwise.prepare(source, text.parent, cache="llama.cpp:q4_0", evaluate=text, overwrite=True)
-    with pytest.raises(HeadwiseError, match="blocks of 32"):
+    with pytest.raises(HeadwiseError, match=r"^for = 'llama.cpp:q4_0': has blocks of 32"):
         headwise.prepare(tiny_llama, tmp_path / "out", cache="llama.cpp:q4_0")
     with pytest.raises(HeadwiseError, match="calibrate"):
         headwise.prepare(make(tmp_path / "gpt2", "gpt2", 32), tmp_path / "out", cache="llama.cpp:q4_0")

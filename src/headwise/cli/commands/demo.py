@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headwise.base.checksums import write_among_others
 from headwise.base.progress import Progress
 from headwise.base.tables import Table, bytes_text
 from headwise.cli.app import STUDY, Json, app, emit, err, out, progress_bar
@@ -86,7 +87,8 @@ def demo(
         "generate": [continuation.to_dict() for continuation in continuations],
         "seconds": run.finish(),
     }
-    (output / "result.json").write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    write_among_others(output / "result.json", text.encode())
     if as_json:
         emit(document)
 

@@ -305,7 +305,7 @@ def quick_frontier(
     )
     if output is not None:
         document = json.dumps(result.to_dict(), indent=2, ensure_ascii=False)
-        write_file(Path(output) / PREDICTED, f"{document}\n")
+        write_file(Path(output) / PREDICTED, f"{document}\n", listed_in=Path(output))
     return result
 
 

@@ -102,10 +102,14 @@ def result_of(candidate: Candidate, setting: Setting) -> dict[str, Any]:
     file = setting.output / RESULTS / f"{candidate.slug}-{run[:12]}.json"
     keys = ("conversion", "evaluation", "cache", *(["held_out_loss"] if candidate.is_variant else []))
     if candidate.cache is not None:
-        return remembered(file, keys, lambda: _document(candidate, setting.source, None, setting))
+        return remembered(
+            file, keys, lambda: _document(candidate, setting.source, None, setting), listed_in=setting.output
+        )
     model = setting.models / candidate.slug
     conversion = partial(kept_model, model, run, lambda: _convert(candidate, model, setting))
-    result = remembered(file, keys, lambda: _document(candidate, model, conversion(), setting))
+    result = remembered(
+        file, keys, lambda: _document(candidate, model, conversion(), setting), listed_in=setting.output
+    )
     if setting.options.keep:
         conversion()  # a run that measured it need not have kept it
     else:
@@ -179,7 +183,7 @@ def kept_model(model: Path, run: str, make: Callable[[], dict[str, Any]]) -> dic
         return known
     on_main_process(partial(_stamp(model).unlink, missing_ok=True))  # it is of the folder that is replaced now
     known = make()
-    write_file(_stamp(model), json.dumps({"run": run, "conversion": known}))
+    write_file(_stamp(model), json.dumps({"run": run, "conversion": known}), listed_in=model.parent)
     return known
 
 
@@ -308,10 +312,10 @@ def frontier(
             notes=notes,
         )
         name = folder / ("methods.json" if options.methods else FRONTIER)
-        write_file(name, json.dumps(result.to_dict(), indent=2, ensure_ascii=False) + "\n")
-        write_file(name.with_suffix(".md"), markdown(result))
+        write_file(name, json.dumps(result.to_dict(), indent=2, ensure_ascii=False) + "\n", listed_in=folder)
+        write_file(name.with_suffix(".md"), markdown(result), listed_in=folder)
         if options.plot:
-            write_file(name.with_suffix(".html"), page(result))
+            write_file(name.with_suffix(".html"), page(result), listed_in=folder)
     return result
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from headwise.base.checksums import remove_listed
 from headwise.base.disk import refuse_file, refuse_input_within
 from headwise.base.documents import as_document
 from headwise.base.options import PrepareOptions, takes_options
@@ -297,7 +298,10 @@ def check_layers(checkpoint: Checkpoint, formats: Sequence[EngineFormat], output
         if (reason := _why_not(layer)) is not None:
             raise SpecError(f"layer {index}", layer.label, f"{reason}, and cannot be prepared")
         for code in formats:
-            code.keys.block(grouped_spec(layer).head_dim)
+            try:
+                code.keys.block(grouped_spec(layer).head_dim)
+            except ArgumentError as error:  # in the user's words, who named the engine's format
+                raise ArgumentError("for", str(code), error.rule) from None
 
 
 def check_biases(checkpoint: Checkpoint) -> None:
@@ -343,7 +347,7 @@ def _remove(output: Path) -> None:
         shutil.rmtree(output)
         return
     for part in read_gguf_header(output).files:
-        part.unlink()
+        remove_listed(Path(os.path.realpath(part)))
 
 
 def _notes(layers: Sequence[PreparedLayer], context: int | None) -> list[str]:

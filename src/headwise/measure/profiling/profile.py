@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from headwise.base.disk import storage_errors, write_among_others
+from headwise.base.checksums import write_among_others
+from headwise.base.disk import storage_errors
 from headwise.base.progress import Progress, silent
 from headwise.costs.prediction import Device, to_table
 from headwise.measure.profiling.decoder import grids_of

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from headwise.base.disk import refuse_no_file, storage_errors, write_among_others
+from headwise.base.checksums import write_among_others
+from headwise.base.disk import refuse_no_file, storage_errors
 from headwise.base.jobs import Job, remembered
 from headwise.base.options import takes_options
 from headwise.base.options.heal import LENGTH, SHORTEST, SampleOptions

@@ -13,6 +13,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from headwise.base.checksums import write_among_others
 from headwise.base.disk import refuse_input_within
 from headwise.base.options import at_least
 from headwise.errors import ArgumentError, MissingExtraError
@@ -117,8 +118,8 @@ def write_reference_texts(folder: Path, tokenizer: Any) -> tuple[Path, Path]:
     study, exam = folder / "study.txt", folder / "exam.txt"
     text = language_reference(slice(0, None, 2))
     others = passages_apart(tokenizer, reference_topics(slice(1, None, 2)), text)
-    study.write_text(text, encoding="utf-8")
-    exam.write_text("\n\n".join(others), encoding="utf-8")
+    write_among_others(study, text.encode())
+    write_among_others(exam, "\n\n".join(others).encode())
     return study, exam
 
 

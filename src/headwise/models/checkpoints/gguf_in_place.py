@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from headwise.base.disk import refuse_no_file, replace, storage_errors
+from headwise.base.checksums import replace_listed
+from headwise.base.disk import refuse_no_file, storage_errors
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.models.specs.gguf_header import TYPES, renamed_parts
 
@@ -74,7 +75,7 @@ def copied_files(files: Sequence[Path], output: Path, *, moved: bool = False) ->
                 (first.parent / copy.name).symlink_to(copy)
         yield copies
         for file, target in zip(files, targets, strict=True):
-            replace(copies[file], Path(os.path.realpath(target)))
+            replace_listed(copies[file], Path(os.path.realpath(target)))
 
 
 Bytes = npt.NDArray[np.uint8]

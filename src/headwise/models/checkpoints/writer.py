@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from headwise.base.checksums import SUMS, list_folder
 from headwise.base.disk import refuse_file, refuse_no_folder, replace, storage_errors, sync
 from headwise.base.documents import MEASURED
 from headwise.base.jobs import Job, lock_folder, partial_folder, remove_locked
@@ -413,7 +414,7 @@ class FolderWriter(Job):
 
 
 def move_into_place(folder: Path, output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
-    """Move a finished folder to its destination beside it, whole or not at all.
+    """Write the checksums of a finished folder, and move it to its destination beside it, whole or not at all.
 
     For example ``move_into_place(Path("./.half.work/model"), Path("./half"), overwrite=False)``.
 
@@ -426,6 +427,7 @@ def move_into_place(folder: Path, output: Path, *, overwrite: bool, mark: str = 
     Raises:
         ArgumentError: the destination is taken.
     """
+    list_folder(folder)
     for path in (*folder.rglob("*"), folder):
         sync(path)
     check_output(output, overwrite=overwrite, mark=mark)
@@ -477,7 +479,7 @@ def check_output(output: Path, *, overwrite: bool, mark: str = MODEL) -> None:
         if not (output / mark).is_file():
             kind = "is not a model folder" if mark == MODEL else f"has no {mark}"
             raise ArgumentError("output", str(output), f"{kind}, so --overwrite will not replace it")
-        others = sorted({path.name for path in output.iterdir()} - {mark, "README.md", MEASURED})
+        others = sorted({path.name for path in output.iterdir()} - {mark, "README.md", MEASURED, SUMS})
         if mark.endswith(".gguf") and others:  # many people keep several of these files in a folder
             rule = f"holds {others[0]} too, so --overwrite will not replace it"
             raise ArgumentError("output", str(output), rule)

@@ -17,7 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from headwise.base.disk import refuse_no_file, replace, storage_errors
+from headwise.base.checksums import replace_listed
+from headwise.base.disk import refuse_no_file, storage_errors
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
 from headwise.errors import ArgumentError, StorageError
@@ -134,7 +135,7 @@ def export_gguf(
         with storage_errors("output", path):
             file.write(partial, engine_tensors(checkpoint, config, progress))
             partial.chmod(0o666 & ~_umask())
-            replace(partial, target)
+            replace_listed(partial, target)
             return target.stat().st_size
     finally:
         with suppress(OSError):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from headwise import cost
-from headwise.base.disk import write_whole
+from headwise.base.checksums import write_among_others
 from headwise.base.options.heal import HealOptions
 from headwise.base.progress import Progress, silent
 from headwise.conversion.calibration.windows import plain_windows
@@ -183,7 +183,7 @@ def train(
         )
         document = {"settings": settings, "rows": {key: asdict(row) for key, row in rows.items()}}
         document |= {"machine": describe_machine(device or "cpu"), "versions": installed_versions()}
-        write_whole(path, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
+        write_among_others(path, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
     progress("training from scratch", len(chosen), len(chosen))
     return FromScratch(tokens=tokens, text=str(settings["text"]), rows=tuple(rows.values()))
 
