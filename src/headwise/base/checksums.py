@@ -1,7 +1,7 @@
 """Checksums of what headwise writes, in the format of ``sha256sum``, and files and folders held to them.
 
 A folder has them in a file ``SHA256SUMS``; a file has its own beside it, in ``FILE.sha256``. Both are read by
-``sha256sum --check`` too. A folder gets its list before it is moved to its place, so that one with a list is complete.
+``sha256sum --check`` too. A folder gets its list before it is moved to its place: one with a list is complete.
 """
 
 from __future__ import annotations
