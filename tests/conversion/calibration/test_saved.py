@@ -187,7 +187,7 @@ def test_a_calibration_that_ended_early_goes_on(
     assert not (tmp_path / "again").exists()
     headwise.calibrate(source, tmp_path / "again", **options)
     files = sorted(file.name for file in statistics.iterdir())
-    assert files == ["layer-00000.safetensors", "layer-00001.safetensors", "statistics.json"]
+    assert files == ["SHA256SUMS", "layer-00000.safetensors", "layer-00001.safetensors", "statistics.json"]
     for file in files:
         assert (tmp_path / "again" / file).read_bytes() == (statistics / file).read_bytes()
     assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []

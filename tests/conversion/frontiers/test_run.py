@@ -112,7 +112,12 @@ def of_mqa(place: Path) -> headwise.Frontier:
 def test_it_is_what_convert_and_evaluate_say(place: Path, tmp_path: Path) -> None:
     texts = [place / "exam.txt", place / "second.txt"]
     frontier = climb(place, tmp_path / "out", evaluate=texts)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["frontier.json", "frontier.md", "results"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "SHA256SUMS",
+        "frontier.json",
+        "frontier.md",
+        "results",
+    }
     by_hand = {"mla:0.5": {"to": "mla", "kv_budget": 0.5}, "mqa": {"to": "mqa"}}
     assert [point.target for point in frontier.points] == list(by_hand)
     for point in frontier.points:
@@ -252,7 +257,12 @@ def test_a_run_that_was_killed_goes_on(moment: int, place: Path, whole: Path, tm
     assert (tmp_path / "out/results").is_dir() == (moment == 10)
     climb(place, tmp_path / "out")
     assert without_times(document(tmp_path / "out")) == without_times(document(whole))
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["frontier.json", "frontier.md", "results"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "SHA256SUMS",
+        "frontier.json",
+        "frontier.md",
+        "results",
+    }
 
 
 def test_what_is_done_is_not_done_again(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +389,12 @@ def test_a_conversion_that_cannot_be_measured_is_left_out_and_noted(
         frontier = climb(place, tmp_path / "out")
     assert [point.target for point in frontier.points] == ["mqa"]
     assert frontier.notes == ("not measured: mla:0.5, headwise (model computes NaN)",)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["frontier.json", "frontier.md", "results"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "SHA256SUMS",
+        "frontier.json",
+        "frontier.md",
+        "results",
+    }
     again = climb(place, tmp_path / "out")  # by then it can be
     assert [point.target for point in again.points] == ["mla:0.5", "mqa"]
     assert again.notes == ()

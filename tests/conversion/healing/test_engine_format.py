@@ -158,7 +158,8 @@ def test_of_a_gguf_only_plain_numbers_are_trained(
     assert report.after is not None
     assert report.after.kl < 0.8 * report.before.kl
     assert file.read_bytes() == content
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["exam.txt", "model.gguf", "out.gguf"]
+    files = {"exam.txt", "model.gguf", "model.gguf.sha256", "out.gguf", "out.gguf.sha256"}
+    assert {path.name for path in tmp_path.iterdir()} == files
     before, after = tensors_of(file), tensors_of(tmp_path / "out.gguf")
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name] != after[name]}
@@ -255,4 +256,4 @@ def test_bad_requests_for_a_gguf_are_refused_before_any_work(
     with pytest.raises(HeadwiseError, match=re.escape(message)):
         headwise.heal(file, tmp_path / output, **{**keywords, **changes})
     assert file.read_bytes() == content
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "there.gguf"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "model.gguf.sha256", "there.gguf"]

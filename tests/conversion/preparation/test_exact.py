@@ -89,6 +89,21 @@ def test_bfloat16_rounds_nothing(tmp_path: Path) -> None:
     assert moved
 
 
+@pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj"])
+def test_weights_that_overflow_are_refused_by_their_layer(tmp_path: Path, projection: str) -> None:
+    source = make(tmp_path / "source", "llama", 32)
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if f".1.self_attn.{projection}.weight" in name)
+    tensors[name] = tensors[name].clone()
+    tensors[name][3, 2] = 3e38
+    save_file(tensors, file, {"format": "pt"})
+    what = {"q": "queries", "k": "keys", "v": "values"}[projection[0]]
+    with pytest.raises(HeadwiseError, match=f"^{what} of layer 1 = .*: must be at most 1e\\+15 in size"):
+        headwise.prepare(source, tmp_path / "out", cache="llama.cpp:q4_0")
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
     source = make(tmp_path / "source", "llama", 32)
     cases = {

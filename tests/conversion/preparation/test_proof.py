@@ -222,7 +222,13 @@ def test_an_interruption_leaves_what_is_written(
     )
     with pytest.raises(ProcessLookupError):
         os.kill(int(told.read_text()), 0)
-    assert {path.name for path in here.iterdir()} == {"text.txt", "short.txt", "process", "out.gguf"}
+    assert {path.name for path in here.iterdir()} == {
+        "text.txt",
+        "short.txt",
+        "process",
+        "out.gguf",
+        "out.gguf.sha256",
+    }
     assert open_checkpoint(here / "out.gguf").tensors.keys() == open_checkpoint(models / "model.gguf").tensors.keys()
 
 

@@ -89,7 +89,7 @@ def test_nothing_is_seen_before_everything_is_there(tmp_path: Path) -> None:
         assert not out.exists()
         fill(writer)
         assert not out.exists()
-    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == ["SHA256SUMS", "config.json", "model.safetensors"]
     assert sorted(path.name for path in out.parent.iterdir()) == ["out"]
 
 
@@ -303,7 +303,7 @@ def test_files_of_the_hub_cache_are_copied(tiny_llama_folder: Path, tmp_path: Pa
         writer.write_json("config.json", checkpoint.config)
         writer.add_companions(checkpoint)
     companions = {file.name for file in tiny_llama_folder.iterdir()}
-    assert {file.name for file in (tmp_path / "out").iterdir()} == companions
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {*companions, "SHA256SUMS"}
     assert checkpoint.left_out == ("above.json", "other.json")
 
 

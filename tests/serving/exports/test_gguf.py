@@ -126,7 +126,7 @@ def test_a_conversion_to_mla_is_deepseek2_without_biases(model_type: str, tmp_pa
     how: dict[str, Any] = {"calibrate": text, "calibration_tokens": 1024}
     headwise.convert(source, tmp_path / "stock", format="deepseek", bias_free=True, **sizes, **how)
     done = headwise.convert(source, tmp_path / "out", format="gguf", **sizes, **how)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "model.gguf"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "SHA256SUMS", "model.gguf"]
     assert (done.format, done.model_type, done.label) == ("gguf", "deepseek_v3", "MLA 16 + 8")
     file = tmp_path / "out" / "model.gguf"
     assert abs(done.disk_bytes - file.stat().st_size) < 100_000  # metadata
@@ -330,7 +330,7 @@ def test_the_output_is_replaced_when_asked_and_never_half_written(
     export_gguf(source, file, overwrite=True)
     with pytest.raises(ArgumentError, match=r"must not be the source"):
         export_gguf(file, file, overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf", "source"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf", "out.gguf.sha256", "source"]
     export_gguf(file, tmp_path / "half.gguf", outtype="q8_0")  # from GGUF to GGUF
     assert (tmp_path / "half.gguf").stat().st_size < file.stat().st_size
 

@@ -106,7 +106,8 @@ def result_of(candidate: Candidate, setting: Setting) -> dict[str, Any]:
             file, keys, lambda: _document(candidate, setting.source, None, setting), listed_in=setting.output
         )
     model = setting.models / candidate.slug
-    conversion = partial(kept_model, model, run, lambda: _convert(candidate, model, setting))
+    kept_in = setting.output if setting.options.keep else None
+    conversion = partial(kept_model, model, run, lambda: _convert(candidate, model, setting), listed_in=kept_in)
     result = remembered(
         file, keys, lambda: _document(candidate, model, conversion(), setting), listed_in=setting.output
     )
@@ -167,7 +168,9 @@ def _convert(candidate: Candidate, model: Path, setting: Setting) -> dict[str, A
     return conversion
 
 
-def kept_model(model: Path, run: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def kept_model(
+    model: Path, run: str, make: Callable[[], dict[str, Any]], *, listed_in: Path | None = None
+) -> dict[str, Any]:
     """The facts about a model folder, which is made where it is missing or of another run.
 
     The run is saved beside the folder once it is made, so that a later run can tell whose model it is.
@@ -176,6 +179,8 @@ def kept_model(model: Path, run: str, make: Callable[[], dict[str, Any]]) -> dic
         model: the path of the folder.
         run: the identity of the run that makes the folder.
         make: the function that makes the folder, and returns the facts to keep as JSON-able values.
+        listed_in: the folder, above the model, whose list of checksums these facts are on; None for a model that does
+            not stay.
     """
     stamp = read_document(_stamp(model))
     if stamp is not None and stamp.get("run") == run and (model / MODEL).is_file():
@@ -183,7 +188,7 @@ def kept_model(model: Path, run: str, make: Callable[[], dict[str, Any]]) -> dic
         return known
     on_main_process(partial(_stamp(model).unlink, missing_ok=True))  # it is of the folder that is replaced now
     known = make()
-    write_file(_stamp(model), json.dumps({"run": run, "conversion": known}), listed_in=model.parent)
+    write_file(_stamp(model), json.dumps({"run": run, "conversion": known}), listed_in=listed_in)
     return known
 
 

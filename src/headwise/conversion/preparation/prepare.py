@@ -24,11 +24,11 @@ from headwise.base.type_checks import checked_types
 from headwise.conversion.preparation.change import Change
 from headwise.conversion.preparation.one_layer import best_change, why_no_shift
 from headwise.conversion.preparation.proof import Proof, check_engines, check_written, prove
-from headwise.conversion.preparation.samples import POSITIONS, Inputs, layer_inputs, projected
+from headwise.conversion.preparation.samples import POSITIONS, Inputs, Projected, layer_inputs, projected
 from headwise.conversion.preparation.stored import FolderLayers, GgufLayers, Room
 from headwise.conversion.solvers.layer import grouped_layers, grouped_spec
 from headwise.costs.prediction import SERVING_ENGINES
-from headwise.errors import ArgumentError, HeadwiseError, SpecError, StorageError
+from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, SpecError, StorageError
 from headwise.measure.evaluation.beside_source import choose_evaluation_set, overlap_notes, window_notes
 from headwise.measure.texts import named_texts, refuse_inputs_within
 from headwise.measure.texts.calibration import CalibrationTexts, check_texts
@@ -38,6 +38,9 @@ from headwise.models.specs import AttentionSpec, GroupedSpec, read_gguf_header
 from headwise.models.specs.gguf_header import renamed_parts
 from headwise.runtime.quantization.formats import EngineFormat, parse_engine_format
 from headwise.serving.exports.gguf import export_gguf
+
+_LARGEST = 1e15
+"""The largest query, key or value whose products float32 holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +234,7 @@ def _fitted(
     def fitted(item: tuple[int, GroupedSpec, Mapping[str, Tensor], Inputs, Room]) -> tuple[Change, PreparedLayer]:
         index, layer, state, inputs, room = item
         states = projected(state, layer, *inputs)
+        _check_size(states, index)
         codes = [code for code in formats if not code.is_unquantised(index, spec.num_layers)]
         change, loss, off = best_change(
             states, state, codes, room, shifts=options.refit, longest=longest, on_text=bool(texts)
@@ -243,6 +247,18 @@ def _fitted(
         found.append(pair)
         progress("fitting", number, spec.num_layers)
     return [change for change, _ in found], [layer for _, layer in found]
+
+
+def _check_size(states: Projected, index: int) -> None:
+    """Refuse a layer whose queries, keys or values are too large for float32 to hold their products.
+
+    Raises:
+        CheckpointError: they are.
+    """
+    for name in ("queries", "keys", "values"):
+        if not (largest := float(getattr(states, name).abs().max())) <= _LARGEST:
+            rule = f"must be at most {_LARGEST:g} in size, so that their products are finite: weights are damaged"
+            raise CheckpointError(f"{name} of layer {index}", largest, rule)
 
 
 def _stored_layers(checkpoint: Checkpoint) -> GgufLayers | FolderLayers:

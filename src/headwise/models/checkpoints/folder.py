@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import stat
 from collections.abc import Mapping, Sequence
@@ -236,13 +237,13 @@ def _module_folders(path: Path) -> list[Path]:
     """The folders of a sentence encoder's further modules, such as its pooling, as ``modules.json`` names them."""
     try:
         modules = json.loads((path / "modules.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return []
     if not isinstance(modules, list):
         return []
     paths = [module.get("path") for module in modules if isinstance(module, dict)]
     names = [name for name in paths if isinstance(name, str) and name not in ("", "..") and Path(name).name == name]
-    return [path / name for name in names if (path / name).is_dir()]
+    return [path / name for name in names if os.path.isdir(path / name)]
 
 
 def _shards(path: Path) -> dict[str, Path]:
@@ -261,7 +262,7 @@ def _shards(path: Path) -> dict[str, Path]:
         for name, file in weight_map.items():
             if not isinstance(file, str) or Path(file).name != file:
                 raise CheckpointError("weight_map", {name: file}, "must name files in the folder itself")
-            if not (path / file).is_file():
+            if not os.path.isfile(path / file):  # `Path.is_file` raises where a name is too long
                 raise CheckpointError("shard", file, f"is named in {INDEX} but missing from {path}")
         return {name: path / file for name, file in weight_map.items()}
     for pattern in _PICKLES:

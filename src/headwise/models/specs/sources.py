@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from headwise.base.disk import storage_errors
 from headwise.base.hub import fetch_hub
-from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, MissingExtraError
+from headwise.errors import ArgumentError, CheckpointError, MissingExtraError
 from headwise.models.specs.base import AttentionSpec
 from headwise.models.specs.gguf_config import read_gguf_spec
 from headwise.models.specs.gguf_header import are_of_one_model, first_part
@@ -246,7 +246,7 @@ def with_stored_head(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
         if not _ties_head(config) or not _has_own_head(_folder_tensors(folder)):
             return config
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, HeadwiseError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return config
     config = {**config, "tie_word_embeddings": False}
     if isinstance(nested := config.get("text_config"), Mapping):
