@@ -17,7 +17,7 @@ class HeadwiseError(ValueError):
 
     def __init__(self, field: str, value: object, rule: str) -> None:
         self.field, self.value, self.rule = field, value, rule
-        super().__init__(f"{field} = {_short(value)}: {rule}")
+        super().__init__(f"{_short(field)} = {_short(repr(value))}: {_short(rule, 1500)}")
 
     def __reduce__(self) -> tuple[type[HeadwiseError], tuple[str, object, str]]:
         return type(self), (self.field, self.value, self.rule)
@@ -43,8 +43,8 @@ class MissingExtraError(HeadwiseError):
     """An optional package is not installed; the rule is the pip line that installs it."""
 
 
-def _short(value: object, limit: int = 200) -> str:
-    text = repr(value)
+def _short(text: str, limit: int = 200) -> str:
+    """A text that a file may have made as long as it is."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
