@@ -68,6 +68,8 @@ def work(name: str, options: argparse.Namespace, start: int, queue: Any) -> None
     slowest = 0.0
     queue.put(("folder", str(folder)))
     for number in range(start, options.inputs):
+        if os.getppid() == 1:  # the campaign was ended
+            break
         queue.put(("begin", number))
         trial.refused = ""
         is_traced = tracer is not None and number % TRACED == 0

@@ -5,6 +5,7 @@ Each is a function of the content and of a `random.Random`, so that an input fol
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -26,6 +27,12 @@ VALUES: tuple[Any, ...] = (
     [], {}, [[]], [0], [1, 2, 3], [None], ["x"], {"a": 1}, {"": {}},
 )  # fmt: skip
 """What stands in the place of another value: sizes that lie, no numbers, other types, names that escape."""
+
+
+def other_value(draw: random.Random) -> Any:
+    """One of `VALUES`, as an object of its own."""
+    return copy.deepcopy(draw.choice(VALUES))
+
 
 ENCODINGS = ("utf-16", "utf-32", "utf-8-sig", "latin-1", "utf-7")
 
@@ -98,7 +105,7 @@ def _places(value: Any, found: list[tuple[Any, Any]], depth: int = 0) -> list[tu
 def _spoil_value(document: Any, draw: random.Random) -> Any:
     places = _places(document, [])
     if not places or draw.random() < 0.01:
-        return draw.choice(VALUES)
+        return other_value(draw)
     container, key = draw.choice(places)
     other, from_key = draw.choice(places)
     kind = draw.randrange(10)
@@ -109,7 +116,7 @@ def _spoil_value(document: Any, draw: random.Random) -> Any:
     elif kind == 2:
         container[key] = json.loads(json.dumps(other[from_key])) if from_key in _keys(other) else None
     elif kind == 3 and isinstance(container[key], list):
-        container[key] = container[key] * draw.choice((2, 100)) or [draw.choice(VALUES)]
+        container[key] = container[key] * draw.choice((2, 100)) or [other_value(draw)]
     elif kind == 4 and isinstance(container[key], int | float):
         container[key] = draw.choice((-1, 2, 0.5, 1 / 3, 1000, 1e9)) * container[key] + draw.choice((0, 0, 1, -1))
     elif kind == 5 and isinstance(container[key], str):
@@ -117,7 +124,7 @@ def _spoil_value(document: Any, draw: random.Random) -> Any:
         at = draw.randrange(len(text) + 1)
         container[key] = draw.choice((text[:at], text[at:], text[:at] + draw.choice(TEXTS) + text[at:], text.upper()))
     else:
-        container[key] = draw.choice(VALUES)
+        container[key] = other_value(draw)
     return document
 
 

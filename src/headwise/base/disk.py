@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from headwise.errors import ArgumentError, StorageError
 
@@ -28,6 +31,20 @@ def storage_errors(field: str, path: str | Path, done: str = "written") -> Itera
         yield
     except OSError as error:
         raise StorageError(field, str(path), f"could not be {done}: {error.strerror or error}") from None
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read, which must be a regular one: a pipe may never begin, and a device may never end.
+
+    For example ``with open_regular(Path("./model/config.json")) as file: …``.
+
+    Raises:
+        OSError: the file is none, or cannot be opened.
+    """
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # which the system refuses, and says so
+        raise OSError(errno.EINVAL, "must be a regular file", str(path))
+    return path.open("rb")
 
 
 def refuse_file(output: Path) -> None:

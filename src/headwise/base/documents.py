@@ -9,6 +9,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from headwise.base.disk import open_regular
+
 MEASURED = "measured.json"
 """The file of a converted folder with what its conversion measured of it."""
 
@@ -44,6 +46,29 @@ def read_document(file: Path) -> dict[str, Any] | None:
         if isinstance(document, dict):
             return document
     return None
+
+
+def load_json(file: Path, largest: int) -> Any:
+    """The value in a JSON file, which may be anybody's.
+
+    For example ``load_json(Path("./model/config.json"), 1 << 20)["model_type"]``.
+
+    Args:
+        file: a regular file.
+        largest: the most bytes that it may have.
+
+    Raises:
+        OSError: the file is no regular one, or cannot be read.
+        ValueError: it is larger, or not UTF-8 JSON of a nesting within reason.
+    """
+    with open_regular(file) as opened:
+        content = opened.read(largest + 1)
+    if len(content) > largest:
+        raise ValueError(f"must have at most {largest:,} bytes")
+    try:
+        return json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not valid JSON: {error}") from None
 
 
 def plain(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwise.base.documents import FRONTIER, MEASURED, PREDICTED
+from headwise.base.documents import FRONTIER, MEASURED, PREDICTED, load_json
 from headwise.errors import CheckpointError, StorageError
 from headwise.models.specs import ModelSpec
 
@@ -115,10 +114,8 @@ def _files(source: Path) -> list[Path]:
 
 def _read_file(file: Path, model: ModelSpec | None) -> dict[str, Measured]:
     try:
-        if file.stat().st_size > _LARGEST:
-            raise CheckpointError("measured", str(file), f"must be at most {_LARGEST >> 20} MiB")
-        document = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        document = load_json(file, _LARGEST)
+    except (OSError, ValueError) as error:
         raise StorageError("measured", str(file), f"cannot be read: {error}") from None
     return read_points(document if isinstance(document, dict) else {}, model, name=str(file))
 

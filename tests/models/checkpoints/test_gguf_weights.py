@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_the_file_runs_and_converts_without_a_tokenizer(tiny_llama_folder: Path,
         headwise.convert(path, tmp_path / "out", to="mha", evaluate=False)
         torch.testing.assert_close(headwise.load(tmp_path / "out")(ids).logits, logits)
     names = sorted(file.name for file in (tmp_path / "out").iterdir())
-    assert names == ["README.md", "config.json", "model.safetensors"]
+    assert names == ["README.md", "SHA256SUMS", "config.json", "model.safetensors"]
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
@@ -75,6 +76,26 @@ def test_a_tensor_without_a_place(tiny_llama_folder: Path, tmp_path: Path) -> No
     path.write_bytes(path.read_bytes().replace(b"blk.0.attn_v", b"blk.0.attn_z"))
     with pytest.raises(CheckpointError, match=r"^GGUF tensor = 'blk.0.attn_z.weight': has no place in a llama model"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize("shape", [(32, 0), (0, 32), (32, 7), (0, 0)])
+def test_a_tensor_of_another_shape_is_read_or_refused(
+    shape: tuple[int, int], tiny_llama_folder: Path, tmp_path: Path
+) -> None:
+    """Rows that are no pairs of heads, and shapes with a 0, which the gguf package cannot decode."""
+    for kind in ("F32", "Q8_0"):
+        path = tmp_path / f"{kind}.gguf"
+        write_tiny_gguf(tiny_llama_folder, path, kind)
+        whole, name = path.read_bytes(), b"blk.0.attn_q.weight"
+        at = whole.index(name) + len(name) + 4
+        path.write_bytes(whole[:at] + struct.pack("<QQ", *shape) + whole[at + 16 :])
+        checkpoint = open_checkpoint(path)
+        name = "model.layers.0.self_attn.q_proj.weight"
+        if 0 in shape:
+            assert checkpoint.read(name).shape == shape[::-1]
+        else:
+            with pytest.raises(CheckpointError, match=r"q_proj.weight shape = \(7, 32\): must have pairs of rows"):
+                checkpoint.read(name)
 
 
 def test_the_real_file_as_transformers_reads_it() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -189,6 +190,12 @@ def test_a_file_that_is_not_gguf(tmp_path: Path, start: bytes) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^file = '.*none\.gguf': could not be read: No such file"):
         read_gguf_header(tmp_path / "none.gguf")
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.gguf")
+    with pytest.raises(CheckpointError, match=r"^file = '.*a\.gguf': could not be read: must be a regular file$"):
+        read_spec(tmp_path / "a.gguf")
 
 
 @pytest.mark.parametrize("version", [1, 4, 3 << 24])

@@ -6,7 +6,6 @@ saved in a folder. Decode steps that evaluations timed stand beside predicted on
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -15,7 +14,7 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, TypeGuard
 
-from headwise.base.documents import FRONTIER, MEASURED, PREDICTED
+from headwise.base.documents import FRONTIER, MEASURED, PREDICTED, load_json
 from headwise.base.pages import Draw
 from headwise.base.tables import Table
 from headwise.decide.advice import AS_IT_IS, Measured, by_target, read_points
@@ -437,7 +436,7 @@ def _document(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _LARGEST:
             return {}
-        document = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        document = load_json(file, _LARGEST)
+    except (OSError, ValueError) as error:
         raise StorageError("report", str(file), f"cannot be read: {error}") from None
     return document if isinstance(document, dict) else {}

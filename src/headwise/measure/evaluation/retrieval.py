@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModel
 
+from headwise.base.documents import load_json
 from headwise.base.options import RetrievalOptions, takes_options
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
@@ -314,7 +314,7 @@ def load_encoder(
 
 
 def _encoder_model(path: Path, dtype: torch.dtype | None) -> Any:
-    refuse_unsafe(read_json(path / "config.json", LARGEST_CONFIG), path)
+    refuse_unsafe(read_json(path / "config.json"), path)
     refuse_other_weights(path)
     try:
         model, report = AutoModel.from_pretrained(
@@ -363,7 +363,7 @@ def read_pooling(folder: Path) -> Pooling:
 
 def _read_json(path: Path, kind: type) -> Any:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = load_json(path, LARGEST_CONFIG)
     except (OSError, ValueError):
         value = None
     if not isinstance(value, kind):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
@@ -14,12 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headwise.base.documents import RECORDS
+from headwise.base.documents import RECORDS, load_json
 from headwise.errors import CheckpointError, StorageError
 from headwise.models.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
 from headwise.models.checkpoints.unsafe import ADAPTER, refuse_unsafe
 from headwise.models.families.base import family_of, has_family
-from headwise.models.specs import LARGEST_CONFIG, read_json
+from headwise.models.specs import LARGEST_CONFIG, LARGEST_INDEX, read_json
 from headwise.models.specs.sources import INDEX, SINGLE, with_stored_head
 
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -44,7 +43,7 @@ class FolderCheckpoint(Checkpoint):
         self.path = path
         if not (path / "config.json").is_file():
             raise CheckpointError("folder", str(path), "has no config.json")
-        config = self._plain_config(read_json(path / "config.json", LARGEST_CONFIG))
+        config = self._plain_config(read_json(path / "config.json"))
         refuse_unsafe(config, path)
         if config.pop("auto_map", None):  # what is read, run and written is transformers' class
             own = f"transformers' own {config['model_type']} is used"
@@ -236,8 +235,8 @@ def inner_file(file: Path, folder: Path) -> Path | None:
 def _module_folders(path: Path) -> list[Path]:
     """The folders of a sentence encoder's further modules, such as its pooling, as ``modules.json`` names them."""
     try:
-        modules = json.loads((path / "modules.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        modules = load_json(path / "modules.json", LARGEST_CONFIG)
+    except (OSError, ValueError):
         return []
     if not isinstance(modules, list):
         return []
@@ -256,7 +255,7 @@ def _shards(path: Path) -> dict[str, Path]:
     if (path / SINGLE).is_file():
         return {"": path / SINGLE}
     if (path / INDEX).is_file():
-        weight_map = read_json(path / INDEX).get("weight_map")
+        weight_map = read_json(path / INDEX, LARGEST_INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError("weight_map", weight_map, f"must name each tensor's file in {path / INDEX}")
         for name, file in weight_map.items():

@@ -258,6 +258,10 @@ class GgufCheckpoint(Checkpoint):
             return join({part: self._read_stored(stored) for part, stored in parts.items()})
         tensor = self._read_stored(parts[_whole(parts)])
         if heads := self._heads(name):
+            if len(tensor) % (2 * heads):
+                raise CheckpointError(
+                    f"{name} shape", tuple(tensor.shape), f"must have pairs of rows of {heads} heads"
+                )
             pairs = torch.unflatten(tensor, 0, (heads, -1, 2))  # [H, D/2, 2, E]
             tensor = pairs.transpose(1, 2).reshape(tensor.shape).contiguous()  # [H·D, E]
         if self._layout.norm_offset and name.endswith("norm.weight"):
@@ -346,6 +350,8 @@ def _decoded(content: bytearray, kind: Any, shape: tuple[int, ...]) -> Tensor:
     """The numbers that the bytes of a tensor, or of some of its rows, stand for."""
     from gguf.quants import dequantize
 
+    if not content:  # of a shape with a 0, which the gguf package cannot decode
+        return torch.empty(shape)
     raw = np.frombuffer(content, dtype=np.uint8)
     if kind.name in DTYPES:
         return torch.from_numpy(raw).view(DTYPES[kind.name]).reshape(shape)

@@ -15,7 +15,7 @@ from headwise.models.checkpoints.checkpoint import DTYPES, TensorInfo
 from headwise.models.checkpoints.folder import FolderCheckpoint
 from headwise.models.checkpoints.quantised_formats import BESIDES, Format, Rows, read_scheme
 from headwise.models.checkpoints.unsafe import refuse_kernels
-from headwise.models.specs import LARGEST_CONFIG, read_json
+from headwise.models.specs import read_json
 
 FIELDS = ("quantization_config", "compression_config")
 """The fields of a config that say how weights are quantised."""
@@ -30,7 +30,7 @@ def is_quantised(folder: Path) -> bool:
     For example ``is_quantised(Path("./model-awq"))``.
     """
     file = folder / "config.json"
-    return file.is_file() and any(read_json(file, LARGEST_CONFIG).get(field) for field in FIELDS)
+    return file.is_file() and any(read_json(file).get(field) for field in FIELDS)
 
 
 class QuantisedFolder(FolderCheckpoint):

@@ -526,6 +526,8 @@ def _compressed(given: Mapping[str, Any]) -> Scheme:
     if given.get("transform_config"):
         raise _refusal("transform_config", given["transform_config"], "turns what layers compute while they run")
     sparsity = given.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping):
+        raise _refusal("sparsity_config", sparsity, "must be an object")
     if sparsity:
         _only(sparsity, ("format",), "dense", ("dense",))
     groups = given.get("config_groups") or {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -13,9 +12,10 @@ from textwrap import shorten
 from typing import Any
 
 from headwise.base.disk import storage_errors
+from headwise.base.documents import load_json
 from headwise.errors import ArgumentError, CheckpointError, HeadwiseError
 from headwise.models.checkpoints.unsafe import refuse_tokenizer_class
-from headwise.models.specs import gguf_config, read_gguf_header
+from headwise.models.specs import LARGEST_CONFIG, gguf_config, read_gguf_header
 from headwise.models.specs.gguf_header import GgufHeader
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -187,7 +187,7 @@ def max_length(folder: Path) -> int | None:
     if not file.is_file() or not (folder / "modules.json").is_file():  # sentence-transformers reads both or neither
         return None
     try:
-        length = json.loads(file.read_text(encoding="utf-8"))["max_seq_length"]
+        length = load_json(file, LARGEST_CONFIG)["max_seq_length"]
     except KeyError:
         return None
     except (OSError, ValueError, TypeError):

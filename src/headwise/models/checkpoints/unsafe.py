@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from headwise.base.documents import load_json
 from headwise.errors import CheckpointError
-from headwise.models.specs import HOSTED_PREFIX
+from headwise.models.specs import HOSTED_PREFIX, LARGEST_INDEX
 
 _IMPLEMENTATION = re.compile(r"(attn|attention|experts?)_implementation", re.IGNORECASE)
 _PLAIN_NAME = re.compile(r"[\w|]*")
@@ -129,8 +129,8 @@ def refuse_tokenizer_class(path: Path) -> None:
 
     for file in ("tokenizer_config.json", "config.json"):
         try:
-            name = json.loads((path / file).read_text(encoding="utf-8")).get("tokenizer_class")
-        except (OSError, ValueError, AttributeError, RecursionError):  # transformers refuses it, if it needs it
+            name = load_json(path / file, LARGEST_INDEX).get("tokenizer_class")
+        except (OSError, ValueError, AttributeError):  # transformers refuses it, if it needs it
             continue
         cls = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
         if not isinstance(cls, type) or getattr(cls, "is_dummy", False):

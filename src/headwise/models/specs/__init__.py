@@ -13,7 +13,16 @@ from headwise.models.specs.latent import LatentSpec
 from headwise.models.specs.latent_space import LatentSpaceSpec
 from headwise.models.specs.model import BodySpec, FeedForwardSpec, ModelSpec
 from headwise.models.specs.recurrent import RecurrentSpec
-from headwise.models.specs.sources import LARGEST_CONFIG, Source, catalog, layer_spec, locate, read_json, read_spec
+from headwise.models.specs.sources import (
+    LARGEST_CONFIG,
+    LARGEST_INDEX,
+    Source,
+    catalog,
+    layer_spec,
+    locate,
+    read_json,
+    read_spec,
+)
 from headwise.models.specs.target_sizes import (
     as_grouped,
     as_latent,

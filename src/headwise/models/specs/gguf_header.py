@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from headwise.base.disk import storage_errors
+from headwise.base.disk import open_regular, storage_errors
 from headwise.errors import CheckpointError
 from headwise.models.specs.model import MatrixFormat, StoredWeights
 
@@ -82,7 +82,7 @@ def read_part_header(path: Path) -> GgufHeader:
         StorageError: it cannot be opened.
     """
     with storage_errors("file", path, "read"):
-        file = path.open("rb")
+        file = open_regular(path)
     with file:
         if file.read(4) != _MAGIC:
             raise CheckpointError(str(path), "not GGUF", "the file must begin with the bytes GGUF")

@@ -18,9 +18,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from headwise.base.disk import storage_errors
+from headwise.base.disk import open_regular, storage_errors
+from headwise.base.documents import load_json
 from headwise.base.hub import fetch_hub
-from headwise.errors import ArgumentError, CheckpointError, MissingExtraError
+from headwise.errors import ArgumentError, CheckpointError, MissingExtraError, StorageError
 from headwise.models.specs.base import AttentionSpec
 from headwise.models.specs.gguf_config import read_gguf_spec
 from headwise.models.specs.gguf_header import are_of_one_model, first_part
@@ -29,6 +30,9 @@ from headwise.models.specs.model import ModelSpec
 
 LARGEST_CONFIG = 2**20
 """The most bytes that a ``config.json`` may have: transformers spends much time and memory on a long list in one."""
+
+LARGEST_INDEX = 100_000_000
+"""The most bytes of what names all tensors: of an index, and of a safetensors file's header, by safetensors' rule."""
 
 BUNDLED = "smollm2-135m"
 """The catalog name of the model that comes as a Python package."""
@@ -112,14 +116,14 @@ def bundled_gguf() -> Path:
     return Path(package.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def read_json(path: Path, largest: int | None = None) -> dict[str, Any]:
+def read_json(path: Path, largest: int = LARGEST_CONFIG) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     For example ``read_json(Path("./model/config.json"))["model_type"]``.
 
     Args:
         path: the file.
-        largest: the most bytes that the file may have; None for any number.
+        largest: the most bytes that the file may have.
 
     Raises:
         CheckpointError: the file is not UTF-8 JSON, does not hold an object, or is larger.
@@ -127,16 +131,11 @@ def read_json(path: Path, largest: int | None = None) -> dict[str, Any]:
     """
     try:
         with storage_errors("file", path, "read"):
-            if path.is_fifo() or path.is_char_device():  # which may never end, or never begin
-                raise CheckpointError("file", str(path), "must be a regular file")
-            with path.open("rb") as file:
-                content = file.read() if largest is None else file.read(largest + 1)
-        if largest is not None and len(content) > largest:
-            rule = f"must have at most {largest:,} bytes: a model's config has some thousands"
-            raise CheckpointError("file", str(path), rule)
-        value = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number or a nesting beyond reason
-        raise CheckpointError("file", str(path), f"is not valid JSON: {error}") from None
+            value = load_json(path, largest)
+    except StorageError:
+        raise
+    except ValueError as error:
+        raise CheckpointError("file", str(path), str(error)) from None
     if not isinstance(value, dict):
         raise CheckpointError("file", str(path), "must hold a JSON object")
     return value
@@ -164,8 +163,8 @@ def read_spec(source: str | Path) -> ModelSpec:
     if located.kind == "gguf":
         return read_gguf_spec(path)
     if located.kind == "folder":
-        return read_config(with_stored_head(read_json(path / "config.json", LARGEST_CONFIG), path))
-    return read_config(read_json(path, LARGEST_CONFIG))
+        return read_config(with_stored_head(read_json(path / "config.json"), path))
+    return read_config(read_json(path))
 
 
 def layer_spec(source: str | Path | ModelSpec | AttentionSpec, index: int = 0) -> AttentionSpec:
@@ -214,8 +213,6 @@ _TIED = (
 )
 """Ends of the names of tensors that ``tie_word_embeddings`` ties, and of what they are tied to."""
 
-_LARGEST_HEADER = 100_000_000
-"""The most bytes of a file's header, which are those that safetensors itself allows."""
 _PIECE = 1 << 20
 
 
@@ -291,7 +288,7 @@ def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
     named: dict[str, str] = {}
     files = [SINGLE]
     if not (folder / SINGLE).is_file() and (folder / INDEX).is_file():
-        named = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        named = load_json(folder / INDEX, LARGEST_INDEX)["weight_map"]
         files = sorted(set(named.values()))
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -312,9 +309,9 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
         OSError: the file cannot be read.
         ValueError: it is damaged.
     """
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         size = int.from_bytes(opened.read(8), "little")
-        if size > _LARGEST_HEADER:
+        if size > LARGEST_INDEX:
             raise ValueError(size)
         header: dict[str, dict[str, Any]] = json.loads(opened.read(size))
     header.pop("__metadata__", None)
