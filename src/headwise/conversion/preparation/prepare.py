@@ -137,6 +137,7 @@ def prepare(
     check_engines(formats, options.engine_python, is_measured=bool(named))
     windows = options.evaluation_windows
     evaluation_set = choose_evaluation_set(checkpoint, named, calibrate=texts, windows=windows) if named else []
+    _refuse_no_numbers(checkpoint, progress)
     # Files of these families have the two channels of a pair side by side, not half a head apart, so that other
     # channels share a block of the cache.
     if checkpoint.family.gguf_interleaved:
@@ -242,6 +243,19 @@ def _fitted(
         found.append(pair)
         progress("fitting", number, spec.num_layers)
     return [change for change, _ in found], [layer for _, layer in found]
+
+
+def _refuse_no_numbers(checkpoint: Checkpoint, progress: Progress) -> None:
+    """Refuse a model with NaN or infinite values in what is copied as it is; attention is read in any case.
+
+    Raises:
+        CheckpointError: a tensor has such values.
+    """
+    attention = tuple(f"{checkpoint.family.place(index)}." for index in range(checkpoint.spec.num_layers))
+    copied = [name for name in checkpoint.tensors if not name.startswith(attention)]
+    for number, name in enumerate(copied, 1):
+        checkpoint.read(name)
+        progress("reading", number, len(copied))
 
 
 def _stored_layers(checkpoint: Checkpoint) -> GgufLayers | FolderLayers:
