@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from headwise.errors import ArgumentError, HeadwiseError, SpecError, StorageErro
 from headwise.measure.evaluation.beside_source import choose_evaluation_set, overlap_notes, window_notes
 from headwise.measure.texts import named_texts, refuse_inputs_within
 from headwise.measure.texts.calibration import CalibrationTexts, check_texts
+from headwise.measure.texts.circumstances import circumstances
 from headwise.models.checkpoints import Checkpoint, FolderCheckpoint, GgufCheckpoint, open_checkpoint
 from headwise.models.checkpoints.gguf_in_place import check_file, copied_files
 from headwise.models.specs import AttentionSpec, GroupedSpec, read_gguf_header
@@ -70,6 +71,7 @@ class Preparation:
         calibrate: the texts that it was fitted on; none where the weights alone were.
         layers: the report of each layer.
         proof: the measurements of the prepared model after it was written.
+        made_with: what the numbers depend on besides the model, see `circumstances`.
         notes: notes for the user.
         seconds: the seconds that it took, without the measurement on a text.
     """
@@ -80,6 +82,7 @@ class Preparation:
     calibrate: tuple[str, ...]
     layers: tuple[PreparedLayer, ...]
     proof: Proof
+    made_with: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     seconds: float
 
@@ -176,6 +179,7 @@ def prepare(
         calibrate=tuple(map(str, texts.sources)),
         layers=tuple(layers),
         proof=proof,
+        made_with=circumstances(checkpoint.path, dtype=checkpoint.dtype, texts=[*texts.sources, *named]),
         notes=(*notes, *proof.notes),
         seconds=seconds,
     )
