@@ -59,7 +59,7 @@ def test_json_is_read_within_reason(tmp_path: Path, content: bytes, rule: str) -
     with pytest.raises(ValueError, match=f"^{rule}"):
         load_json(tmp_path / "a.json", 20)
     (tmp_path / "a.json").write_bytes(b"[" * 50_000)
-    with pytest.raises(ValueError, match="^is not valid JSON: maximum recursion"):
+    with pytest.raises(ValueError, match=r"^is not valid JSON: maximum recursion"):
         load_json(tmp_path / "a.json", 1 << 20)
     (tmp_path / "a.json").write_text('{"a": 1}')
     assert load_json(tmp_path / "a.json", 8) == {"a": 1}

@@ -35,6 +35,8 @@ def test_three_renderings(capsys: pytest.CaptureFixture[str]) -> None:
 def test_names_are_never_markup(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table([EVIL], [(Cell(EVIL, hint=EVIL, mark="best"),)], title=EVIL, notes=[EVIL])
     assert table.markdown().count("\\|") == 2
+    for cell, escaped in ((r"a\|b", r"a\|b"), (r"a\\|b", r"a\\\|b")):  # a bar that is escaped, and one that is not
+        assert Table([""], [(cell,)]).markdown().splitlines()[-1] == f"| {escaped} |"
     out.print_table(table)
     assert capsys.readouterr().out.count("[bold]<b>") == 2
 

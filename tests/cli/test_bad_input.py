@@ -291,6 +291,37 @@ def test_a_weight_that_is_no_number(
     assert ("NaN" if math.isnan(value) else "infinite") in line
 
 
+@pytest.mark.parametrize(
+    ("name", "place", "dtype"), [(EMBED, 0, torch.bfloat16), (UP, -1, torch.float16)], ids=["first", "last"]
+)
+def test_a_weight_that_is_no_number_anywhere(
+    refused: Refused, edit_weights: Edit, here: Path, tiny_llama: Path, name: str, place: int, dtype: Any
+) -> None:
+    """By each command that writes or measures, in the first and the last place of a tensor, in each dtype."""
+    shutil.copytree(tiny_llama, here / "good")
+    (here / "exam.txt").write_text("pack my box with five dozen liquor jugs and more. " * 20)
+
+    def spoil(tensors: dict[str, Any]) -> dict[str, Any]:
+        changed = {key: tensor.to(dtype) for key, tensor in tensors.items()}
+        changed[name].view(-1)[place] = math.nan
+        return changed
+
+    edit_weights(spoil)
+    calibrated = ("--calibrate", "text.txt", "--calibration-tokens", "256")
+    exam, healed = ("--evaluate", "exam.txt"), ("--window", "32", "--batch", "2", "--no-evaluate")
+    for command in (
+        ("convert", "tiny", "out", "--to", "mqa", *calibrated),
+        ("prepare", "tiny", "out", "--for", "vllm:fp8"),
+        ("calibrate", "tiny", "out", *calibrated),
+        ("frontier", "tiny", "--quick", *calibrated, "--target", "int4", "--output", "out"),
+        ("migrate", "tiny", "out", "--max-quality-loss", "1", "--target", "mqa", *calibrated, *exam),
+        ("heal", "tiny", "out", "--teacher", "good", "--text", "text.txt", "--tokens", "128", *healed),
+        ("heal", "good", "out", "--teacher", "tiny", "--text", "text.txt", "--tokens", "128", *healed),
+        ("evaluate", "good", "--against", "tiny", "--text", "text.txt", *SMALL),
+    ):
+        assert f"tensor = '{name}': holds NaN" in refused(*command), command
+
+
 @pytest.mark.parametrize("name", [Q, UP])
 def test_a_weight_too_large_for_the_output(refused: Refused, edit_weights: Edit, name: str) -> None:
     edit_weights(lambda tensors: tensors[name].view(-1)[3].fill_(1e6) and None)
@@ -330,6 +361,16 @@ def test_a_matrix_that_cannot_be_decomposed(
     for command in (READERS["convert"], (*READERS["convert"], "--dry-run"), ("calibrate", "tiny", "out")):
         line = refused(*command, "--calibrate", "text.txt", "--calibration-tokens", "256")
         assert "weights = 'tiny': are so large or so small that matrices made of them cannot be decomposed" in line
+
+
+def test_a_layer_that_cannot_be_decomposed_is_named(
+    refused: Refused, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge")
+
+    monkeypatch.setattr("headwise.conversion.write_folder.select", refuse)
+    assert refused(*READERS["convert"]).endswith("cannot be decomposed, in layer 0\n")
 
 
 # --- targets -------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def test_ruler_beside_the_reference(
 
 def test_choices_alone(cli: Callable[..., Result], tasks: Path) -> None:
     report = document(cli("evaluate", "tiny", "--choices", "choices.jsonl", "--json"))
-    assert report.keys() == {"model", "against", "choices"}
+    assert report.keys() == {"model", "against", "choices", "made_with"}
     assert report["choices"]["accuracy"]["reference_rate"] is None
     assert cli("evaluate", "tiny", "--choices", "choices.jsonl", "--device", "cpu").out.startswith(
         "4 items of choices"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.markup import escape
 
+from headwise.base.printable import printable
 from headwise.base.tables import Table
 from headwise.cli.app import emit, out
-from headwise.cli.printable import printable
 from tests.cli.conftest import Result
 
 Refused = Callable[..., str]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import logging.config
 import shutil
 import signal
 import socket
@@ -23,7 +25,7 @@ import uvicorn
 import headwise
 from headwise.models.checkpoints import load_tokenizer
 from headwise.runtime.caches import HeadwiseCache
-from headwise.serving.http import application
+from headwise.serving.http import LOGS, application
 from headwise.serving.serve import serve
 
 PROMPT = "the cat sat on"
@@ -174,6 +176,35 @@ def test_what_cannot_be_answered_is_refused_in_a_line(served: Served, settings: 
     with pytest.raises(openai.BadRequestError, match=said):
         served.complete(**settings)
     assert not served.caches
+
+
+@pytest.mark.parametrize("running", ["same"], indirect=True)
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"chat_template_kwargs": {"chat_template": "{{ 'a' * 9 }}"}}, "chat_template_kwargs.chat_template is not"),
+        ({"chat_template_kwargs": {"tokenizer_kwargs": {}}}, "chat_template_kwargs.tokenizer_kwargs is not"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs = 5 must be an object"),
+        ({"generation_config": '{"custom_generate": "owner/name"}'}, "generation_config.custom_generate is not"),
+        ({"generation_config": '{"__class__": 5}'}, "generation_config.__class__ is not"),
+        ({"generation_config": "[" * 5000}, "must be an object"),
+        ({"generation_config": '{"cache_implementation": "quantized"}'}, "optimum-quanto"),
+        ({"messages": [{"role": "user", "content": ""}]}, "the prompt has no tokens"),
+    ],
+    ids=str,
+)
+def test_a_request_brings_no_template_and_no_code(served: Served, asked: dict[str, Any], said: str) -> None:
+    """What a client writes is data: the template is the model's, and so are the parts of Python's objects."""
+    messages = asked.pop("messages", [{"role": "user", "content": PROMPT}])
+    with pytest.raises(openai.BadRequestError, match=said):
+        served.client.chat.completions.create(model=served.name, messages=messages, extra_body=asked)
+    assert not served.caches
+
+
+def test_a_log_has_no_control_characters() -> None:
+    record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "\x1b[31m %s", ("\x9b\u202e",), None)
+    formatter = logging.config.DictConfigurator(LOGS).configure_formatter(LOGS["formatters"]["default"])
+    assert formatter.format(record).endswith(r"\x1b[31m \x9b\u202e")
 
 
 def test_a_temperature_samples_and_a_seed_counts_from_the_turn_of_its_request(served: Served) -> None:

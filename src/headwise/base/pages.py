@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from headwise.base.tables import Table
+from headwise.base.printable import printable
+from headwise.base.tables import Cell, Table
 from headwise.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -93,14 +94,20 @@ def as_svg(draw: Draw) -> str:
 
 def _saved(draw: Draw, kind: str, *, is_transparent: bool) -> bytes:
     import matplotlib as mpl
+    from matplotlib.text import Text as Words
+    from matplotlib.ticker import FixedFormatter
 
     data, metadata = io.BytesIO(), dict.fromkeys(("Date", "Creator", "Format", "Type")) if kind == "svg" else None
     # Names of elements that do not vary, texts that stay texts, and `$` in a name that begins no formula.
     with mpl.rc_context({"svg.hashsalt": "headwise", "svg.fonttype": "none", "text.parse_math": False}):
         figure = draw()
         for axes in figure.axes:
-            label_logarithms(axes.xaxis)
-            label_logarithms(axes.yaxis)
+            for axis in (axes.xaxis, axes.yaxis):
+                label_logarithms(axis)
+                if isinstance(formatter := axis.get_major_formatter(), FixedFormatter):
+                    formatter.seq = [printable(label) for label in formatter.seq]
+        for text in figure.findobj(Words):  # an SVG with a control character would be no XML
+            text.set_text(printable(text.get_text()))
         figure.savefig(data, format=kind, dpi=150, transparent=is_transparent, metadata=metadata)
     return data.getvalue()
 
@@ -180,6 +187,10 @@ def web_page(title: str, parts: Sequence[Part], template: str = "base/page.html"
     return _environment().get_template(template).render(title=title, parts=parts, **values)
 
 
+def _without_controls(value: Any) -> Any:
+    return printable(value) if type(value) in (str, Cell) else value  # and not what a template marks as safe
+
+
 @cache
 def _environment() -> Environment:
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -188,6 +199,7 @@ def _environment() -> Environment:
         loader=PackageLoader("headwise", "."),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_without_controls,
         trim_blocks=True,
         lstrip_blocks=True,
     )

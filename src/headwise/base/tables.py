@@ -36,6 +36,10 @@ class Cell(str):
         return made
 
 
+_UNESCAPED_BAR = re.compile(r"(?<!\\)((?:\\\\)*)\|")
+"""A bar behind an even number of backslashes, which ends a cell in Markdown."""
+
+
 @dataclass
 class Table:
     """A table of plain texts, for example ``Table(["", "ms"], [("one", "1.5")]).markdown()``.
@@ -78,7 +82,7 @@ class Table:
         """The table in Markdown, its cells as they are, but for ``|``."""
         rule = ["---" if index in self.words else "---:" for index in range(len(self.heading))]
         return "\n".join(
-            "| " + " | ".join(re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in row) + " |"
+            "| " + " | ".join(_UNESCAPED_BAR.sub(r"\1\\|", cell) for cell in row) + " |"
             for row in (self.heading, rule, *self.rows)
         )
 

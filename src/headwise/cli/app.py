@@ -16,8 +16,9 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from headwise.base.documents import finite
+from headwise.base.printable import printable_json
 from headwise.base.progress import Progress, TimeLeft
-from headwise.cli.printable import PrintableConsole, held_back, printable_json
+from headwise.cli.printable import PrintableConsole, held_back
 
 DECIDE, CHANGE, MEASURE, SERVE, STUDY = "Decide", "Change", "Measure", "Serve", "Study"
 """The panels of ``headwise --help``, one of which each command names where it is registered."""

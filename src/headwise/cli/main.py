@@ -12,7 +12,7 @@ import threading
 from functools import cache
 from typing import Any
 
-from headwise.cli.printable import printable
+from headwise.base.printable import printable
 from headwise.errors import ArgumentError, HeadwiseError
 
 _INTERRUPTED = 130

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -20,22 +19,9 @@ from typing import IO, Any
 from rich.console import Console
 from rich.text import Text
 
+from headwise.base.printable import printable
 from headwise.base.tables import Table
 from headwise.errors import HeadwiseError
-
-# C0 (except tab and newline), DEL and C1 can move the cursor, recolour or rename a terminal; the others change the
-# direction of text.
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-
-
-def printable(text: str) -> str:
-    """Write the control characters of a text as escapes such as ``\\x1b``."""
-    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
-
-
-def printable_json(document: str) -> str:
-    """Write the control characters of a JSON document as escapes such as ``\\u009b``, which JSON readers undo."""
-    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
 
 
 class PrintableConsole(Console):

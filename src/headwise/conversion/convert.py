@@ -45,6 +45,7 @@ from headwise.measure.texts import (
     refuse_cross_layers,
     refuse_inputs_within,
 )
+from headwise.measure.texts.circumstances import circumstances
 from headwise.measure.timing import peak_rss_bytes
 from headwise.models.checkpoints import (
     Checkpoint,
@@ -305,8 +306,14 @@ def _report(prepared: _Prepared, written: WrittenFolder, seconds: float, notes: 
         disk_bytes=disk_bytes,
         balance=balance(before, after, prepared.options.served_context, token_bytes, weight_bytes),
         seconds=seconds,
+        made_with=circumstances(plan.checkpoint.path, dtype=dtype, texts=_texts(prepared), device=plan.device),
         notes=tuple(notes),
     )
+
+
+def _texts(prepared: _Prepared) -> list[str | Path]:
+    """All texts that a conversion reads, to calibrate and to evaluate on."""
+    return [*prepared.inputs.texts.sources, *(name for name, _ in prepared.inputs.evaluation_set)]
 
 
 def _unevaluated(prepared: _Prepared) -> list[str]:

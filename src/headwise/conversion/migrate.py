@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from headwise.measure.texts import (
     refuse_inputs_within,
     text_identity,
 )
+from headwise.measure.texts.circumstances import circumstances
 from headwise.models.checkpoints import Checkpoint, check_output, move_into_place, open_checkpoint, run_identity
 
 LADDER = ("mla:0.75", "mla:0.5", "mla:0.375", "mla:0.25", "mla:0.1875", "mla:0.125")
@@ -91,6 +92,7 @@ class Migration:
             output.
         kept: the folder from which a call that allows more or names other sizes goes on; None where there is an
             output.
+        made_with: what the numbers depend on besides the model, see `circumstances`.
     """
 
     source: str
@@ -100,6 +102,7 @@ class Migration:
     steps: tuple[Step, ...]
     chosen: Step | None
     kept: str | None
+    made_with: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def nearest(self) -> Step:
@@ -274,10 +277,16 @@ class _Run:
             steps=tuple(tried),
             chosen=chosen,
             kept=str(self.work) if chosen is None else None,
+            made_with=self._circumstances(),
         )
         if chosen is not None:
             self._make(chosen.target, healed=chosen.healed)  # again, where an earlier run has removed it
         return report, None if chosen is None else self._folder(chosen.target, healed=chosen.healed)
+
+    def _circumstances(self) -> dict[str, Any]:
+        checkpoint = open_checkpoint(self.source)
+        texts = [*named_texts(self.options.calibrate), *named_texts(self.options.evaluate)]
+        return circumstances(checkpoint.path, dtype=checkpoint.dtype, texts=texts, device=self.options.device)
 
     def _folder(self, target: str, *, healed: bool) -> Path:
         return self.work / (Candidate(target).slug + ("-healed" if healed else ""))

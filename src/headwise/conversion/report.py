@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from headwise.base.documents import as_document, finite
 from headwise.base.options import ConvertOptions
 from headwise.base.progress import Progress, silent
 from headwise.conversion.budget.spread import Spread
+from headwise.conversion.output.card import last_name
 from headwise.conversion.output.formats import StockReport
 from headwise.conversion.plan import ConversionPlan
 from headwise.costs.formulas.model import cache_bytes_per_token
@@ -286,6 +288,7 @@ class Conversion:
             None if it was not evaluated or its cache is no larger.
         stock: the loss by a stock folder's format; None for ``format="headwise"``.
         spread: the allocation of an MLA's cache to layers; None if none was searched.
+        made_with: what the numbers depend on besides the model, see `circumstances`.
         notes: notes for the user.
     """
 
@@ -317,6 +320,7 @@ class Conversion:
     plain: PlainComparison | None = None
     stock: StockReport | None = None
     spread: Spread | None = None
+    made_with: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -349,5 +353,8 @@ def measured_json(plan: ConversionPlan, target: Target, options: ConvertOptions,
         "top1_agreement": evaluation.top1_agreement,
         "top1_changed": evaluation.top1_changed,
     }
+    # The folder may be published, so that names of texts are without their folders.
+    made_with = {**report.made_with, "texts": [*map(last_name, report.made_with["texts"])]}
     document = {"label": plan.before.label, "tokens": evaluation.tokens, "window": evaluation.window}
+    document |= {"made_with": made_with}
     return json.dumps(finite(document | {"points": [point]}), indent=1) + "\n"

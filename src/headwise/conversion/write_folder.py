@@ -34,7 +34,7 @@ from headwise.conversion.output.formats import OutputFormat, StockReport, logits
 from headwise.conversion.output.layout import OutputLayout
 from headwise.conversion.output.without_biases import constant_of_inputs, with_even_pairs, without_biases
 from headwise.conversion.plan import ConversionPlan, Place, read_layer
-from headwise.conversion.solvers.device import CPU, computing_on, to_device
+from headwise.conversion.solvers.device import CPU, computing_on, refuse_unsolvable, to_device
 from headwise.conversion.solvers.statistics import Statistics
 from headwise.conversion.storage import ConvertedLayer, LayerFiles, LayerStore
 from headwise.costs.formulas.layer import cache_values
@@ -65,11 +65,12 @@ def convert_layer(layout: OutputLayout, calibrator: Calibrator, store: LayerStor
     """
     plan = layout.plan
     source, target = read_layer(plan.checkpoint, place), plan.layer_target(place)
-    evidence, data = calibrator.collect(place, source)
-    solved = plan.method.solve(source, target, evidence)
-    channel_losses = compare_own_channels(plan.method, source, target, evidence, solved, data)
-    steps = later_steps(plan, place, evidence.statistics, on_text=data is not None)
-    best, about = select(solved, steps, data)
+    with refuse_unsolvable(plan.checkpoint, place.index):
+        evidence, data = calibrator.collect(place, source)
+        solved = plan.method.solve(source, target, evidence)
+        channel_losses = compare_own_channels(plan.method, source, target, evidence, solved, data)
+        steps = later_steps(plan, place, evidence.statistics, on_text=data is not None)
+        best, about = select(solved, steps, data)
     layer = best.layer
     code = None if layer.code is None else layer.code.to(CPU)
     converted = ConvertedLayer(place, layout.stored(place, layer), layer.channels, about | channel_losses, code)

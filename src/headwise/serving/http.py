@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
+import json
+import logging
 import threading
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -11,13 +14,18 @@ from typing import Any
 import torch
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
-from transformers import StoppingCriteriaList
+from jinja2 import TemplateError
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import BaseHandler, GenerateManager, GenerationState
+from uvicorn.config import LOGGING_CONFIG
+from uvicorn.logging import DefaultFormatter
+
+from headwise.base.printable import printable
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -41,6 +49,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields of which transformers' server ignores what changes the answer, or means another thing by it (a frequency
 penalty is a penalty of repetition there, a suffix is put behind the answer), with the values that change nothing."""
 
+_TEMPLATE_ARGUMENTS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
+"""What a request cannot hand to a chat template as a variable of its own: above all another template, which would run
+in the server."""
+
+_SETTINGS = frozenset(name for name in GenerationConfig().to_dict() if not name.startswith("_"))
+"""The fields of a generation config; by any other name a request would set what belongs to Python's object."""
+
+_OF_REQUESTS = (
+    *(HTTPException, TemplateError, ImportError),
+    *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
+)
+"""Errors that follow from what a request holds, and are told to its client."""
+
 _MOST_TOKENS = 1024
 """New tokens where a request does not say how many, as transformers' server has it."""
 
@@ -58,7 +79,7 @@ def application(name: str, model: Any, tokenizer: Any) -> Any:
     manager, state = _OneModel(name, model, tokenizer), _Generations()
     chat, completions, responses = (kind(manager, state) for kind in (_Chat, _Completions, _Responses))
     app = build_server(manager, chat, completions, responses, _Refused("audio"), _Refused("decisions"), state)
-    for error in (HTTPException, ValueError, KeyError, TypeError):
+    for error in _OF_REQUESTS:
         app.add_exception_handler(error, _said)
     app.add_middleware(_StopsWithClient)
     return app
@@ -70,6 +91,23 @@ async def _said(_request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, KeyError):
         text = f"{error.args[0]} is missing"
     return JSONResponse({"error": {"message": text, "type": "invalid_request_error"}}, status)
+
+
+class _PrintableLines(DefaultFormatter):
+    """Lines of a log without control characters, which a request may hold."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+LOGS: dict[str, Any] = {
+    **LOGGING_CONFIG,
+    "formatters": {
+        **LOGGING_CONFIG["formatters"],
+        "default": {"()": _PrintableLines, "fmt": "%(levelprefix)s %(message)s", "use_colors": False},
+    },
+}
+"""uvicorn's ``log_config`` for `application`."""
 
 
 class _OneModel(ModelManager):
@@ -107,6 +145,13 @@ class _Strict(BaseHandler):
         for field, most in (("temperature", 2), ("top_p", 1)):
             if (value := body.get(field)) is not None and not 0 <= float(value) <= most:
                 raise HTTPException(400, f"{field} = {value!r} must be 0 to {most}")
+        _refuse_keys("chat_template_kwargs", body.get("chat_template_kwargs"), lambda key: key in _TEMPLATE_ARGUMENTS)
+        if (settings := body.get("generation_config")) is not None:
+            try:
+                value = json.loads(settings)
+            except (ValueError, TypeError, RecursionError):
+                value = settings
+            _refuse_keys("generation_config", value, lambda key: key not in _SETTINGS)
 
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         settings = super()._build_generation_config({**body, "seed": None}, *args, **kwargs)
@@ -117,6 +162,20 @@ class _Strict(BaseHandler):
             settings.do_sample = True
         settings.seed = body.get("seed")
         return settings
+
+
+def _refuse_keys(field: str, value: Any, is_refused: Callable[[str], bool]) -> None:
+    """Refuse a field of a request that is no object, or one with a key of these.
+
+    Raises:
+        HTTPException: it is.
+    """
+    if value is None:
+        return
+    if not isinstance(value, dict):
+        raise HTTPException(400, f"{field} = {value!r} must be an object")
+    if keys := sorted(filter(is_refused, value)):
+        raise HTTPException(400, f"{field}.{keys[0]} is not supported")
 
 
 class _Chat(_Strict, ChatCompletionHandler):
@@ -200,9 +259,11 @@ def _within(model: Any, inputs: Any, settings: Any) -> Any:
     """Settings that end generation at the model's last position.
 
     Raises:
-        HTTPException: the prompt alone is longer.
+        HTTPException: the prompt alone is longer, or has no tokens.
     """
     positions, count = getattr(model.config, "max_position_embeddings", None), inputs["input_ids"].shape[-1]
+    if count == 0:
+        raise HTTPException(400, "the prompt has no tokens")
     if not isinstance(positions, int):
         return settings
     if count >= positions:

@@ -62,7 +62,7 @@ def serve(
 
         from headwise.models.checkpoints import load_tokenizer, model_path
         from headwise.runtime.hf.load import load, open_decoder
-        from headwise.serving.http import application
+        from headwise.serving.http import LOGS, application
 
         path = model_path(source)
         open_decoder(path)  # before the tokenizer, whose errors say less about what is wrong with a folder
@@ -71,4 +71,4 @@ def serve(
         if ready is not None:
             name = f"[{host}]" if ":" in host else host
             ready(f"http://{name}:{listener.getsockname()[1]}/v1")
-        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+        uvicorn.Server(uvicorn.Config(app, log_level="warning", log_config=LOGS)).run(sockets=[listener])

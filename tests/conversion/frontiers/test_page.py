@@ -59,7 +59,9 @@ def test_names_are_text_and_no_markup() -> None:
     evil = a_ladder(text=EVIL, source=EVIL)
     assert EVIL not in page(evil)
     assert "&lt;img src=x" in page(evil)
-    table = [line for line in markdown(evil).splitlines() if line.startswith("|")]
+    document = markdown(a_ladder(text=f"{EVIL}\x1b", source=f"{EVIL}\x1b"))
+    assert not re.search(r"(?<!\\)<|\x1b", document)
+    table = [line for line in document.splitlines() if line.startswith("|")]
     assert {len(re.split(r"(?<!\\)\|", line)) for line in table} == {len(re.split(r"(?<!\\)\|", table[1]))}
 
 

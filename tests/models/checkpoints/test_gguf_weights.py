@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import struct
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import headwise
 from headwise.errors import CheckpointError
 from headwise.models.checkpoints import GgufCheckpoint, open_checkpoint
+from headwise.models.specs import read_gguf_header
 from headwise.models.specs.sources import bundled_gguf
 from tests.closeness import assert_close
 from tests.conftest import TINY
@@ -76,6 +78,27 @@ def test_a_tensor_without_a_place(tiny_llama_folder: Path, tmp_path: Path) -> No
     path.write_bytes(path.read_bytes().replace(b"blk.0.attn_v", b"blk.0.attn_z"))
     with pytest.raises(CheckpointError, match=r"^GGUF tensor = 'blk.0.attn_z.weight': has no place in a llama model"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
+def test_no_numbers_are_named_and_blocks_are_not_decoded_for_it(
+    kind: str, tiny_llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.gguf"
+    write_tiny_gguf(tiny_llama_folder, path, kind)
+    checkpoint = open_checkpoint(path)
+    for name in checkpoint.tensors:
+        checkpoint.check_numbers(name)
+    stored = read_gguf_header(path).tensors["blk.1.ffn_up.weight"]
+    whole = bytearray(path.read_bytes())
+    no_number = struct.pack("<f" if kind == "F32" else "<e", math.nan)
+    at = stored.offset + (34 if kind == "Q8_0" else 32)  # the second block's scale
+    whole[at : at + len(no_number)] = no_number
+    path.write_bytes(whole)
+    if kind == "Q8_0":
+        monkeypatch.setattr("headwise.models.checkpoints.gguf_reader._decoded", None)
+    with pytest.raises(CheckpointError, match=r"^tensor = 'model.layers.1.mlp.up_proj.weight': holds "):
+        open_checkpoint(path).check_numbers("model.layers.1.mlp.up_proj.weight")
 
 
 @pytest.mark.parametrize("shape", [(32, 0), (0, 32), (32, 7), (0, 0)])

@@ -49,6 +49,20 @@ def test_round_trip_in_pieces(tiny_llama_folder: Path, tmp_path: Path, shard_byt
         assert torch.equal(tensor, source.read(name))
 
 
+@pytest.mark.parametrize(("value", "kind"), [(torch.inf, "infinite values"), (torch.nan, "NaN")])
+def test_what_is_no_number_is_never_written(tmp_path: Path, value: float, kind: str) -> None:
+    """Such as a sum or a trained weight that does not fit in the folder's dtype."""
+
+    def write() -> None:
+        with FolderWriter(tmp_path / "out", INFO) as writer:
+            writer.add("a", torch.zeros(4, 2))
+            writer.add("b", torch.zeros(4, 2).index_fill(0, torch.tensor([3]), value))
+
+    with pytest.raises(CheckpointError, match=f"^tensor = 'b': came out with {kind} in float32, and is not written"):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_shards_are_closed_before_they_grow_too_large(tmp_path: Path) -> None:
     with FolderWriter(tmp_path / "out", INFO, shard_bytes=64) as writer:
         fill(writer)

@@ -18,7 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import headwise
 from headwise.conversion import export_gguf
 from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, SpecError, StorageError
-from headwise.models.checkpoints import GGUF_TYPES, load_tokenizer, open_checkpoint, tokenizer_fields
+from headwise.models.checkpoints import (
+    GGUF_TYPES,
+    GgufFile,
+    TensorInfo,
+    load_tokenizer,
+    open_checkpoint,
+    tokenizer_fields,
+)
 from headwise.models.specs import read_spec
 from tests.byte_level import SPLITS, TEXT, save_byte_level, save_sentencepiece
 from tests.closeness import assert_close
@@ -349,6 +356,13 @@ def test_numbers_beyond_float16(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=rf"tensor = 'blk\.1\.ffn_down\.weight': does not fit in {outtype}"):
             export_gguf(tmp_path / "source", tmp_path / "out.gguf", outtype=outtype)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_what_is_no_number_has_no_type(tmp_path: Path) -> None:
+    info = {"model.norm.weight": TensorInfo((32,), torch.float32)}
+    file = GgufFile(tiny_model().config.to_dict(), info, "f32")
+    with pytest.raises(CheckpointError, match=r"tensor = 'output_norm\.weight': does not fit in f32"):
+        file.write(tmp_path / "out.gguf", [("model.norm.weight", torch.full((32,), torch.nan))])
 
 
 def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def evaluate(
         spec = read_spec(model)
         write_page(html, model_page(model, spec, first_question(spec), documents=documents), is_silent=as_json)
     if as_json:
-        emit({"caches": documents} if len(documents) > 1 else documents[0])
+        about = {"made_with": _circumstances(model, options, found[0])}
+        emit(({"caches": documents} if len(documents) > 1 else documents[0]) | about)
         return
     for task, result in (each for results in found for each in results.items()):
         SHOW[task](result)
@@ -123,6 +124,16 @@ def _check_caches(options: TaskOptions) -> None:
             parse_format(cache, name="cache")
         elif options.engine in RUNNABLE:
             RUNNABLE[options.engine].check_cache(cache)
+
+
+def _circumstances(model: str, options: TaskOptions, results: dict[str, Any]) -> dict[str, Any]:
+    """What the results of all tasks depend on besides the model."""
+    from headwise.measure.texts.circumstances import circumstances
+    from headwise.models.checkpoints import model_path
+
+    texts = [*(options.text or ()), *(file for file in (options.choices, options.retrieval) if file)]
+    dtype, device = next(iter(results.values())).dtype, options.device
+    return circumstances(model_path(model), dtype=dtype, texts=texts, device=device)
 
 
 def _document(model: str, against: Any, results: dict[str, Any]) -> dict[str, Any]:

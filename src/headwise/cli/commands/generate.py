@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from headwise.base.printable import printable
 from headwise.cli.app import MEASURE, SOURCES, Json, app, emit, progress_bar
-from headwise.cli.printable import printable
 
 
 @app.command(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from headwise.base.pages import BLUE, GREEN, GREY, ORANGE, RED, Part, Picture, Text, as_svg, new_figure, web_page
@@ -20,6 +21,7 @@ from headwise.conversion.frontiers.points import (
     shown,
     targets,
 )
+from headwise.conversion.output.card import one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -276,14 +278,15 @@ def _how_continued(frontier: Frontier) -> str:
 
 
 def markdown(frontier: Frontier) -> str:
-    """The Markdown document: title, recommendations, tables and measurement."""
-    lines = [f"# {title(frontier)}"]
+    """The Markdown document: title, recommendations, tables and measurement; names in it are plain text."""
+    lines = [f"# {one_line(title(frontier))}"]
     if recommendations := advice(frontier):
-        lines += ["", *(f"- {line}" for line in recommendations)]
+        lines += ["", *(f"- {one_line(line)}" for line in recommendations)]
     for table in tables(frontier):
-        lines += ["", table.markdown()]
-    lines += ["", how(frontier)]
-    lines += ["", *(f"- {note}" for note in frontier.notes)] if frontier.notes else []
+        heading, *rows = (tuple(map(one_line, row)) for row in (table.heading, *table.rows))
+        lines += ["", replace(table, heading=heading, rows=rows).markdown()]
+    lines += ["", one_line(how(frontier))]
+    lines += ["", *(f"- {one_line(note)}" for note in frontier.notes)] if frontier.notes else []
     return "\n".join(lines) + "\n"
 
 

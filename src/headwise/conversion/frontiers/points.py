@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -93,6 +93,7 @@ class Frontier:
         versions: the versions of headwise and of the libraries it used.
         points: the points, in the order they were tried.
         verdict: the ranges of cache sizes and what loses least in each (`size_ranges`); empty for methods.
+        made_with: what the numbers depend on besides the model, see `circumstances`.
         notes: notes for the user.
     """
 
@@ -111,6 +112,7 @@ class Frontier:
     versions: dict[str, str]
     points: tuple[Point, ...]
     verdict: tuple[SizeRange, ...]
+    made_with: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from headwise.measure.evaluation.scoring import kl_divergence
 from headwise.measure.points import PREDICTED_ERROR
 from headwise.measure.texts import refuse_inputs_within
 from headwise.measure.texts.calibration import check_texts, open_windows
+from headwise.measure.texts.circumstances import circumstances
 from headwise.models.checkpoints import Checkpoint, open_checkpoint, run_identity
 from headwise.models.specs import GroupedSpec, ModelSpec
 from headwise.runtime.caches.cache import Update, rounded_queries
@@ -212,6 +213,7 @@ class QuickFrontier:
         run: the digest of the model, the texts and their windows; predictions of one digest are kept in one file.
         points: the formats, from what loses least on.
         error: the error of such predictions where they were measured, in words.
+        made_with: what the numbers depend on besides the model, see `circumstances`.
         notes: notes for the user; formats that are left out are named.
         seconds: the seconds that the prediction took.
     """
@@ -223,6 +225,7 @@ class QuickFrontier:
     run: str
     points: tuple[QuickPoint, ...]
     error: str
+    made_with: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...]
     seconds: float
 
@@ -300,6 +303,7 @@ def quick_frontier(
         run=run,
         points=tuple(sorted(points.values(), key=lambda point: (point.kl, point.cache_fraction))),
         error=PREDICTED_ERROR,
+        made_with=circumstances(checkpoint.path, dtype=torch.float32, texts=texts.sources, device=device),
         notes=(*checkpoint.notes, *notes),
         seconds=time.perf_counter() - start,
     )

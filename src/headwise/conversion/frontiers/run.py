@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from headwise.measure.texts import (
     read_source,
     refuse_inputs_within,
 )
+from headwise.measure.texts.circumstances import circumstances
 from headwise.models.checkpoints import Checkpoint, dtype_name, open_checkpoint, run_identity, versions
 from headwise.models.checkpoints.writer import MODEL
 from headwise.runtime.hf import as_device, as_dtype
@@ -316,6 +317,9 @@ def frontier(
             versions=versions(),
             notes=notes,
         )
+        read = [*texts.sources, *(name for name, _ in evaluation_set)]
+        about = circumstances(checkpoint.path, dtype=result.dtype, texts=read, device=options.device)
+        result = replace(result, made_with=about)
         name = folder / ("methods.json" if options.methods else FRONTIER)
         write_file(name, json.dumps(result.to_dict(), indent=2, ensure_ascii=False) + "\n", listed_in=folder)
         write_file(name.with_suffix(".md"), markdown(result), listed_in=folder)

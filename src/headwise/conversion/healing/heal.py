@@ -39,6 +39,7 @@ from headwise.errors import ArgumentError, naming
 from headwise.measure.evaluation import Evaluation
 from headwise.measure.evaluation.beside_source import EvaluationSet, choose_evaluation_set, evaluate_result
 from headwise.measure.texts import CalibrationTexts, named_texts, refuse_inputs_within, text_identity
+from headwise.measure.texts.circumstances import circumstances
 from headwise.measure.timing import peak_rss_bytes
 from headwise.models.checkpoints import (
     Checkpoint,
@@ -357,5 +358,12 @@ def _report(
         peak_rss_bytes=peak_rss_bytes(),
         before=None if isinstance(before, str | None) else replace(before, model=prepared.model),
         after=None if isinstance(after, str | None) else replace(after, model=str(prepared.output)),
+        made_with=circumstances(
+            prepared.checkpoint.path,
+            dtype=prepared.dtype,
+            texts=[*named_texts(options.text), *(name for name, _ in prepared.evaluation_set)],
+            seed=options.seed,
+            device=prepared.device,
+        ),
         notes=tuple(dict.fromkeys(notes)),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Healing:
         before: the model that was given, with its own cache or ``cache``, beside the teacher; None if nothing was
             evaluated.
         after: the result beside the teacher, on the same text; None if nothing was evaluated.
+        made_with: what the numbers depend on besides the model, see `circumstances`.
         notes: notes for the user.
     """
 
@@ -75,6 +76,7 @@ class Healing:
     peak_rss_bytes: int | None
     before: Evaluation | None = None
     after: Evaluation | None = None
+    made_with: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     objective_settings: Mapping[str, float]
     cache: str | None

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from jinja2 import StrictUndefined, Template
 
+from headwise.base.printable import printable
 from headwise.base.tables import Table
 from headwise.costs.formulas import layer as layer_cost
 from headwise.costs.formulas import model as model_cost
@@ -287,12 +288,12 @@ def _number(value: float | None, form: str) -> str:
 
 def one_line(text: str) -> str:
     """Text as one line of plain Markdown: no HTML, no link, no heading."""
-    return re.sub(r"([\\`*<>\[\]|])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"([\\`*<>\[\]|])", r"\\\1", printable(" ".join(text.split())))
 
 
 def as_code(text: str) -> str:
     """Text as code in one line of Markdown."""
-    return f"`{' '.join(text.replace('`', chr(39)).split())}`"
+    return f"`{printable(' '.join(text.replace('`', chr(39)).split()))}`"
 
 
 def named(source: str | Path) -> str:

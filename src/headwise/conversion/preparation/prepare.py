@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, SpecE
 from headwise.measure.evaluation.beside_source import choose_evaluation_set, overlap_notes, window_notes
 from headwise.measure.texts import named_texts, refuse_inputs_within
 from headwise.measure.texts.calibration import CalibrationTexts, check_texts
+from headwise.measure.texts.circumstances import circumstances
 from headwise.models.checkpoints import Checkpoint, FolderCheckpoint, GgufCheckpoint, open_checkpoint
 from headwise.models.checkpoints.gguf_in_place import check_file, copied_files
 from headwise.models.specs import AttentionSpec, GroupedSpec, read_gguf_header
@@ -74,6 +75,7 @@ class Preparation:
         calibrate: the texts that it was fitted on; none where the weights alone were.
         layers: the report of each layer.
         proof: the measurements of the prepared model after it was written.
+        made_with: what the numbers depend on besides the model, see `circumstances`.
         notes: notes for the user.
         seconds: the seconds that it took, without the measurement on a text.
     """
@@ -84,6 +86,7 @@ class Preparation:
     calibrate: tuple[str, ...]
     layers: tuple[PreparedLayer, ...]
     proof: Proof
+    made_with: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     seconds: float
 
@@ -141,6 +144,7 @@ def prepare(
     check_engines(formats, options.engine_python, is_measured=bool(named))
     windows = options.evaluation_windows
     evaluation_set = choose_evaluation_set(checkpoint, named, calibrate=texts, windows=windows) if named else []
+    _refuse_no_numbers(checkpoint, progress)
     # Files of these families have the two channels of a pair side by side, not half a head apart, so that other
     # channels share a block of the cache.
     if checkpoint.family.gguf_interleaved:
@@ -179,6 +183,7 @@ def prepare(
         calibrate=tuple(map(str, texts.sources)),
         layers=tuple(layers),
         proof=proof,
+        made_with=circumstances(checkpoint.path, dtype=checkpoint.dtype, texts=[*texts.sources, *named]),
         notes=(*notes, *proof.notes),
         seconds=seconds,
     )
@@ -259,6 +264,19 @@ def _check_size(states: Projected, index: int) -> None:
         if not (largest := float(getattr(states, name).abs().max())) <= _LARGEST:
             rule = f"must be at most {_LARGEST:g} in size, so that their products are finite: weights are damaged"
             raise CheckpointError(f"{name} of layer {index}", largest, rule)
+
+
+def _refuse_no_numbers(checkpoint: Checkpoint, progress: Progress) -> None:
+    """Refuse a model with NaN or infinite values in what is copied as it is; attention is read in any case.
+
+    Raises:
+        CheckpointError: a tensor has such values.
+    """
+    attention = tuple(f"{checkpoint.family.place(index)}." for index in range(checkpoint.spec.num_layers))
+    copied = [name for name in checkpoint.tensors if not name.startswith(attention)]
+    for number, name in enumerate(copied, 1):
+        checkpoint.check_numbers(name)
+        progress("reading", number, len(copied))
 
 
 def _stored_layers(checkpoint: Checkpoint) -> GgufLayers | FolderLayers:

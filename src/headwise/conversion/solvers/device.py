@@ -107,11 +107,12 @@ def quick_products() -> torch.autocast:
 
 
 @contextmanager
-def refuse_unsolvable(checkpoint: Checkpoint) -> Iterator[None]:
+def refuse_unsolvable(checkpoint: Checkpoint, layer: int | None = None) -> Iterator[None]:
     """Refuse weights by name where a decomposition does not converge: their products leave the range of float64.
 
     Args:
         checkpoint: the source.
+        layer: the number of the layer whose weights they are; None where it is not known.
 
     Raises:
         CheckpointError: torch raised a ``LinAlgError`` in the block.
@@ -120,4 +121,5 @@ def refuse_unsolvable(checkpoint: Checkpoint) -> Iterator[None]:
         yield
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, and not in its list
         rule = "are so large or so small that matrices made of them cannot be decomposed"
+        rule += "" if layer is None else f", in layer {layer}"
         raise CheckpointError("weights", str(checkpoint.path), rule) from None

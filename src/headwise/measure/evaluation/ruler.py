@@ -21,7 +21,7 @@ from headwise.measure.evaluation.ruler_tasks import TASKS, Material, Sample, lon
 from headwise.measure.evaluation.scoring import greedy
 from headwise.measure.texts.sources import read_text
 from headwise.measure.texts.windows import first_ids, token_ids
-from headwise.models.checkpoints import decode
+from headwise.models.checkpoints import chat_text, decode
 from headwise.runtime.hf.generate import stop_tokens
 
 
@@ -163,8 +163,7 @@ def prompt_ids(tokenizer: Any, sample: Sample, *, chat: bool = False) -> list[in
     if not chat:
         return first_ids(tokenizer) + token_ids(tokenizer, sample.text + sample.prefix)
     asked = [{"role": "user", "content": sample.text}]
-    text: str = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    return token_ids(tokenizer, text + sample.prefix.lstrip())
+    return token_ids(tokenizer, chat_text(tokenizer, asked) + sample.prefix.lstrip())
 
 
 def _answer_all(pair: Pair, drawn: dict[str, Samples], progress: Progress) -> dict[str, dict[str, list[float]]]:

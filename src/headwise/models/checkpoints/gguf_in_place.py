@@ -89,6 +89,11 @@ _SCALES = {
 """The offsets, in a block, of its float16 scales (and of its minimum, which is multiplied like a scale)."""
 
 
+def has_scales(ggml_type: int) -> bool:
+    """Whether a GGML type has blocks whose float16 scales `Rows` reads. For example ``has_scales(8)``, of Q8_0."""
+    return TYPES[ggml_type][0] in _SCALES
+
+
 class Rows:
     """The rows of a stored matrix, or the numbers of a stored vector.
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from headwise.errors import CheckpointError, StorageError
-from headwise.models.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo
+from headwise.models.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, no_numbers
+from headwise.models.checkpoints.gguf_in_place import Rows, has_scales
 from headwise.models.families import llama
 from headwise.models.families.base import family_of
 from headwise.models.specs import gguf_config, read_gguf_header
@@ -267,6 +268,18 @@ class GgufCheckpoint(Checkpoint):
         if self._layout.norm_offset and name.endswith("norm.weight"):
             tensor = tensor - self._layout.norm_offset
         return tensor
+
+    def check_numbers(self, name: str) -> None:
+        """See `Checkpoint.check_numbers`; of blocks the scales alone are read, by which all their numbers are finite."""
+        parts = self._stored[name].values()
+        if not all(has_scales(stored.ggml_type) for stored, _, _ in parts):
+            super().check_numbers(name)
+            return
+        for stored, _, nbytes in parts:
+            with self._reading(name):
+                raw = np.fromfile(stored.file, np.uint8, nbytes, offset=stored.offset)
+            if kind := no_numbers(torch.from_numpy(Rows(raw, stored.ggml_type, stored.shape).scales())):
+                raise CheckpointError("tensor", name, f"holds {kind}")
 
     def _read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
         parts = self._stored[name]

@@ -77,7 +77,7 @@ class _Entry:
         from gguf.quants import quantize
 
         values = self.made(tensor).to(torch.float32).contiguous().numpy()
-        if float(np.abs(values).max(initial=0.0)) > _LARGEST[self.kind]:
+        if not float(np.abs(values).max(initial=0.0)) <= _LARGEST[self.kind]:  # also of NaN
             raise CheckpointError("tensor", self.name, f"does not fit in {self.kind}; choose a wider type")
         encoded: np.ndarray[Any, Any] = quantize(values, self.type)
         assert encoded.nbytes == self.nbytes, (self.name, encoded.nbytes, self.nbytes)

@@ -78,6 +78,23 @@ def decode(tokenizer: Any, ids: Any, **options: Any) -> str:
         return str(tokenizer.decode(ids, **options))
 
 
+def chat_text(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """Write messages as one text by the tokenizer's chat template, up to where the answer begins.
+
+    For example ``chat_text(tokenizer, [{"role": "user", "content": "Who are you?"}])``. transformers runs a template
+    in a sandbox, in which it reaches neither files nor Python's modules.
+
+    Args:
+        tokenizer: transformers'.
+        messages: the role and the content of each.
+
+    Raises:
+        CheckpointError: the template is damaged, or asks for what the sandbox does not give.
+    """
+    with refused_tokenizer(tokenizer.name_or_path, "could not write a chat by its template"):
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
 def load_gguf_tokenizer(path: Path) -> Any:
     """Load the tokenizer of a ``.gguf`` file; the last one is kept, as reading one takes seconds.
 

@@ -25,8 +25,8 @@ from headwise.base.checksums import SUMS, list_folder
 from headwise.base.disk import refuse_file, refuse_no_folder, replace, storage_errors, sync
 from headwise.base.documents import MEASURED
 from headwise.base.jobs import Job, lock_folder, partial_folder, remove_locked
-from headwise.errors import ArgumentError, StorageError
-from headwise.models.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, dtype_name
+from headwise.errors import ArgumentError, CheckpointError, StorageError
+from headwise.models.checkpoints.checkpoint import DTYPES, Checkpoint, TensorInfo, dtype_name, no_numbers
 from headwise.models.specs.sources import INDEX, SINGLE, stored_tensors
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -266,12 +266,16 @@ class FolderWriter(Job):
             tensor: a tensor that has the announced shape and dtype.
 
         Raises:
+            CheckpointError: it has NaN or infinite values, as of a number that does not fit in the dtype.
             StorageError: the disk is full, or the file cannot be written.
         """
         start = time.perf_counter()
-        del self._missing[name]
         info, shard = self._tensors[name], self._shard_of[name]
         assert (tuple(tensor.shape), tensor.dtype) == (info.shape, info.dtype), (name, tensor.shape, info)
+        if kind := no_numbers(tensor):
+            rule = f"came out with {kind} in {dtype_name(info.dtype)}, and is not written; choose a wider dtype"
+            raise CheckpointError("tensor", name, rule)
+        del self._missing[name]
         with self._clearly():
             if shard.file not in self._open:
                 self._open[shard.file] = ShardWriter(shard, self.folder)
