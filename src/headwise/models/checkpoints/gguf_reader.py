@@ -270,7 +270,7 @@ class GgufCheckpoint(Checkpoint):
         return tensor
 
     def check_numbers(self, name: str) -> None:
-        """See `Checkpoint.check_numbers`; of blocks the scales alone are read, by which all their numbers are finite."""
+        """See `Checkpoint.check_numbers`; of blocks the scales alone are read: their numbers are finite with them."""
         parts = self._stored[name].values()
         if not all(has_scales(stored.ggml_type) for stored, _, _ in parts):
             super().check_numbers(name)
