@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 ENGINES := build/engine-environments
 
-.PHONY: demo test lint docs engines clean
+.PHONY: demo test lint docs engines coverage clean
 
 demo: $(READY)
 	$(BIN)/headwise demo
@@ -19,6 +19,14 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 	find src tests -name '*.h' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
+
+# Which lines and branches the tests reach, and by which test: longer than the tests, and no part of them.
+coverage: $(READY)
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(BIN)/coverage run --data-file=build/coverage/data -m pytest -n 2 --dist loadfile --junitxml build/coverage/junit.xml
+	$(BIN)/coverage combine --data-file=build/coverage/data build/coverage
+	$(BIN)/coverage json --data-file=build/coverage/data -o build/coverage/report.json
+	$(BIN)/coverage report --data-file=build/coverage/data --skip-covered --sort=miss --fail-under=95
 
 # The site, in build/site.
 docs: $(READY)

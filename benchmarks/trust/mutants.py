@@ -70,10 +70,11 @@ def places(file: Path) -> Iterator[Place]:
 
     source = file.read_text(encoding="utf-8")
     unread = annotations(source)
+    nodes = list(ast_nodes(get_ast(source)))
     found: dict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
     for name, operator in operators().items():
         occurrence = 0
-        for node in ast_nodes(get_ast(source)):
+        for node in nodes:
             for (line, column), _ in operator.mutation_positions(node):
                 if (line, column) not in unread:
                     found[line, column].append((name, occurrence))

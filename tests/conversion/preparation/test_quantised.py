@@ -299,6 +299,13 @@ REFUSED: list[tuple[str, Quantiser, Callable[[Path], None], str]] = [
         r"weight_scale_inv = \(5, 1\)",
     ),
     ("a wide weight", fp8(), tensor_of(f"{KEY}weight", lambda t: t.float()), r"k_proj\.weight dtype"),
+    ("one dimension", fp8(), tensor_of(f"{KEY}weight", lambda t: t.flatten()), r"k_proj\.weight = \(32768,\)"),
+    (
+        "a sparsity that is none",
+        by_compressed_tensors(num_bits=8, type="int", strategy="channel"),
+        config_of("sparsity_config", "dense"),
+        r"sparsity_config = 'dense': must be an object",
+    ),
     ("int64 codes", gptq(), tensor_of(f"{KEY}qweight", lambda t: t.long()), r"k_proj\.qweight dtype"),
     ("three bits", gptq(), tensor_of(f"{KEY}qzeros", lambda t: t[:, :12].clone()), r"k_proj\.qzeros = \(4, 12\)"),
     ("infinite scales", awq(), tensor_of(f"{KEY}scales", lambda t: t * torch.inf), r"k_proj\.weight'?: holds"),

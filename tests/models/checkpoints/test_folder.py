@@ -95,7 +95,7 @@ def test_an_index_that_is_no_json_object(sharded: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["../outside.safetensors", "/etc/passwd", "..", ".", "", "a/b.safetensors", 5, None, [], "\0"]
+    "file", ["../outside.safetensors", "/etc/passwd", "..", ".", "", "a/b.safetensors", 5, None, [], "\0", "x" * 300]
 )
 def test_an_index_that_points_elsewhere(sharded: Path, tiny_llama_folder: Path, file: Any) -> None:
     shutil.copy(tiny_llama_folder / "model.safetensors", sharded.parent / "outside.safetensors")

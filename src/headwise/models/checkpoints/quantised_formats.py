@@ -338,7 +338,8 @@ class Packed(Format):
 
     def sharing(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """See `Format`."""
-        return 1 if math.prod(shapes["weight_scale"]) > 1 else shapes["weight_packed"][0]
+        R, _ = self.matrix("weight_packed", shapes["weight_packed"])
+        return 1 if math.prod(shapes["weight_scale"]) > 1 else R
 
     def read(self, parts: Parts) -> Rows:
         """See `Format`."""
@@ -391,7 +392,7 @@ class Whole(Format):
 
     def sharing(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """See `Format`."""
-        (R, C), scale = shapes["weight"], shapes[self.scale]
+        (R, C), scale = self.matrix("weight", shapes["weight"]), shapes[self.scale]
         if math.prod(scale) == 1:
             return R
         return self.block[0] if self.block is not None and scale == self._blocks(R, C) else 1
