@@ -1,4 +1,4 @@
-"""The campaign of malformed files: inputs follow from a seed, files are put back, and what goes wrong is a finding."""
+"""The campaign of malformed files: inputs follow from a seed, files are put back, and failures are findings."""
 
 from __future__ import annotations
 
