@@ -255,6 +255,19 @@ def kills(*documents: Document) -> str:
     return table(["killed while", "times"], rows)
 
 
+def fuzz(document: Document) -> str:
+    """The table of malformed inputs: how they ended, the slowest, and the lines of the reader that were run."""
+    rows = []
+    for name, row in document["rows"].items():
+        ended = dict(row["ended"])
+        read, found = ended.pop("success", 0), len(row["findings"])
+        run, lines = (sum(counts[place] for counts in row["lines"].values()) for place in (0, 1))
+        share = f"{run / lines:.0%}" if lines else "–"
+        figures = [row["inputs"], read, sum(ended.values()) - ended.get("finding", 0), found]
+        rows.append([name, *(f"{figure:,}" for figure in figures), f"{row['slowest_s']:.1f}", share])
+    return table(["reader", "inputs", "read", "refused", "other ends", "slowest, s", "lines run"], rows)
+
+
 def decode(document: Document) -> str:
     """The table of decoding at 8192 tokens: headwise's time, and the other implementations' times over it."""
     others = {
@@ -794,6 +807,7 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "large-cuda": ("large-cuda.json", large),
     "crossover": ("crossover.json", crossover),
     "tiles": ("tiles-cuda.json", tiles),
+    "fuzz": ("trust/fuzz.json", fuzz),
     "kills": ("trust/kills.json", "trust/kills-heal.json", kills),
     "decode": ("decode.json", decode),
     "limits": ("decode-96mib.json", limits),

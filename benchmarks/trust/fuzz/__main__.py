@@ -21,11 +21,9 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.kept import Kept
 from benchmarks.trust.fuzz.campaign import MEMORY, SECONDS, campaign
-from benchmarks.trust.fuzz.readers import READERS, Seed
-from benchmarks.trust.fuzz.trial import Trial
 
 INPUTS = 10_000
 
@@ -47,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.replay is not None:
         replay(options)
         return
+    from benchmarks.kept import Kept
+    from benchmarks.trust.fuzz.readers import READERS
+
     settings = {"inputs": options.inputs, "seed": options.seed, "seconds": SECONDS, "memory": MEMORY}
     kept = Kept(options.json, settings) if options.json else None
     failed = False
@@ -68,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def replay(options: argparse.Namespace) -> None:
     """Read one input again, with its traceback."""
+    from benchmarks.trust.fuzz.trial import Trial
+
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         trial = Trial(options.readers[0], Path(folder))
         draw = trial.draw(options.replay, options.seed)
@@ -75,7 +78,7 @@ def replay(options: argparse.Namespace) -> None:
         print(trial.read(draw) or trial.refused or "success")
 
 
-def show(seed: Seed, error: BaseException, what: str) -> dict[str, str]:
+def show(seed: Any, error: BaseException, what: str) -> dict[str, str]:
     """Print a traceback where a finding would be noted."""
     traceback.print_exception(error)
     return {"file": seed.file, "kind": what}

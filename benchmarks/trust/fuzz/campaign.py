@@ -50,7 +50,8 @@ def covered(tracer: Any, modules: Sequence[str]) -> dict[str, list[int]]:
 def work(name: str, options: argparse.Namespace, start: int, queue: Any) -> None:
     """Read the inputs of one reader from ``start`` on, in a process of its own."""
     warnings.simplefilter("ignore")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings of transformers, and of tokenizers' compiled code
+    for descriptor in (1, 2):  # what transformers and compiled code print, which the command line holds back
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=options.folder))
     tracer = trace()
     if tracer is not None:

@@ -10,15 +10,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kept import Kept
-
 
 def guided(name: str, options: argparse.Namespace) -> None:
     """Let atheris spoil the inputs of one reader, guided by the code that they reach; it ends the process."""
     import atheris
-    from benchmarks.trust.fuzz.trial import Trial
 
     with atheris.instrument_imports(include=["headwise"]):
+        from benchmarks.kept import Kept
+        from benchmarks.trust.fuzz.trial import Trial
+
         folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=options.folder))
         trial = Trial(name, folder)
     findings: dict[tuple[str, str], dict[str, Any]] = {}

@@ -235,7 +235,10 @@ def spoil_gguf(content: bytes, draw: random.Random) -> bytes:
 
 def spoil_blocks(content: bytes, draw: random.Random) -> bytes:
     """Spoil what lies behind a GGUF header mostly: the blocks of quantised numbers."""
-    _, end = _gguf_fields(content)
+    try:
+        _, end = _gguf_fields(content)
+    except (struct.error, IndexError, KeyError):
+        return spoil_bytes(content, draw)
     if draw.random() < 0.2:
         return spoil_gguf(content, draw)
     return content[:end] + _spoil_numbers(content[end:], draw)
@@ -289,9 +292,9 @@ def _gguf_fields(content: bytes) -> tuple[list[tuple[int, str]], int]:
 
 def spoil_lines(content: bytes, draw: random.Random) -> bytes:
     """Spoil the words of a text of lines, such as TOML or a list of checksums."""
-    if draw.random() < 0.25:
+    lines = content.decode(errors="replace").splitlines(keepends=True)
+    if draw.random() < 0.25 or not lines:
         return spoil_bytes(content, draw)
-    lines = content.decode().splitlines(keepends=True)
     for _ in range(draw.choice((1, 1, 2, 5))):
         at = draw.randrange(len(lines))
         words = re.split(r"(\s+|[=\[\],.]|\"[^\"]*\")", lines[at])
