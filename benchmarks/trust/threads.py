@@ -7,8 +7,8 @@ an error in the middle of a forward. Its number decides all of it, so that it ca
 at a time, and any of the threads takes the next step of any of them. Models are loaded anew every so many requests,
 because threads may collide over what is made when it is first used; and threads are switched a hundred times more
 often than usual. All logits of a request must be the replay's bit for bit. torch is held to one thread, because sums
-depend on how many share them. Memory is read a hundred times in each pass; it grew by the median of the last tenth
-less that of the second.
+depend on how many share them. Memory is read a hundred times in each pass, once the allocator has given back what is
+free; it grew by the median of the last tenth less that of the second.
 """
 
 from __future__ import annotations
