@@ -89,19 +89,19 @@ def named(number: int) -> str:
 
 def load_models(folder: Path) -> dict[tuple[str, str], Any]:
     """The models of all kinds, by their names and attention."""
-    models: dict[tuple[str, str], Any] = {}
-    for name, way, _ in KINDS:
-        if (name, way) in models:
-            continue
-        path = save_toy(folder, name)
-        if way == "headwise":
-            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="float32", attn_implementation=way).eval()
-        else:
-            model = headwise.load(path, dtype="float32")
-        model = headwise.optimize(model) if way == "optimize" else model
+    models = {kind[:2]: load_model(folder, kind) for kind in {kind[:2]: kind for kind in KINDS}.values()}
+    for model in models.values():
         model.model.layers[1].register_forward_pre_hook(give_up)
-        models[name, way] = model
     return models
+
+
+def load_model(folder: Path, kind: Kind) -> Any:
+    """The model of a kind, from a folder of toys."""
+    path, way = save_toy(folder, kind.model), kind.attention
+    if way == "headwise":
+        return AutoModelForCausalLM.from_pretrained(path, dtype="float32", attn_implementation=way).eval()
+    model = headwise.load(path, dtype="float32")
+    return headwise.optimize(model) if way == "optimize" else model
 
 
 @dataclass

@@ -72,4 +72,4 @@ def resident() -> float:
 def growth(mib: Sequence[float]) -> float:
     """By how much memory grew once a process was warm: the median of the last tenth less that of the second."""
     tenth = max(len(mib) // 10, 1)
-    return round(statistics.median(mib[-tenth:]) - statistics.median(mib[tenth : 2 * tenth]), 1)
+    return round(statistics.median(mib[-tenth:]) - statistics.median(mib[tenth : 2 * tenth] or mib), 1)

@@ -20,7 +20,7 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(threads, "KINDS", FEW)
 
     def of(count: int) -> dict[str, Any]:
-        options = ["--requests", count, "--threads", 3, "--live", 6, "--each", 20, "--json", tmp_path / "kept.json"]
+        options = ["--requests", count, "--threads", 3, "--live", 6, "--each", 15, "--json", tmp_path / "kept.json"]
         main([*map(str, options)])
         result: dict[str, Any] = json.loads((tmp_path / "kept.json").read_text())
         return result
@@ -29,12 +29,12 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_every_request_is_the_replay(report: Any) -> None:
-    result = report(40)
+    result = report(30)
     assert result["different"] == {}
     assert result["errors"] == {"served": {}, "replayed": {}}
-    assert sum(result["kinds"].values()) == result["acts"]["start"] == 40
+    assert sum(result["kinds"].values()) == result["acts"]["start"] == 30
     assert result["acts"].keys() == {"start", *threads.ACTS}
-    assert len(result["served"]["mib"]) == 41
+    assert len(result["served"]["mib"]) == 31
 
 
 def test_what_threads_do_wrong_is_told(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
