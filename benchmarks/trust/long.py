@@ -99,7 +99,9 @@ class Decoding:
         self.ids = self.ids[:, : self.ids.shape[1] - gone]
 
     def run(self, steps: int) -> list[float]:
-        """Decode so many tokens of each sequence; memory, MiB, a hundred times."""
+        """Decode so many tokens of each sequence; memory, MiB, a hundred times, once a cache is at its largest."""
+        while self.has_crops and not self.has_windows and self.cache.length <= MOST:
+            self.step()
         every, mib, draw, since, until = max(steps // 100, 1), [resident()], random.Random(0), 0, 4
         for at in range(1, steps + 1):
             self.step()
