@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 
 import pytest
@@ -20,6 +21,8 @@ from headwise.runtime.hf.attention import (
 from headwise.runtime.kernels.native import built
 from headwise.runtime.quantization import TransformCode, transform_code, trellis_format
 from headwise.runtime.quantization.transform_code import blocks
+from headwise.runtime.quantization.trellis_format import KeyRotation, TrellisFormat
+from tests.threads import interleaved
 
 pytestmark = pytest.mark.skipif(built().library is None, reason=f"no compiled kernel: {built().reason}")
 
@@ -181,3 +184,59 @@ def test_a_code_moves_with_its_layer(is_latent: bool) -> None:
     codes = layer.cache_layer(None)
     assert codes is not None
     assert codes.codec is layer.codec
+
+
+def rotation(layer: CodedAttention, first: float) -> KeyRotation:
+    """How keys are rotated where a rotary embedding has this frequency first."""
+    rotary = LlamaRotaryEmbedding(layer.config)
+    rotary.inv_freq[0] = first
+    return SlotRotation(rotary).of_keys(10, layer.channels_of(rotary.inv_freq), tuple(layer.channels))
+
+
+def test_threads_are_given_the_rotation_of_their_own_slots() -> None:
+    layer = grouped_layer(2, 8, torch.float32)
+    slots, channels = layer.slots, layer.channels_of(torch.zeros(1))
+    assert slots is not None
+
+    def of(*numbers: int) -> Tensor:
+        each = (slots.of_slot(slot, channels, tuple(layer.channels), torch.float32) for slot in numbers)
+        return torch.stack([torch.stack(rotation) for rotation in each])
+
+    expected, results = of(3, 4), list(interleaved(lambda: of(3, 4), lambda: of(5), SlotRotation.of_slot))
+    assert len(results) > 4
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_threads_whose_keys_are_rotated_otherwise_read_by_their_own_layout() -> None:
+    layer = grouped_layer(2, 8, torch.float32)
+    one, two, three = (rotation(layer, first) for first in (1.0, 0.5, 0.25))
+    codec = layer.codec
+    assert codec is not None
+
+    def turns(*rotations: KeyRotation) -> Tensor:
+        return torch.stack([codec.layout_for(each, of_gpu=False).turn for each in rotations])
+
+    expected = turns(one, two)
+    results = list(interleaved(lambda: turns(one, two), lambda: turns(three), TrellisFormat.layout_for))
+    assert len(results) > 4
+    assert all(torch.equal(result, expected) for result in (*results, turns(one, two)))
+
+
+def test_frequencies_may_change_while_another_thread_asks_for_them() -> None:
+    layer = grouped_layer(2, 8, torch.float32)
+    slots, channels = layer.slots, layer.channels_of(torch.zeros(1))
+    assert slots is not None
+    turns = interleaved(
+        lambda: slots.of_keys(10, channels, "").turn, slots._forget, SlotRotation.of_keys, SlotRotation.tables
+    )
+    first = next(turns)
+    assert all(torch.equal(torch.stack(turn), torch.stack(first)) for turn in turns)
+
+
+def test_a_fork_of_a_cache_reads_the_same_code() -> None:
+    layer = grouped_layer(2, 8, torch.float32)
+    past = layer.cache_layer(None)
+    fork = copy.deepcopy(past)
+    assert fork is not None
+    assert fork.codec is not past.codec
+    assert fork.codec.code is layer.code

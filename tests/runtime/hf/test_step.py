@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -131,6 +132,17 @@ def test_codes_are_those_of_the_layers_own_forward(coded: Any, batch: int, versi
     for expected, actual in zip(theirs.layers, ours.layers, strict=True):
         assert torch.equal(actual.keys, expected.keys)
         assert actual.values.shape == expected.values.shape
+
+
+@torch.inference_mode()
+def test_what_the_kernel_has_the_addresses_of_stays_where_another_thread_makes_it_anew(coded: Any) -> None:
+    model = headwise.optimize(copy.deepcopy(coded))
+    steps(model)
+    for layer in model.model.layers:
+        code = layer.self_attn.code
+        made = weakref.ref(code.coder)
+        del vars(code)["coder"]  # from Python 3.12 on the last one of two threads is kept
+        assert made() is not None
 
 
 @torch.inference_mode()

@@ -191,25 +191,25 @@ class SlotRotation:
             key: what says that two layers' channels are the same.
             dtype: the dtype of the result.
         """
-        wanted = (slot, key, dtype, channels.device)
-        if self._latest is None or self._latest[0] != wanted:
+        wanted, latest = (slot, key, dtype, channels.device), self._latest
+        if latest is None or latest[0] != wanted:
             with torch.inference_mode(False), torch.no_grad():
                 cos, sin = (
                     table.narrow(1, slot, 1).index_select(2, channels).to(dtype)
                     for table in self.tables(slot + 1, channels.device)
                 )
-            self._latest = wanted, (cos, sin)
-        return self._latest[1]
+            self._latest = latest = wanted, (cos, sin)
+        return latest[1]  # and not what is kept now, which may be of another thread's slot
 
     def of_keys(self, count: int, channels: Tensor, key: object) -> KeyRotation:
         """How keys in slots 0 … count − 1 are rotated; arguments as for `of_slot`."""
-        wanted = (key, channels.device)
-        if wanted not in self._turns:
+        wanted, turns = (key, channels.device), self._turns
+        if (turn := turns.get(wanted)) is None:
             with torch.inference_mode(False), torch.no_grad():
                 cos, sin = (table[0, :, channels] for table in self.tables(TURN, channels.device))
-                self._turns[wanted] = cos / cos[:1], sin / cos[:1]
+                turn = turns.setdefault(wanted, (cos / cos[:1], sin / cos[:1]))
         cos, sin = self.tables(count, channels.device)
-        return KeyRotation(cos[0], sin[0], channels, self._turns[wanted])
+        return KeyRotation(cos[0], sin[0], channels, turn)
 
 
 class HostedAttention(AttentionLayer):

@@ -131,6 +131,7 @@ class _PreparedCodes(NamedTuple):
     """The arguments of a layer's codes, for as long as they are read by one layout."""
 
     layout: TrellisLayout
+    code: Coder
     coder: CoderArguments
     attention: HeadsArguments | CodedArguments
 
@@ -267,6 +268,7 @@ def _new_codes(arguments: StepArguments, coder: Coder, layout: TrellisLayout, si
     kernel: Any = KERNELS[layout.kernel]
     return _PreparedCodes(
         layout,
+        coder,  # whose addresses are in the arguments, also where another thread has made one more at the same time
         CoderArguments(**coding, **coder.numbers, bytes=size),
         kernel(**reading, **layout.numbers, **own),
     )

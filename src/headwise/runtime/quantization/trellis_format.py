@@ -57,8 +57,11 @@ class TrellisFormat(Codec):
 
     def __init__(self, code: TransformCode) -> None:
         self.code = code
-        self._layout: gpu.ChannelLayout | TrellisLayout | None = None
-        self._turn: tuple[Tensor, Tensor] | None = None
+        self._kept: tuple[tuple[Tensor, Tensor] | None, gpu.ChannelLayout | TrellisLayout] | None = None
+
+    def __deepcopy__(self, _: object) -> TrellisFormat:
+        """A copy of a cache or a model reads the same code, to which another thread may be adding what it keeps."""
+        return TrellisFormat(self.code)
 
     def encode(self, keys: Tensor, values: Tensor, first: Tensor | None = None, begin: int = 0) -> tuple[Tensor, ...]:
         """Codes of ``[B, 1, S, W]`` cached values, which come as keys; see `Codec.encode`.
@@ -175,16 +178,16 @@ class TrellisFormat(Codec):
             rotation: see `attend`.
             of_gpu: whether the kernel is one of the GPU's.
         """
-        turn = None if rotation is None else rotation.turn
-        if self._layout is None or self._turn is not turn:
+        turn, kept = None if rotation is None else rotation.turn, self._kept
+        if kept is None or kept[0] is not turn:
             with torch.inference_mode(False), torch.no_grad():
                 if of_gpu:
                     frequency = None if rotation is None else rotation.frequency
-                    self._layout = channel_layout(self.code, turn, frequency)
+                    kept = turn, channel_layout(self.code, turn, frequency)
                 else:
-                    self._layout = trellis_layout(self.code, turn)
-                self._turn = turn
-        return self._layout
+                    kept = turn, trellis_layout(self.code, turn)
+            self._kept = kept
+        return kept[1]
 
 
 def _are_first(states: Tensor, first: Tensor, begin: int) -> Tensor:
