@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from headwise.base.disk import storage_errors, write_whole
+from headwise.base.disk import open_regular, storage_errors, write_whole
 from headwise.base.processes import all_sum, barrier, process_index
 from headwise.conversion.plan import Place
 from headwise.conversion.solvers.device import CPU, Stopwatch, to_device
@@ -257,7 +257,7 @@ class LayerFiles:
     def load(self, key: int | str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """A saved layer's tensors and facts; None if it was not saved or is damaged."""
         try:
-            with safe_open(self.file(key), framework="pt", backend="pread") as file:
+            with self._opened(key) as file:
                 about = _metadata(file)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
             if about["checksum"] != _tensors_checksum(tensors, about["about"]):
@@ -269,7 +269,7 @@ class LayerFiles:
     def about(self, key: int | str) -> dict[str, Any] | None:
         """A saved layer's facts without its tensors; None if it was not saved."""
         try:
-            with safe_open(self.file(key), framework="pt", backend="pread") as file:
+            with self._opened(key) as file:
                 about: dict[str, Any] = json.loads(_metadata(file)["about"])
         except _DAMAGED:
             return None
@@ -278,10 +278,14 @@ class LayerFiles:
     def checksum(self, key: int | str) -> str | None:
         """The checksum that a saved layer's file states; None if it was not saved."""
         try:
-            with safe_open(self.file(key), framework="pt", backend="pread") as file:
+            with self._opened(key) as file:
                 return _metadata(file)["checksum"]
         except _DAMAGED:
             return None
+
+    def _opened(self, key: int | str) -> Any:
+        open_regular(self.file(key)).close()  # safetensors would wait for a pipe
+        return safe_open(self.file(key), framework="pt", backend="pread")
 
     def file(self, key: int | str) -> Path:
         """The path of a result's file."""

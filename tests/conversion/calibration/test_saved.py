@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -257,12 +258,18 @@ def shrink(file: Path) -> None:
     file.write_bytes(save({"inputs": torch.zeros(3)}))
 
 
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)  # which safetensors would wait for
+
+
 @pytest.mark.parametrize(
     ("spoil", "rule"),
     [
         (cut, "is cut short or damaged; calibrate again"),
         (flip, "is cut short or damaged; calibrate again"),
         (Path.unlink, "is missing; calibrate again"),
+        (pipe, "is missing; calibrate again"),
         (shrink, "is cut short or damaged; calibrate again"),
         (poison, "holds NaN or infinite values: inputs of layer 0"),
         (changed(keys=None), "lacks keys of layer 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,12 @@ def test_the_file_gives_codes_back(tmp_path: Path) -> None:
     values = sample(code, 5)
     assert torch.equal(codes[1].encode(values), code.encode(values))
     assert not read_codes(tmp_path / "other")
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FILE)
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_codes(tmp_path)
 
 
 @pytest.mark.parametrize("cut", [0, 5, 100, -3])

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from headwise.base.disk import open_regular
 from headwise.errors import CheckpointError
 from headwise.models.specs import GroupedSpec, LatentSpec
 from headwise.runtime.kernels import gpu
@@ -504,6 +505,7 @@ def read_codes(folder: Path, layers: int | None = None) -> dict[int, TransformCo
     if not (path.exists() or path.is_symlink()):
         return {}
     try:
+        open_regular(path).close()  # safetensors would wait for a pipe
         with safe_open(path, framework="pt", backend="pread") as file:
             about = json.loads(file.metadata()[_KEY])
             version = about["format"]
