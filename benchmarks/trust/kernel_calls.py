@@ -213,7 +213,7 @@ def trellis(draw: Draw) -> None:
         query = draw.placed(draw.numbers(B, K * G, S, width, dtype=dtype))
         seen = scoring(draw, sizes, T)
         seen = seen if pages is None else seen._replace(mask=None)
-        if codec.can_attend_to(query[:, :1, 0], stored.tensors, seen.mask, needs_grad=False):
+        if codec.can_attend_to(query[:, 0, :1], stored.tensors, seen.mask, needs_grad=False):
             codec.attend(query, stored, seen, rotation, has_sums=is_latent and draw.chance(0.3), pages=pages)
     if pages is None:
         codec.decode(stored)

@@ -79,7 +79,7 @@ def environment(folder: Path, options: str) -> dict[str, str]:
         "CXX": f"env -u LD_PRELOAD g++ {options}",
         "XDG_CACHE_HOME": str(folder / "compiled"),
         "LD_PRELOAD": " ".join(loaded),
-        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=32",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "OMP_NUM_THREADS": "1",
         # Threads that wait sleep, as there are few cores; they are begun as if they did not.
