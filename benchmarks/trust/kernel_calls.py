@@ -157,7 +157,8 @@ def random_code(draw: Draw, shape: tuple[tuple[int, ...], tuple[int, ...]], most
     bits = tuple(draw.pick.randint(1, most) for _ in blocks(sections))
     offset, scale = draw.finite(sum(sections)), draw.positive(sum(sections))
     if draw.chance(0.5):
-        offset, scale = torch.randn(len(offset), generator=draw.noise), torch.rand(len(scale)) + 0.05
+        offset, scale = (random(len(scale), generator=draw.noise) for random in (torch.randn, torch.rand))
+        scale = scale + 0.05
     return TransformCode(draw.placed(offset, is_dense=True), draw.placed(scale, is_dense=True), bits, *shape)
 
 
