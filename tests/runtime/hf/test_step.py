@@ -318,6 +318,20 @@ def test_a_changed_layer_goes_the_stock_way(change: str, kernels: list[str]) -> 
         assert (steps(model) - unchanged).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("name", ["self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"])
+@torch.inference_mode()
+def test_a_weight_of_another_shape_is_left_to_torch(name: str, kernels: list[str]) -> None:
+    """The kernel would read behind its end."""
+    model = headwise.optimize(model_of("llama"))
+    cache = HeadwiseCache(model)
+    model(torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10, 11]]), past_key_values=cache)
+    linear = model.model.layers[0].get_submodule(name)
+    linear.weight = nn.Parameter(linear.weight[:, :5].clone())
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.tensor([[3]]), past_key_values=cache)
+    assert not kernels
+
+
 @torch.inference_mode()
 def test_weights_that_were_replaced_are_read(kernels: list[str]) -> None:
     stock = model_of("llama")

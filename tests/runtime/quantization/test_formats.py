@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headwise.base.options import CACHE, PrepareOptions
 from headwise.costs.formulas.target import GROUPS
@@ -54,6 +55,14 @@ def test_other_spellings_are_refused_with_all_there_are(spelling: Any) -> None:
         parse_format(spelling, name="cache")
     assert (refused.value.field, refused.value.value) == ("cache", spelling)
     assert refused.value.rule == f"must be {SPELLINGS}"
+
+
+@pytest.mark.parametrize(
+    "spelling", ["int4", "fp8", *(f"{engine}:{name}" for engine in ENGINE_FORMATS for name in ENGINE_FORMATS[engine])]
+)
+def test_no_tokens_have_no_bytes(spelling: str) -> None:
+    rows = parse_format(spelling).encode(*(torch.zeros(1, 2, 0, 64) for _ in range(2)))
+    assert all(row.numel() == 0 and row.shape[:3] == (1, 2, 0) for row in rows)
 
 
 @pytest.mark.parametrize("name", [*INTEGERS, str(Float8Code()), *KIVI])

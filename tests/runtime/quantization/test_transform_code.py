@@ -193,6 +193,15 @@ def test_a_damaged_file_is_refused(tmp_path: Path, cut: int) -> None:
         read_codes(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2, torch.complex64, torch.uint16, torch.bool])
+def test_numbers_of_another_type_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    about = {"format": 1, "layers": {"0": {"bits": [4], "sections": [8], "parts": [8]}}}
+    tensors = {f"0.{name}": torch.ones(8).to(dtype) for name in ("offset", "scale")}
+    (tmp_path / FILE).write_bytes(save(tensors, metadata={"headwise": json.dumps(about)}))
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_codes(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("about", "message"),
     [

@@ -9,6 +9,7 @@ Shapes: B batch, H query heads, K key–value heads, S new tokens, T all tokens,
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from ctypes import addressof
 from functools import cache
 from typing import Any, NamedTuple
@@ -154,6 +155,8 @@ def _step(layer: Any, states: Tensor, mask: Tensor | None, past: Any, position_e
     prepared = _prepared(layer, states.dtype)
     if prepared is None or not are_plain(states, mask) or not states.is_contiguous():
         return None
+    if states.shape[2] != prepared.hidden:
+        return None
     if mask is not None and (mask.dtype != torch.bool or mask.shape[1:] != (1, S, T) or len(mask) not in (1, B)):
         return None
     arguments = StepArguments.from_buffer_copy(prepared)  # another thread may be in this layer
@@ -286,7 +289,7 @@ def _prepared(layer: Any, dtype: torch.dtype) -> StepArguments | None:
     tensors = [tensor for module in modules for tensor in module._parameters.values() if tensor is not None]
     state = attention.__dict__
     settings = (state.get(name) for name in ("scaling", "codec", "impl"))
-    key = (dtype, *settings, *map(type, modules), *(x.data_ptr() for x in tensors))
+    key = (dtype, *settings, *map(type, modules), *((x.data_ptr(), x.numel()) for x in tensors))
     known = _PREPARED.get(layer)
     if known is None or known.key != key:
         fits = all(tensor.dtype == dtype and tensor.is_contiguous() and are_plain(tensor) for tensor in tensors)
@@ -312,15 +315,34 @@ def _new_arguments(layer: Any, modules: tuple[Any, ...]) -> StepArguments | None
         sizes["decoder"] = attention.kv_b_proj.weight.data_ptr()
     linears = {name: getattr(attention, own) for name, own in of_attention.items()}
     linears |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
+    sizes["inner"], sizes["hidden"] = mlp.gate_proj.weight.shape
+    shapes = _shapes(sizes)
+    given = {name: linear.weight.shape for name, linear in linears.items()}
+    given |= {"decoder": attention.kv_b_proj.weight.shape} if "R" in sizes else {}
+    if any(shape != shapes[name] for name, shape in given.items()):
+        return None
     for name, linear in linears.items():
+        if linear.bias is not None and linear.bias.shape != linear.weight.shape[:1]:
+            return None
         bias = None if linear.bias is None else linear.bias.data_ptr()
         sizes[name] = ProjectionArguments(linear.weight.data_ptr(), bias)
     norms = {"norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm}
     norms |= {name: norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None}
     for name, norm in norms.items():
+        if norm.weight.shape != shapes[name]:
+            return None
         sizes[name] = NormArguments(norm.weight.data_ptr(), norm.variance_epsilon)
-    sizes["inner"], sizes["hidden"] = mlp.gate_proj.weight.shape
     return StepArguments(**sizes)
+
+
+def _shapes(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights that the kernel reads; a layer with others is left to torch, which reports them."""
+    K, D, V, P, hidden, inner = (sizes[name] for name in ("K", "D", "V", "P", "hidden", "inner"))
+    H, R = K * sizes["G"], sizes.get("R", 0)
+    shapes: dict[str, tuple[int, ...]] = {"q": (H * D, hidden), "k": (R + P if R else K * D, hidden)}
+    shapes |= {"v": (K * V, hidden), "o": (hidden, H * V), "decoder": (H * (D - P + V), R)}
+    shapes |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    return shapes | {"norm": (hidden,), "mlp_norm": (hidden,), "q_norm": (D,), "k_norm": (D,)}
 
 
 _SILU = type(ACT2FN["silu"])

@@ -331,7 +331,8 @@ def _float16_below(values: Tensor) -> Tensor:
 
 def as_bytes(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes of numbers in a dtype: uint8 ``[…, n · bytes]`` of ``[…, n]``."""
-    return numbers.to(dtype).contiguous().view(torch.uint8)
+    # A copy, because numbers of no token count as contiguous however their strides are.
+    return numbers.to(dtype).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def from_bytes(rows: Tensor, dtype: torch.dtype) -> Tensor:

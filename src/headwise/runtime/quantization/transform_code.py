@@ -167,7 +167,7 @@ class TransformCode:
             states: the values, ``[n, W]``.
             pages: uint8 ``[pages, tokens of a page, token_bytes]``.
             slots: int64 ``[n]``, of each token the number of a page times its tokens, plus the place in it; below 0
-                for tokens that pad a batch.
+                for tokens that pad a batch. Kernels write there, and do not check that the cache has such a page.
             is_first: bool ``[n]``, which of the tokens begin a text.
         """
         if not (can_encode() and are_plain(states, pages, slots, self.offset)):
@@ -470,9 +470,9 @@ def code_from(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Transf
     codes = []
     for prefix in ("", _FIRST) if _FIRST + "offset" in tensors else ("",):
         offset, scale = tensors[prefix + "offset"], tensors[prefix + "scale"]
+        codes.append(TransformCode(offset, scale, tuple(about[prefix + "bits"]), *shape))
         if not (bool(offset.isfinite().all()) and bool(((scale > 0) & scale.isfinite()).all())):
             raise ValueError("offsets must be finite, and scales finite and positive")
-        codes.append(TransformCode(offset, scale, tuple(about[prefix + "bits"]), *shape))
     return codes[0] if len(codes) == 1 else replace(codes[0], first=codes[1])
 
 
@@ -519,7 +519,7 @@ def read_codes(folder: Path, layers: int | None = None) -> dict[int, TransformCo
             }
     except CheckpointError:
         raise
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError):
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError):
         raise CheckpointError(FILE, str(path), "is damaged; convert the model again") from None
     if layers is not None and sorted(codes) != list(range(layers)):
         rule = f"must have a code for each of the model's {layers} layers; convert the model again"

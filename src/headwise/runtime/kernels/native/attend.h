@@ -10,6 +10,13 @@
 
 #include "products.h"
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#define HAS_REDZONES 1  // bytes between pieces of memory, which AddressSanitizer reports if they are touched
+#else
+#define HAS_REDZONES 0
+#endif
+
 namespace {
 
 // --- which tokens a row sees ---------------------------------------------------------------------------------------
@@ -155,6 +162,10 @@ class Arena {
   T* take(int64_t count) {
     char* at = base_ ? base_ + size_ : nullptr;
     size_ += up(count * int64_t(sizeof(T)), 64);
+#if HAS_REDZONES
+    if (base_) __asan_poison_memory_region(base_ + size_, 64);
+    size_ += 64;
+#endif
     return (T*)at;
   }
   int64_t size() const { return size_; }
@@ -178,6 +189,9 @@ class ScratchMemory {
         throw std::bad_alloc();
       }
     }
+#if HAS_REDZONES
+    __asan_unpoison_memory_region(at_, size_);  // another call had other pieces
+#endif
     return at_;
   }
 

@@ -308,7 +308,8 @@ INLINE Vector power_of_two(Vector x) {
 #if defined(__AVX512F__)
   return (Vector)_mm512_scalef_ps((__m512)power, (__m512)(shifted - shift));
 #else
-  return (Vector)(((Whole)power + (((Whole)shifted - (Whole)shift) << 23)) & ~tiny);
+  // Without signs, because sums wrap: of NaN, of what is tiny, and of x > 0, which a row with a NaN may have.
+  return (Vector)(((Bits)power + (((Bits)shifted - (Bits)shift) << 23)) & ~(Bits)tiny);
 #endif
 }
 
