@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headwise.base.disk import replace, storage_errors, write_whole
+from headwise.base.disk import open_regular, replace, storage_errors, write_whole
 from headwise.base.documents import as_document
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
@@ -199,7 +199,7 @@ def _line(name: str, sha256: str) -> str:
 
 
 def _read_list(file: Path) -> _List:
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         content = os.fsdecode(opened.read(_LONGEST))
     found = _List(is_damaged=not content.endswith("\n"))
     for line in content.removesuffix("\n").split("\n") if content else ():

@@ -42,7 +42,8 @@ def as_document(result: Any) -> dict[str, Any]:
 def read_document(file: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None if there is no such file or it is not whole."""
     with suppress(OSError, ValueError):
-        document = json.loads(file.read_bytes())
+        with open_regular(file) as opened:
+            document = json.load(opened)
         if isinstance(document, dict):
             return document
     return None

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.base.disk import sync
+from headwise.base.disk import open_regular, sync
 from headwise.base.progress import Progress, silent
 from headwise.conversion.calibration.candidates import Calibrator
 from headwise.conversion.calibration.windows import CalibrationWindows
@@ -180,7 +180,8 @@ def open_statistics(folder: str | Path, checkpoint: Checkpoint, progress: Progre
         raise ArgumentError(_FIELD, "", "is empty; it must name a folder")
     folder = Path(folder)
     try:
-        text = (folder / ABOUT).read_text(encoding="utf-8")
+        with open_regular(folder / ABOUT) as file:
+            text = file.read().decode()
         about = json.loads(text)
         version, model, sums = about["format"], about["model"], about["layers"]
         distances = about.get("distances")  # absent in another format

@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from headwise.base.disk import open_regular
 from headwise.costs.formulas import dtype_bytes
 from headwise.costs.prediction.curves import Curves, curves_of
 from headwise.errors import ArgumentError, SpecError, StorageError
@@ -110,7 +111,8 @@ def _catalog() -> dict[str, Device]:
 
 def _read(file: Path) -> dict[str, Device]:
     try:
-        entries = tomllib.loads(file.read_text(encoding="utf-8-sig"))
+        with open_regular(file) as opened:
+            entries = tomllib.loads(opened.read().decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise StorageError("hardware file", str(file), f"cannot be read: {error}") from None
     return {name: _device(name, entry) for name, entry in entries.items()}

@@ -6,6 +6,7 @@ Two names may mean the same text; what counts is the content (`text_identity`).
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from textwrap import shorten
 from typing import Any
 
 from headwise.base.checksums import write_among_others
-from headwise.base.disk import refuse_input_within
+from headwise.base.disk import open_regular, refuse_input_within
 from headwise.base.options import at_least
 from headwise.errors import ArgumentError, MissingExtraError
 from headwise.measure.texts.windows import passages_apart
@@ -34,7 +35,8 @@ def read_text(path: str | Path, *, characters: int | None = None, name: str = "t
         ArgumentError: there is no such file, or the part that is read is not UTF-8.
     """
     try:
-        with Path(path).open(encoding="utf-8-sig") as file:  # a byte order mark is no part of the text
+        # A byte order mark is no part of the text.
+        with io.TextIOWrapper(open_regular(Path(path)), encoding="utf-8-sig") as file:
             return file.read(characters)
     except UnicodeDecodeError:
         raise ArgumentError(name, str(path), "must be UTF-8 text") from None
