@@ -69,7 +69,7 @@ def profile(device: torch.device = HERE, *, progress: Progress = silent) -> Prof
 def _measure_processor(progress: Progress) -> Device:
     """The limits of this machine's processor."""
     health = doctor(progress=progress)
-    facts = describe_machine("cpu")
+    facts = describe_machine()
     return Device(
         name=NAME,
         label=f"{facts['cpu']}, {torch.get_num_threads()} threads",

@@ -49,6 +49,6 @@ def circumstances(
         "texts": names,
         "begin": begin,
         "seed": seed,
-        "machine": describe_machine(str(device or "cpu")),
+        "machine": describe_machine(),
         "versions": {**versions(), "python": platform.python_version()},
     }

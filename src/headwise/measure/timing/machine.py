@@ -186,10 +186,10 @@ def _advice(*, has_kernels: bool, reason: str) -> list[str]:
     return advice
 
 
-def describe_machine(device: str = "cpu") -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """Processor, cores, threads and GPU, for a report of measurements."""
     facts: dict[str, Any] = {"cpu": _processor(), "cores": _cores(), "threads": torch.get_num_threads()}
-    if device != "cpu" or torch.cuda.is_available():
+    if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
     return facts
 

@@ -87,7 +87,7 @@ class Audit:
             "quick": self.quick,
             "seconds": self.seconds,
             "claims": {judged.claim.id: judged.to_dict() for judged in self.claims},
-            "machine": describe_machine("cpu"),
+            "machine": describe_machine(),
             "versions": installed_versions(),
         }
 
@@ -156,7 +156,7 @@ def page(audit: Audit, command: str) -> str:
     for judged in audit.claims:
         link = Cell(judged.claim.id, link=f"#{_anchor(judged)}")
         verdicts.add(link, judged.claim.says, Cell(judged.verdict, mark="verdict"))
-    machine = {**describe_machine("cpu"), **installed_versions()}
+    machine = {**describe_machine(), **installed_versions()}
     facts = ", ".join(f"{name} {value}" for name, value in machine.items())
     lead = (
         "What five guides to attention mechanisms print, and what is so. A verdict follows from its statements: a "

@@ -110,7 +110,7 @@ class MechanismBench:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-able values, with the machine and versions."""
-        return {**asdict(self), "machine": describe_machine(self.device), "versions": installed_versions()}
+        return {**asdict(self), "machine": describe_machine(), "versions": installed_versions()}
 
 
 def bench_mechanisms(

@@ -182,7 +182,7 @@ def train(
             seconds=seconds,
         )
         document = {"settings": settings, "rows": {key: asdict(row) for key, row in rows.items()}}
-        document |= {"machine": describe_machine(device or "cpu"), "versions": installed_versions()}
+        document |= {"machine": describe_machine(), "versions": installed_versions()}
         write_among_others(path, (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode())
     progress("training from scratch", len(chosen), len(chosen))
     return FromScratch(tokens=tokens, text=str(settings["text"]), rows=tuple(rows.values()))

@@ -139,7 +139,7 @@ class Bench:
         """The report as JSON-able values, with the machine and the versions it was made on."""
         return {
             "kind": self.kind,
-            "machine": describe_machine(self.device),
+            "machine": describe_machine(),
             "versions": installed_versions(),
             "speedups": self.speedups(),
             "notes": list(self.notes),
@@ -255,7 +255,7 @@ def page(bench: Bench, command: str) -> str:
         rate = f"{case.read_bytes_per_second / 1e9:.1f} GB/s, {case.matmul_flops_per_second / 1e9:.0f} GFLOP/s"
         limit = Cell(f"{case.limit_ms:.3g}", hint=rate)
         table.add(case.name, limit, *(_cell(case, way) for way in ways))
-    machine = {**describe_machine(bench.device), **installed_versions()}
+    machine = {**describe_machine(), **installed_versions()}
     facts = ", ".join(f"{name} {value}" for name, value in machine.items())
     notes = [
         *(f"{way}: {ratio:.1f} × the time of {OURS}, in the median" for way, ratio in bench.speedups().items()),
