@@ -11,7 +11,7 @@ from typing import Any
 
 from headwise.base.disk import storage_errors
 from headwise.base.documents import MIGRATION, as_document, finite
-from headwise.base.jobs import ANY_RUN, Job, remembered, write_file
+from headwise.base.jobs import ANY_RUN, Job, clear_finished, remembered, write_file
 from headwise.base.options import HealOptions, takes_options
 from headwise.base.options.convert import MigrateOptions
 from headwise.base.processes import process_count
@@ -140,11 +140,12 @@ def migrate(
     """
     out = Path(output)
     sizes, runs = _check(source, out, options)
-    with Job(out, folder=out.with_name(f".{out.name}.headwise-migration"), run=ANY_RUN) as job:
+    with Job(out, folder=_working_folder(out), run=ANY_RUN) as job:
         report, folder = _Run(str(source), out, job.work, sizes, runs, options, progress).steps()
         job.stays = folder is None
         if folder is not None:
             write_file(folder / MIGRATION, json.dumps(finite(report.to_dict()), indent=1) + "\n")
+            job.finish()
             with storage_errors("output", out):
                 move_into_place(folder, out, overwrite=options.overwrite)
     return report
@@ -158,7 +159,11 @@ def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tupl
     """
     if process_count() > 1:
         raise ArgumentError("processes", process_count(), "must be one; headwise convert and heal run in several")
-    check_output(out, overwrite=options.overwrite)
+    try:
+        check_output(out, overwrite=options.overwrite)
+    except ArgumentError:
+        clear_finished(_working_folder(out))
+        raise
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     named = named_texts(options.evaluate)
     calibrated_on = {*map(text_identity, texts.sources)}
@@ -182,6 +187,10 @@ def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tupl
     also |= {"training": TRAINING, "conversion": CONVERSION}
     healed, converted = (one.identity() | also for one in (options, replace(options, heal_tokens=None)))
     return sizes, {True: run_identity(checkpoint, **healed), False: run_identity(checkpoint, **converted)}
+
+
+def _working_folder(out: Path) -> Path:
+    return out.with_name(f".{out.name}.headwise-migration")
 
 
 def _sizes(checkpoint: Checkpoint, options: MigrateOptions) -> tuple[str, ...]:
