@@ -106,7 +106,7 @@ CASES: dict[str, Case] = {
     ),
     "sample": Case(("sample", _MODEL, "out.txt", "--tokens", "800", "--length", "64"), output="out.txt"),
     "export": Case(("export", _MODEL, "out.gguf", "--outtype", "f16"), output="out.gguf"),
-    "report": Case(("report", _MODEL, "--html", "out.html"), output="out.html"),
+    "report": Case(("report", _MODEL, "--html", "out.html"), output="out.html", kills=3),
     "convert, SmolLM2-135M": Case(
         ("convert", BUNDLED, "out", *_LATENT, "--spread", *_study(512), "--no-evaluate"), real=True, kills=3
     ),

@@ -14,7 +14,7 @@ from benchmarks.trust.runs import Ended, Fault
 
 from benchmarks.trust import cases, faults, kills
 
-CASE = "report"
+CASE = "export"
 
 
 @pytest.fixture
@@ -56,13 +56,9 @@ def test_what_is_wrong_is_found(text: Path, tmp_path: Path) -> None:
     (ground.folder / "litter").touch()
     ground.check("a run")
     ground.go_on("a run")
-    whats = (
-        "inputs changed",
-        "the output has its name and is wrong in ['.']",
-        "inputs changed",
-        "left behind: ['litter']",
-    )
-    assert [what in finding for what, finding in zip(whats, ground.findings, strict=True)] == [True] * 4
+    named_wrong, left = "the output has its name and is wrong in ['.']", "left behind: ['litter']"
+    whats = "inputs changed", named_wrong, "the output differs", "inputs changed", left
+    assert [what in finding for what, finding in zip(whats, ground.findings, strict=True)] == [True] * 5
 
 
 @pytest.mark.parametrize(
