@@ -260,7 +260,7 @@ def clear_finished(folder: Path) -> None:
         folder: the working folder.
     """
     with suppress(OSError):  # another process has the lock
-        if (folder / _DONE).is_file() or [path.name for path in folder.iterdir()] == [_LOCK]:
+        if (folder / _DONE).is_file() or {path.name for path in folder.iterdir()} <= {_LOCK}:
             remove_locked(folder, lock_folder(folder))
 
 
