@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.kept import Kept, say
 from benchmarks.trust.cases import CASES, make_inputs
 from benchmarks.trust.ground import Ground
-from benchmarks.trust.runs import ONE_THREAD, Ended, Fault
+from benchmarks.trust.runs import Ended, Fault, environment
 
 from benchmarks import data
 
@@ -214,7 +214,7 @@ def lost_rank(trial: Trial) -> None:
     with subprocess.Popen(
         [*torchrun, *ground.case.words],
         cwd=ground.folder,
-        env=os.environ | ONE_THREAD,
+        env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -320,6 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, help="to calibrate on; the Brown corpus when left out")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # to clean up
     kept = Kept(options.json, {"seed": options.seed, "faults": options.fault or [*FAULTS], "times": options.times})
     with workplace(options.folder) as (work, options.is_mounted):
         make_inputs(work / "inputs", options.text or data.brown(), real=False)

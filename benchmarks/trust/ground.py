@@ -118,6 +118,7 @@ class Ground:
             shutil.rmtree(self.output)
         else:
             self.output.unlink(missing_ok=True)
+        self.output.with_name(f"{self.output.name}.sha256").unlink(missing_ok=True)
 
 
 def _differing(one: dict[str, Any], other: dict[str, Any]) -> Sequence[str]:

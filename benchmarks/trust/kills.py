@@ -151,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, help="to calibrate on; the Brown corpus when left out")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # to clean up
     kept = Kept(options.json, {"seed": options.seed})
     names = [name for name in options.case or CASES if name not in kept.rows]
     work = options.folder / "headwise-kills"

@@ -23,6 +23,8 @@ from typing import Any
 
 from tests import warm
 
+import headwise
+
 PATIENCE = 600.0
 """The seconds after which a run counts as one that hangs."""
 
@@ -79,6 +81,11 @@ class Ended:
         if self.status not in (1, 2, 130):
             return f"status {self.status}: {lines[0]}"
         return None
+
+
+def environment() -> dict[str, str]:
+    """The environment of a Python that is started for a run: it has this headwise, and one thread."""
+    return os.environ | ONE_THREAD | {"PYTHONPATH": str(Path(headwise.__file__).parents[1])}
 
 
 def happen(fault: Fault) -> None:
@@ -216,7 +223,7 @@ class Run:
             with open(f"{self._logs.name}/err", "wb") as err:
                 command = [*before, sys.executable, "-m", "headwise", *spoken]
                 self._process = subprocess.Popen(
-                    command, cwd=folder, env=os.environ | ONE_THREAD, stdout=subprocess.DEVNULL, stderr=err
+                    command, cwd=folder, env=environment(), stdout=subprocess.DEVNULL, stderr=err
                 )
         else:
             given = (spoken, os.path.realpath(folder), tuple(faults), self._logs.name, room)

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -85,6 +85,7 @@ class Checkpoint(ABC):
     joined: Mapping[str, Mapping[str, TensorInfo]] = MappingProxyType({})
     notes: tuple[str, ...] = ()
     read_seconds: float = 0.0
+    _states: Mapping[Path, tuple[int, int]] = MappingProxyType({})
 
     @property
     def spec(self) -> ModelSpec:
@@ -160,11 +161,28 @@ class Checkpoint(ABC):
             raise CheckpointError("tensor", name, "holds NaN or infinite values")
         return read[places]
 
-    def _reading(self, name: str) -> AbstractContextManager[None]:
-        """What turns errors of reading a tensor into those that name it; the checkpoint must have it."""
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Turn errors of reading a tensor into those that name it; the checkpoint must have it.
+
+        What was read from a file that has changed meanwhile is refused: the output would be of two models.
+        """
         if name not in self.tensors and not any(name in parts for parts in self.joined.values()):
             raise CheckpointError("tensor", name, f"is missing from {self.path}")
-        return storage_errors("tensor", name, "read")
+        with storage_errors("tensor", name, "read"):
+            yield
+            for file, was in self._states.items():
+                if _state(file) != was:
+                    raise CheckpointError("file", str(file), "has changed since it was opened")
+
+    def watch_files(self) -> None:
+        """Refuse to read from now on if a file of the weights has another size or time of change than now.
+
+        Raises:
+            StorageError: a file has vanished.
+        """
+        with storage_errors("file", self.path, "read"):
+            self._states = {file: _state(file) for file in self.files}
 
     def _read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
         return self._read(name)[list(rows)]
@@ -251,6 +269,12 @@ _LIBRARIES = ("headwise", "torch", "transformers", "safetensors")
 
 version = cache(metadata.version)
 """The version of an installed package, whose metadata are read once."""
+
+
+def _state(file: Path) -> tuple[int, int]:
+    """The size of a file, and the time at which it was changed, in nanoseconds."""
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns
 
 
 def run_identity(checkpoint: Checkpoint, **decides: object) -> str:
