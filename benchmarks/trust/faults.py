@@ -194,6 +194,8 @@ def together(trial: Trial) -> None:
     if all(one.status for one in ended):
         ground.findings.append(f"two runs at once: neither made it: {[one.err.strip()[-300:] for one in ended]}")
     ground.check("two runs at once")
+    if any(words in one.err for one in ended for words in _ENDS[:2]):
+        ground.clear_work()  # what the later run has done is kept, as it says, for another output
     ground.go_on("two runs at once")
 
 

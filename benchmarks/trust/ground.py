@@ -106,6 +106,11 @@ class Ground:
             elif path.name != "inputs":
                 path.unlink()
 
+    def clear_work(self) -> None:
+        """Remove the working folders."""
+        for path in self.folder.glob(".*"):
+            shutil.rmtree(path)
+
     def _is_final(self, name: str) -> bool:
         """Whether a file of the output must be right when it is there; an output that is a file is ``.``."""
         return name == "." or not (name.startswith(".") or Path(name).name.startswith(".") or name.endswith(".new"))

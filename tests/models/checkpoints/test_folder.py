@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from headwise.base.documents import RECORDS
 from headwise.errors import CheckpointError, StorageError
-from headwise.models.checkpoints import FolderCheckpoint, TensorInfo, open_checkpoint
+from headwise.models.checkpoints import FolderCheckpoint, TensorInfo, model_identity, open_checkpoint
 
 INDEX = "model.safetensors.index.json"
 
@@ -53,7 +53,13 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tiny_llama_folder: Path
     for read in (checkpoint.read, lambda name: checkpoint.read_rows(name, torch.zeros(1, dtype=torch.int64))):
         with pytest.raises(CheckpointError, match="has changed since it was opened"):
             read("model.embed_tokens.weight")
-    open_checkpoint(folder).read("model.norm.weight")
+    with pytest.raises(CheckpointError, match="has changed since it was opened"):
+        model_identity(checkpoint)
+    again = open_checkpoint(folder)
+    again.read("model.norm.weight")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(StorageError, match=r"tokenizer\.json.* could not be read"):
+        again.copy_companions(tmp_path)
 
 
 def test_shards_are_one_model(sharded: Path, tiny_llama_folder: Path) -> None:

@@ -171,18 +171,32 @@ class Checkpoint(ABC):
             raise CheckpointError("tensor", name, f"is missing from {self.path}")
         with storage_errors("tensor", name, "read"):
             yield
-            for file, was in self._states.items():
-                if _state(file) != was:
-                    raise CheckpointError("file", str(file), "has changed since it was opened")
+        self.refuse_changed()
 
     def watch_files(self) -> None:
-        """Refuse to read from now on if a file of the weights has another size or time of change than now.
+        """Note how the files are now, for `refuse_changed`.
 
         Raises:
-            StorageError: a file has vanished.
+            StorageError: a file cannot be read.
         """
         with storage_errors("file", self.path, "read"):
-            self._states = {file: _state(file) for file in self.files}
+            self._states = {file: _state(file) for file in self._watched()}
+
+    def _watched(self) -> Sequence[Path]:
+        """The files that the output of a run may be made of."""
+        return self.files
+
+    def refuse_changed(self) -> None:
+        """Refuse a source of which a file has another size or time of change than when it was opened.
+
+        Raises:
+            CheckpointError: a file has.
+            StorageError: a file has vanished.
+        """
+        for file, was in self._states.items():
+            with storage_errors("file", file, "read"):
+                if _state(file) != was:
+                    raise CheckpointError("file", str(file), "has changed since it was opened")
 
     def _read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
         return self._read(name)[list(rows)]
@@ -317,6 +331,7 @@ def model_identity(checkpoint: Checkpoint) -> str:
         checkpoint: the model.
 
     Raises:
+        CheckpointError: a file of it has changed since it was opened.
         StorageError: a file of it cannot be read.
     """
     config = {key: value for key, value in checkpoint.config.items() if key not in _NOT_OF_THE_MODEL}
@@ -329,6 +344,7 @@ def model_identity(checkpoint: Checkpoint) -> str:
             for start in range(_STRIDE, size, _STRIDE):
                 opened.seek(start)
                 total.update(opened.read(_PAGE))
+    checkpoint.refuse_changed()
     return total.hexdigest()
 
 
