@@ -25,8 +25,8 @@ ANY_RUN = "any"
 _LAYOUT = 2
 """Rises when files of working folders change, so that what an older version left is begun anew, and never misread."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What the system says of a full disk."""
+_NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES)
+"""What the system says of a disk that is full, or that takes nothing any more."""
 
 _LOCK, _RUN, _DONE = "lock", "run", ".finished"
 _KEPT = "what is done is kept in "
@@ -90,7 +90,7 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if isinstance(error, OSError) and error.errno in _FULL:
+            if isinstance(error, OSError) and error.errno in _NO_DISK:
                 raise StorageError("output", str(self.output), f"could not be written: {error.strerror}") from error
             if error is None:
                 with storage_errors("output", self.output):

@@ -139,9 +139,9 @@ def migrate(
             exact.
     """
     out = Path(output)
-    sizes, runs = _check(source, out, options)
+    checkpoint, sizes, runs = _check(source, out, options)
     with Job(out, folder=_working_folder(out), run=ANY_RUN) as job:
-        report, folder = _Run(str(source), out, job.work, sizes, runs, options, progress).steps()
+        report, folder = _Run(str(source), checkpoint, out, job.work, sizes, runs, options, progress).steps()
         job.stays = folder is None
         if folder is not None:
             write_file(folder / MIGRATION, json.dumps(finite(report.to_dict()), indent=1) + "\n")
@@ -151,11 +151,13 @@ def migrate(
     return report
 
 
-def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tuple[str, ...], dict[bool, str]]:
+def _check(
+    source: str | Path, out: Path, options: MigrateOptions
+) -> tuple[Checkpoint, tuple[str, ...], dict[bool, str]]:
     """Refuse bad input before any work.
 
     Returns:
-        The sizes to try, and digests of all else that decides the results: of conversions, and of healing.
+        The source, the sizes to try, and digests of all else that decides the results: of conversions, and of healing.
     """
     if process_count() > 1:
         raise ArgumentError("processes", process_count(), "must be one; headwise convert and heal run in several")
@@ -186,7 +188,7 @@ def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tupl
     also = texts.identity() | {"evaluate": [text_identity(text, name="evaluate") for text in named]}
     also |= {"training": TRAINING, "conversion": CONVERSION}
     healed, converted = (one.identity() | also for one in (options, replace(options, heal_tokens=None)))
-    return sizes, {True: run_identity(checkpoint, **healed), False: run_identity(checkpoint, **converted)}
+    return checkpoint, sizes, {True: run_identity(checkpoint, **healed), False: run_identity(checkpoint, **converted)}
 
 
 def _working_folder(out: Path) -> Path:
@@ -229,6 +231,7 @@ class _Run:
 
     Attributes:
         source: the source, as the user named it.
+        checkpoint: the source, as it was opened.
         out: the folder to write.
         work: the folder of the steps.
         sizes: the sizes to try, in this order.
@@ -238,6 +241,7 @@ class _Run:
     """
 
     source: str
+    checkpoint: Checkpoint
     out: Path
     work: Path
     sizes: tuple[str, ...]
@@ -322,6 +326,7 @@ class _Run:
         def make() -> dict[str, Any]:
             evaluation = self._healed(target, folder) if healed else self._converted(target, folder)
             assert evaluation.perplexity_ratio is not None
+            self.checkpoint.refuse_changed()  # it would be kept as a result of what the source was
             return {
                 "loss": evaluation.perplexity_ratio - 1,
                 "kl": evaluation.kl,

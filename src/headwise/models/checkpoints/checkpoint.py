@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from headwise.base.disk import storage_errors
-from headwise.errors import CheckpointError, SpecError
+from headwise.errors import CheckpointError, SpecError, StorageError
 from headwise.models.families.base import Family, family_of, has_family
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, ModelSpec, read_config, text_part
 
@@ -128,7 +128,7 @@ class Checkpoint(ABC):
 
         Raises:
             CheckpointError: the checkpoint has no such tensor, or the tensor has NaN or infinite values.
-            StorageError: the tensor's file could not be read.
+            StorageError: the tensor's file could not be read, or a file has changed since the model was opened.
         """
         start = time.perf_counter()
         with self._reading(name):
@@ -190,13 +190,12 @@ class Checkpoint(ABC):
         """Refuse a source of which a file has another size or time of change than when it was opened.
 
         Raises:
-            CheckpointError: a file has.
-            StorageError: a file has vanished.
+            StorageError: a file has, or has vanished.
         """
         for file, was in self._states.items():
             with storage_errors("file", file, "read"):
                 if _state(file) != was:
-                    raise CheckpointError("file", str(file), "has changed since it was opened")
+                    raise StorageError("file", str(file), "has changed since it was opened")
 
     def _read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
         return self._read(name)[list(rows)]
@@ -331,8 +330,7 @@ def model_identity(checkpoint: Checkpoint) -> str:
         checkpoint: the model.
 
     Raises:
-        CheckpointError: a file of it has changed since it was opened.
-        StorageError: a file of it cannot be read.
+        StorageError: a file of it cannot be read, or has changed since it was opened.
     """
     config = {key: value for key, value in checkpoint.config.items() if key not in _NOT_OF_THE_MODEL}
     total = hashlib.sha256(json.dumps(config, sort_keys=True).encode())

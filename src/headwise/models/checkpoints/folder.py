@@ -185,8 +185,7 @@ class FolderCheckpoint(Checkpoint):
             destination: the folder to copy to, which must exist.
 
         Raises:
-            CheckpointError: a file has changed since the model was opened.
-            StorageError: one has vanished.
+            StorageError: a file has changed since the model was opened, or has vanished.
         """
         for folder in _module_folders(self.path):  # also without files: a normalisation has none
             (destination / folder.relative_to(self.path)).mkdir(exist_ok=True)
@@ -198,8 +197,9 @@ class FolderCheckpoint(Checkpoint):
         self.refuse_changed()  # a file that has vanished would be missing in silence
 
     def _watched(self) -> Sequence[Path]:
-        inner = (inner_file(file, self.path) for file in self._companions())
-        return (*self.files, *(file for file in inner if file is not None))
+        own = {file for file in self.path.iterdir() if file.is_file()}  # as those of `run_identity`
+        inner = {inner_file(file, self.path) for file in self._companions()}
+        return sorted(own | (inner - {None}))
 
     @property
     def left_out(self) -> tuple[str, ...]:
