@@ -249,10 +249,23 @@ def crossover(document: Document) -> str:
     return table(["ms: absorbed / expanded", *heading, "as long at, measured", "by FLOPs"], rows)
 
 
-def kills(*documents: Document) -> str:
-    """The table of the phases in which conversions and healings were killed."""
-    rows = [[phase, str(count)] for document in documents for phase, count in document["phases"].items()]
-    return table(["killed while", "times"], rows)
+def kills(document: Document) -> str:
+    """The table of the commands whose runs were ended, what was left then, and the outputs that were compared."""
+    signals, left = ("SIGKILL", "SIGINT", "SIGTERM"), ("nothing", "work that is kept", "the output in its place")
+    rows = [
+        [
+            name,
+            *(str(row["signals"].get(one, 0)) for one in signals),
+            str(row["moments"].get("last operations", 0)),
+            *(str(row["left"].get(one, 0)) for one in left),
+            str(row["outputs"]),
+            str(len(row["findings"])),
+        ]
+        for name, row in document["rows"].items()
+    ]
+    total = [str(sum(int(row[column]) for row in rows)) for column in range(1, len(rows[0]))]
+    heading = ["command", *signals, "of them at the end", *(f"left: {one}" for one in left), "outputs equal", "wrong"]
+    return table(heading, [*rows, ["all", *total]])
 
 
 def fuzz(document: Document) -> str:
@@ -808,7 +821,7 @@ TABLES: dict[str, tuple[*tuple[str, ...], Callable[..., str]]] = {
     "crossover": ("crossover.json", crossover),
     "tiles": ("tiles-cuda.json", tiles),
     "fuzz": ("trust/fuzz.json", fuzz),
-    "kills": ("trust/kills.json", "trust/kills-heal.json", kills),
+    "kills": ("trust/kills.json", kills),
     "decode": ("decode.json", decode),
     "limits": ("decode-96mib.json", limits),
     "coded": ("coded.json", coded),

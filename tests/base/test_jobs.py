@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headwise.base.jobs import ANY_RUN, Job, lock_folder, remembered, remove_locked
+from headwise.base.jobs import ANY_RUN, Job, clear_finished, lock_folder, remembered, remove_locked
 from headwise.errors import ArgumentError, CheckpointError, HeadwiseError, StorageError
 
 PROGRAM = """
@@ -194,3 +194,28 @@ def test_what_is_remembered_is_made_once_and_again_where_it_is_damaged(tmp_path:
     (tmp_path / "file").write_text("")
     with pytest.raises(HeadwiseError, match=r"output = .*loss\.json': could not be written"):
         remembered(tmp_path / "file" / "loss.json", ["loss"], make)
+
+
+def test_what_a_run_left_is_cleared_where_its_output_is_in_its_place(tmp_path: Path) -> None:
+    """Of a run that was killed behind its move nothing is of use; of one that was killed before it everything is."""
+    folder, output = tmp_path / ".out.headwise-partial", tmp_path / "out"
+    for is_finished in (False, True):
+        job = Job(output, run="a run")
+        job.__enter__()
+        (job.work / "result").write_text("hours of work")
+        if is_finished:
+            job.finish()
+        clear_finished(folder)
+        assert folder.exists(), "another process has the lock"
+        assert job._lock is not None
+        job._lock.release()  # as the end of the process does
+        clear_finished(folder)
+        assert folder.exists() != is_finished
+    with Job(output, run=None):
+        pass
+    for names in (["lock"], []):  # the folder of a run that was killed while it removed it
+        folder.mkdir()
+        for name in names:
+            (folder / name).touch()
+        clear_finished(folder)
+        assert not folder.exists()

@@ -26,10 +26,10 @@ ANY_RUN = "any"
 _LAYOUT = 2
 """Rises when files of working folders change, so that what an older version left is begun anew, and never misread."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What the system says of a full disk."""
+_NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES)
+"""What the system says of a disk that is full, or that takes nothing any more."""
 
-_LOCK, _RUN = "lock", "run"
+_LOCK, _RUN, _DONE = "lock", "run", ".finished"
 _KEPT = "what is done is kept in "
 
 
@@ -91,7 +91,7 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if isinstance(error, OSError) and error.errno in _FULL:
+            if isinstance(error, OSError) and error.errno in _NO_DISK:
                 raise StorageError("output", str(self.output), f"could not be written: {error.strerror}") from error
             if error is None:
                 with storage_errors("output", self.output):
@@ -106,9 +106,19 @@ class Job:
         """Whether this process has entered the context, and so is the one that writes."""
         return self._lock is not None
 
+    def finish(self) -> None:
+        """Note that the output is moved into its place next, for `clear_finished`.
+
+        Raises:
+            StorageError: the note cannot be written.
+        """
+        with storage_errors("output", self.output):
+            (self.partial / _DONE).touch()
+
     def _take_up(self) -> None:
         """Take over what an earlier run left, and remove what another run did."""
         file, run = self.partial / _RUN, f"{_LAYOUT} {self._run}"
+        (self.partial / _DONE).unlink(missing_ok=True)
         if self._run is None or not file.is_file() or file.read_text(encoding="utf-8") != run:
             if self._holds_something():
                 self.notes = ("discarded what another conversion to this folder had left unfinished",)
@@ -123,7 +133,7 @@ class Job:
     def _holds_something(self) -> bool:
         """Whether there is anything that a later run could go on from."""
         with suppress(OSError):  # somebody has removed the folder
-            return any(path.name not in (_LOCK, _RUN) for path in self.partial.iterdir())
+            return any(path.name not in (_LOCK, _RUN, _DONE) for path in self.partial.iterdir())
         return False
 
     def _end(self, error: BaseException | None) -> None:
@@ -249,6 +259,21 @@ def lock_folder(folder: Path) -> BaseFileLock:
     return lock
 
 
+def clear_finished(folder: Path) -> None:
+    """Remove the working folder of a run that was killed after its output had been moved into its place.
+
+    Call it where an output that is there is refused. A folder of a run that had not come so far stays.
+
+    For example ``clear_finished(partial_folder(Path("own.txt")))``.
+
+    Args:
+        folder: the working folder.
+    """
+    with suppress(OSError):  # another process has the lock
+        if (folder / _DONE).is_file() or {path.name for path in folder.iterdir()} <= {_LOCK}:
+            remove_locked(folder, lock_folder(folder))
+
+
 def _holder(lock: Path) -> str:
     with suppress(OSError):
         return lock.read_text(errors="replace") or "another"
@@ -264,6 +289,7 @@ def remove_locked(folder: Path, lock: BaseFileLock) -> None:
     """
     try:
         _empty(folder)
+        (folder / _DONE).unlink(missing_ok=True)
         (folder / _LOCK).unlink(missing_ok=True)
         with suppress(OSError):  # another process has just locked it
             folder.rmdir()
@@ -272,9 +298,9 @@ def remove_locked(folder: Path, lock: BaseFileLock) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Remove everything in a folder except its lock."""
+    """Remove everything in a folder except its lock, and the note that what is there is of no more use."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path.name != _LOCK:
+        elif path.name not in (_LOCK, _DONE):
             path.unlink()

@@ -53,12 +53,6 @@ def main(arguments: list[str] | None = None) -> None:
         word, status = f"{word}; {stopped}", _INTERRUPTED
     except (KeyboardInterrupt, typer.Abort):
         status = _INTERRUPTED
-    except (MemoryError, RuntimeError) as error:
-        words = "allocate memory", "out of memory"  # of the CPU and of a GPU
-        if not isinstance(error, MemoryError) and not any(one in str(error) for one in words):
-            raise
-        sys.stderr.write("headwise: out of memory: smaller sizes or another machine are needed\n")
-        sys.exit(1)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
@@ -68,9 +62,28 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stderr.write("headwise: no space left to write to\n")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at its end
         sys.exit(1)
+    except BaseException as error:
+        if not _is_out_of_memory(error):
+            raise
+        sys.stderr.write("headwise: out of memory: smaller sizes or another machine are needed\n")
+        sys.exit(1)
     if status == _INTERRUPTED:  # also typer's status for Ctrl-C
         sys.stderr.write(f"headwise: {printable(word)}\n")
     sys.exit(status if isinstance(status, int) else 0)
+
+
+_NO_MEMORY = (
+    "allocate memory",  # of the CPU
+    "out of memory",  # of a GPU
+    "could not create a primitive",  # of oneDNN
+    "failed to map segment",  # of a library that is imported
+    "PyObject pointer is null",  # of a library in Rust, which panics
+)
+"""What libraries say where there is no memory."""
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)
 
 
 @cache

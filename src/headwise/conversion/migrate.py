@@ -11,7 +11,7 @@ from typing import Any
 
 from headwise.base.disk import storage_errors
 from headwise.base.documents import MIGRATION, as_document, finite
-from headwise.base.jobs import ANY_RUN, Job, remembered, write_file
+from headwise.base.jobs import ANY_RUN, Job, clear_finished, remembered, write_file
 from headwise.base.options import HealOptions, takes_options
 from headwise.base.options.convert import MigrateOptions
 from headwise.base.processes import process_count
@@ -142,26 +142,33 @@ def migrate(
             exact.
     """
     out = Path(output)
-    sizes, runs = _check(source, out, options)
-    with Job(out, folder=out.with_name(f".{out.name}.headwise-migration"), run=ANY_RUN) as job:
-        report, folder = _Run(str(source), out, job.work, sizes, runs, options, progress).steps()
+    checkpoint, sizes, runs = _check(source, out, options)
+    with Job(out, folder=_working_folder(out), run=ANY_RUN) as job:
+        report, folder = _Run(str(source), checkpoint, out, job.work, sizes, runs, options, progress).steps()
         job.stays = folder is None
         if folder is not None:
             write_file(folder / MIGRATION, json.dumps(finite(report.to_dict()), indent=1) + "\n")
+            job.finish()
             with storage_errors("output", out):
                 move_into_place(folder, out, overwrite=options.overwrite)
     return report
 
 
-def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tuple[str, ...], dict[bool, str]]:
+def _check(
+    source: str | Path, out: Path, options: MigrateOptions
+) -> tuple[Checkpoint, tuple[str, ...], dict[bool, str]]:
     """Refuse bad input before any work.
 
     Returns:
-        The sizes to try, and digests of all else that decides the results: of conversions, and of healing.
+        The source, the sizes to try, and digests of all else that decides the results, of conversions and of healing.
     """
     if process_count() > 1:
         raise ArgumentError("processes", process_count(), "must be one; headwise convert and heal run in several")
-    check_output(out, overwrite=options.overwrite)
+    try:
+        check_output(out, overwrite=options.overwrite)
+    except ArgumentError:
+        clear_finished(_working_folder(out))
+        raise
     texts = check_texts(options.calibrate, options.calibration_tokens, options.calibration_window)
     named = named_texts(options.evaluate)
     calibrated_on = {*map(text_identity, texts.sources)}
@@ -184,7 +191,11 @@ def _check(source: str | Path, out: Path, options: MigrateOptions) -> tuple[tupl
     also = texts.identity() | {"evaluate": [text_identity(text, name="evaluate") for text in named]}
     also |= {"training": TRAINING, "conversion": CONVERSION}
     healed, converted = (one.identity() | also for one in (options, replace(options, heal_tokens=None)))
-    return sizes, {True: run_identity(checkpoint, **healed), False: run_identity(checkpoint, **converted)}
+    return checkpoint, sizes, {True: run_identity(checkpoint, **healed), False: run_identity(checkpoint, **converted)}
+
+
+def _working_folder(out: Path) -> Path:
+    return out.with_name(f".{out.name}.headwise-migration")
 
 
 def _sizes(checkpoint: Checkpoint, options: MigrateOptions) -> tuple[str, ...]:
@@ -223,6 +234,7 @@ class _Run:
 
     Attributes:
         source: the source, as the user named it.
+        checkpoint: the source, as it was opened.
         out: the folder to write.
         work: the folder of the steps.
         sizes: the sizes to try, in this order.
@@ -232,6 +244,7 @@ class _Run:
     """
 
     source: str
+    checkpoint: Checkpoint
     out: Path
     work: Path
     sizes: tuple[str, ...]
@@ -322,6 +335,7 @@ class _Run:
         def make() -> dict[str, Any]:
             evaluation = self._healed(target, folder) if healed else self._converted(target, folder)
             assert evaluation.perplexity_ratio is not None
+            self.checkpoint.refuse_changed()  # it would be kept as a result of what the source was
             return {
                 "loss": evaluation.perplexity_ratio - 1,
                 "kl": evaluation.kl,

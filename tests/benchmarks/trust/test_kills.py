@@ -1,58 +1,87 @@
-"""The benchmark of kills, on a tiny model."""
+"""The campaigns of kills and of faults, each on one command: what they count, and that they find what is wrong."""
 
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
-from benchmarks.trust.kills import main, phase
+from benchmarks.trust.cases import content
+from benchmarks.trust.ground import Ground
+from benchmarks.trust.kills import Kill, killed
+from benchmarks.trust.runs import Ended, Fault
 
-import headwise
-from benchmarks.trust import kills
-from tests import warm
-from tests.real_models import save_tiny
+from benchmarks.trust import cases, faults, kills
+
+CASE = "export"
 
 
-@pytest.mark.parametrize("is_healed", [False, True])
-def test_every_output_is_the_undisturbed_one(
-    is_healed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kills, "Popen", warm.popen)
-    warm.run("-c", "")  # what is timed is then a run, and not the start of the process that it is forked from
-    results, text = tmp_path / "kills.json", tmp_path / "text.txt"
-    text.write_text("".join(f"{index} bottles stand on the wall, and {index * 7} more. " for index in range(60)))
-    options = ["--source", save_tiny(tmp_path / "source"), "--calibrate", text, "--tokens", "512", "--kills", "2"]
-    if is_healed:
-        headwise.convert(tmp_path / "source", tmp_path / "half", to="mla", kv_budget=0.5, evaluate=False)
-        options += ["--heal", tmp_path / "half"]
-    main([*map(str, options), "--folder", str(tmp_path), "--json", str(results)])
-    report = json.loads(results.read_text())
-    assert len(report["kills"]) == sum(report["phases"].values()) == 2
-    assert report["identical"]
-    assert report["run"].keys() == {"commit", "command", "machine", "versions"}
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A text; of the inputs only the model is made, which is all that the case needs."""
+    monkeypatch.setattr(cases, "export_gguf", lambda *_: None)
+    monkeypatch.setattr(cases.headwise, "convert", lambda *_, **__: None)
+    (tmp_path / "text.txt").write_text("".join(f"{index} bottles stand on the wall. " for index in range(99)))
+    return tmp_path / "text.txt"
+
+
+def test_every_output_is_the_undisturbed_one(text: Path, tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    options = ["--folder", str(tmp_path), "--text", str(text), "--case", CASE, "--seed", "1"]
+    kills.main([*options, "--json", str(results), "--kills", "2"])
+    row = json.loads(results.read_text())["rows"][CASE]
+    assert len(row["kills"]) == sum(row["signals"].values()) == sum(row["left"].values()) == 2
+    assert row["outputs"] >= 1
+    assert row["findings"] == []
+    results.unlink()
+    faults.main([*options, "--json", str(results), "--times", "1", "--fault", "error of the system"])
+    row = json.loads(results.read_text())["rows"][CASE]
+    assert row["faults"]["error of the system"]["times"] == row["outputs"] == 1
     assert not (tmp_path / "headwise-kills").exists()
+    assert not (tmp_path / "headwise-faults").exists()
 
 
-def test_what_a_killed_run_was_doing(tmp_path: Path) -> None:
-    out, work = tmp_path / "out", tmp_path / ".out.headwise-partial" / "work"
-    assert phase(out) == "starting"
-    (work / "sensitivities").mkdir(parents=True)
-    assert phase(out) == "weighing"
-    (work / "activations.json").write_text('{"layer": 1}')
-    assert phase(out) == "spreading"
-    (work / "spread.json").write_text("{}")
-    (work / "layers").mkdir()
-    for index, said in enumerate(("converting", "between a layer's result and its activations")):
-        (work / "layers" / f"layer-{index}.safetensors").write_text("")
-        assert phase(out) == said
-    out.mkdir()
-    assert phase(out) == "done"
+def test_what_is_wrong_is_found(text: Path, tmp_path: Path) -> None:
+    cases.make_inputs(tmp_path / "work" / "inputs", text, real=False)
+    ground = Ground(cases.CASES[CASE], tmp_path / "work")
+    assert ground.findings == []
+    ended = killed(ground, Kill(signal.SIGKILL, "operation", len(ground.operations)))
+    assert ended.status == -signal.SIGKILL
+    assert len(ended.operations) == len(ground.operations)
+    ground.clear()
+    assert ground.run(Fault("error", 1, 28)).complaint is None  # one line that says that the disk is full
+    (ground.folder / "inputs" / "exam.txt").write_text("changed")
+    ground.output.write_text("half")
+    (ground.folder / "litter").touch()
+    ground.check("a run")
+    ground.go_on("a run")
+    named_wrong, left = "the output has its name and is wrong in ['.']", "left behind: ['litter']"
+    whats = "inputs changed", named_wrong, "the output differs", "inputs changed", left
+    assert [what in finding for what, finding in zip(whats, ground.findings, strict=True)] == [True] * 5
 
 
-def test_what_a_killed_healing_was_doing(tmp_path: Path) -> None:
-    out, partial = tmp_path / "out", tmp_path / ".out.headwise-partial"
-    for said, file in (("training", "work/layer-00000.safetensors"), ("writing", "model/model.safetensors")):
-        (partial / file).parent.mkdir(parents=True)
-        (partial / file).write_text("")
-        assert phase(out) == said
+@pytest.mark.parametrize(
+    ("status", "err", "is_wrong"),
+    [
+        (0, "a bar\nof progress", False),
+        (2, "headwise: output = 'a': exists\n", False),
+        (2, "Traceback (most recent call last):\nValueError: no\n", True),
+        (None, "", True),
+        (-signal.SIGSEGV, "", True),
+        (-signal.SIGKILL, "", False),
+    ],
+)
+def test_how_a_run_may_end(status: int | None, err: str, is_wrong: bool) -> None:
+    assert (Ended(status, err, (), 1.0).complaint is not None) == is_wrong
+
+
+def test_times_are_no_part_of_what_is_equal(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"seconds": 1.5, "kept": [{"peak_rss_bytes": 7, "loss": 0.5}]}')
+    (tmp_path / "b.md").write_text("it took 1.5 s")
+    (tmp_path / "c").write_bytes(b"1.5")
+    assert content(tmp_path) == {
+        "a.json": b'{"kept": [{"loss": 0.5}]}',
+        "b.md": b"it took # s",
+        "c": b"1.5",
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 import headwise
+from headwise.conversion.preparation.stored import GgufLayers
 from headwise.errors import CheckpointError, HeadwiseError
 from headwise.models.checkpoints import open_checkpoint
 from headwise.models.checkpoints.gguf_in_place import Rows
@@ -219,6 +222,37 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(HeadwiseError, match="No space left"):
         headwise.prepare(source, tmp_path / "out.gguf", cache="llama.cpp:q4_0")
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_a_source_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "model.gguf"
+    write_model(source, "Q8_0")
+    whole = source.read_bytes()
+    for place, name in (
+        (sys.modules["headwise.conversion.preparation.prepare"], "check_layers"),
+        (GgufLayers, "write"),
+    ):
+        source.write_bytes(whole)
+        original = getattr(place, name)
+
+        def cut(*arguments: Any, original: Any = original, **others: Any) -> Any:
+            for file in (source, *tmp_path.glob(".*/*.gguf")):
+                os.truncate(file, len(whole) // 8)
+            return original(*arguments, **others)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, cut)
+            with pytest.raises(CheckpointError, match=r"is cut short|has changed"):
+                headwise.prepare(source, tmp_path / "out.gguf", cache="llama.cpp:q4_0")
+        assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_what_a_killed_run_left_goes_with_the_next(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", "Q8_0")
+    (tmp_path / ".out.gguf.headwise-copies").mkdir()
+    (tmp_path / ".out.gguf.headwise-copies" / "gigabytes").write_text("of a killed run")
+    headwise.prepare(tmp_path / "model.gguf", tmp_path / "out.gguf", cache="llama.cpp:q4_0")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "out.gguf"]
 
 
 def test_engines_that_load_no_such_file_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from headwise.base.documents import RECORDS
 from headwise.errors import CheckpointError, StorageError
-from headwise.models.checkpoints import FolderCheckpoint, TensorInfo, open_checkpoint
+from headwise.models.checkpoints import FolderCheckpoint, TensorInfo, model_identity, open_checkpoint
 
 INDEX = "model.safetensors.index.json"
 
@@ -37,6 +37,29 @@ def test_tensors_are_those_of_the_file(tiny_llama_folder: Path) -> None:
     for name, tensor in stored.items():
         assert torch.equal(checkpoint.read(name), tensor)
     assert (checkpoint.dtype, checkpoint.spec.num_layers, checkpoint.family.model_type) == (torch.float32, 2, "llama")
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    """Tensors of two states of a file would be a model that nobody made."""
+    folder = tmp_path / "copy"
+    shutil.copytree(tiny_llama_folder, folder)
+    checkpoint = open_checkpoint(folder)
+    checkpoint.read("model.norm.weight")
+    file = folder / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-4:] = b"7777"
+    file.write_bytes(raw)
+    os.utime(file, ns=(0, 0))
+    for read in (checkpoint.read, lambda name: checkpoint.read_rows(name, torch.zeros(1, dtype=torch.int64))):
+        with pytest.raises(StorageError, match="has changed since it was opened"):
+            read("model.embed_tokens.weight")
+    with pytest.raises(StorageError, match="has changed since it was opened"):
+        model_identity(checkpoint)
+    again = open_checkpoint(folder)
+    again.read("model.norm.weight")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(StorageError, match=r"tokenizer\.json.* could not be read"):
+        again.copy_companions(tmp_path)
 
 
 def test_shards_are_one_model(sharded: Path, tiny_llama_folder: Path) -> None:

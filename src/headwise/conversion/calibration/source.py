@@ -69,7 +69,9 @@ def output_sensitivities(
         return
     with ExitStack() as stack:
         with storage_errors("activations", results.folder.parent):
-            folder = stack.enter_context(TemporaryDirectory(prefix=_TEMPORARY, dir=results.folder.parent))
+            # What cannot be removed is left to the next run; the error that is underway must not be replaced.
+            made = TemporaryDirectory(prefix=_TEMPORARY, dir=results.folder.parent, ignore_cleanup_errors=True)
+            folder = stack.enter_context(made)
         _measure(model, windows, results, Path(folder), progress)
     barrier()
 

@@ -138,6 +138,7 @@ def _document(
     }
     if candidate.is_variant:
         document["held_out_loss"] = _held_out_loss(pair, setting)
+    setting.checkpoint.refuse_changed()  # it would be kept as a result of what the source was
     return document
 
 
@@ -164,6 +165,7 @@ def _convert(candidate: Candidate, model: Path, setting: Setting) -> dict[str, A
         progress=untimed(setting.progress),  # the time left would be that of this candidate alone
         **candidate.options(),
     )
+    setting.checkpoint.refuse_changed()
     conversion = {**report.to_dict(), "output": candidate.slug}
     del conversion["evaluation"]  # there is none
     return conversion
@@ -344,6 +346,7 @@ def _results(
         except StorageError:  # the other candidates need the disk too
             raise
         except HeadwiseError as error:
+            setting.checkpoint.refuse_changed()
             if process_count() > 1:  # the others may be waiting for this one, within the candidate
                 raise
             # A new error, because the traceback of the caught one holds models in memory.

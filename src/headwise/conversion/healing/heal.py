@@ -124,7 +124,9 @@ def _heal_file(checkpoint: GgufCheckpoint, prepared: _Prepared, progress: Progre
             check_file(checkpoint.files, prepared.output, overwrite=prepared.options.overwrite)  # it took a while
             with copied_files(checkpoint.files, prepared.output) as copies:
                 checkpoint.write(tensors, copies)
-                return _evaluated(copies[checkpoint.path], prepared, progress)
+                measured = _evaluated(copies[checkpoint.path], prepared, progress)
+                job.finish()
+                return measured
 
         after = on_main_process(write)
     return _report(prepared, done, count, before, after)

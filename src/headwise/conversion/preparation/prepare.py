@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import Tensor
 from headwise.base.checksums import remove_listed
 from headwise.base.disk import refuse_file, refuse_input_within
 from headwise.base.documents import as_document
+from headwise.base.jobs import Job, partial_folder
 from headwise.base.options import PrepareOptions, takes_options
 from headwise.base.progress import Progress, silent
 from headwise.base.threads import map_in_threads
@@ -195,9 +195,8 @@ def _as_written(checkpoint: Checkpoint, output: Path, progress: Progress) -> Ite
     if isinstance(checkpoint, GgufCheckpoint) or output.suffix != ".gguf":
         yield checkpoint
         return
-    place = Path(os.path.realpath(output)).parent
-    with tempfile.TemporaryDirectory(prefix=".headwise-partial-", dir=place) as folder:
-        file = Path(folder) / output.name
+    with Job(output, folder=partial_folder(Path(os.path.realpath(output))), run=None) as job:
+        file = job.work / output.name
         try:
             export_gguf(checkpoint.path, file, progress=progress)
         except StorageError as error:

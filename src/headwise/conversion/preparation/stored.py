@@ -31,7 +31,7 @@ from headwise.models.checkpoints.quantised_formats import Rows as QuantisedRows
 from headwise.models.checkpoints.writer import overwrite_tensors
 from headwise.models.families.base import State, canonical_shapes, packed_shapes
 from headwise.models.specs import GroupedSpec, read_gguf_header
-from headwise.models.specs.gguf_header import TYPES, tensor_bytes
+from headwise.models.specs.gguf_header import CUT_SHORT, TYPES, read_exactly, tensor_bytes
 
 FAR = 64
 """The largest absolute exponent that is looked for in any type."""
@@ -334,7 +334,7 @@ class GgufLayers:
                 continue
             with tensor.file.open("rb") as file:
                 file.seek(tensor.offset)
-                raw = np.frombuffer(bytearray(file.read(tensor_bytes(tensor) or 0)), np.uint8)
+                raw = np.frombuffer(read_exactly(file, tensor_bytes(tensor) or 0, tensor.file), np.uint8)
             scales = Rows(raw, tensor.ggml_type, tensor.shape).scales()[start : start + heads * D]
             low, high = (torch.from_numpy(part).reshape(heads, D)[:, place] for part in half_span(scales))
             least, most = torch.maximum(least, low), torch.minimum(most, high)
@@ -362,6 +362,8 @@ class GgufLayers:
                             if tensor.file == path:
                                 size = tensor_bytes(tensor)
                                 assert size is not None
+                                if len(data) < tensor.offset + size:
+                                    raise CheckpointError("file", str(path), CUT_SHORT)
                                 raw = np.frombuffer(data, np.uint8, size, tensor.offset).copy()
                                 self._change(raw, tensor.ggml_type, tensor.shape, start, change, layer, side)
                                 data[tensor.offset : tensor.offset + size] = raw.tobytes()

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from headwise.base.checksums import write_among_others
 from headwise.base.disk import refuse_no_file, storage_errors
-from headwise.base.jobs import Job, remembered
+from headwise.base.jobs import Job, clear_finished, partial_folder, remembered
 from headwise.base.options import takes_options
 from headwise.base.options.heal import LENGTH, SHORTEST, SampleOptions
 from headwise.base.processes import process_count
@@ -117,6 +117,7 @@ def sample(model: str | Path, output: str | Path, options: SampleOptions, *, pro
                 raise CheckpointError("model", str(model), rule)
         progress(WRITING, options.tokens, options.tokens)
         _check_output(out, checkpoint, overwrite=options.overwrite)  # it took a while
+        job.finish()
         with storage_errors("output", out):
             write_among_others(out, ("\n\n".join(documents) + "\n").encode())
     return Sample(
@@ -130,6 +131,7 @@ def _check_output(out: Path, checkpoint: Checkpoint, *, overwrite: bool) -> None
         raise ArgumentError("output", str(out), "must be the path of a file")
     refuse_no_file("output", out)
     if out.exists() and not overwrite:
+        clear_finished(partial_folder(out))
         raise ArgumentError("output", str(out), "exists; say --overwrite to replace it")
     source = checkpoint.path.resolve()
     if out.resolve() == source or (source.is_dir() and out.resolve().is_relative_to(source)):

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from headwise.base.disk import storage_errors
-from headwise.errors import CheckpointError, SpecError
+from headwise.errors import CheckpointError, SpecError, StorageError
 from headwise.models.families.base import Family, family_of, has_family
 from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, ModelSpec, read_config, text_part
 
@@ -99,6 +99,7 @@ class Checkpoint(ABC):
     joined: Mapping[str, Mapping[str, TensorInfo]] = MappingProxyType({})
     notes: tuple[str, ...] = ()
     read_seconds: float = 0.0
+    _states: Mapping[Path, tuple[int, int]] = MappingProxyType({})
 
     @property
     def spec(self) -> ModelSpec:
@@ -141,7 +142,7 @@ class Checkpoint(ABC):
 
         Raises:
             CheckpointError: the checkpoint has no such tensor, or the tensor has NaN or infinite values.
-            StorageError: the tensor's file could not be read.
+            StorageError: the tensor's file could not be read, or a file has changed since the model was opened.
         """
         start = time.perf_counter()
         with self._reading(name):
@@ -184,11 +185,41 @@ class Checkpoint(ABC):
             raise CheckpointError("tensor", name, f"holds {kind}")
         return read[places]
 
-    def _reading(self, name: str) -> AbstractContextManager[None]:
-        """What turns errors of reading a tensor into those that name it; the checkpoint must have it."""
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Turn errors of reading a tensor into those that name it; the checkpoint must have it.
+
+        What was read from a file that has changed meanwhile is refused: the output would be of two models.
+        """
         if name not in self.tensors and not any(name in parts for parts in self.joined.values()):
             raise CheckpointError("tensor", name, f"is missing from {self.path}")
-        return storage_errors("tensor", name, "read")
+        with storage_errors("tensor", name, "read"):
+            yield
+        self.refuse_changed()
+
+    def watch_files(self) -> None:
+        """Note how the files are now, for `refuse_changed`.
+
+        Raises:
+            StorageError: a file cannot be read.
+        """
+        with storage_errors("file", self.path, "read"):
+            self._states = {file: _state(file) for file in self._watched()}
+
+    def _watched(self) -> Sequence[Path]:
+        """The files that the output of a run may be made of."""
+        return self.files
+
+    def refuse_changed(self) -> None:
+        """Refuse a source of which a file has another size or time of change than when it was opened.
+
+        Raises:
+            StorageError: a file has, or has vanished.
+        """
+        for file, was in self._states.items():
+            with storage_errors("file", file, "read"):
+                if _state(file) != was:
+                    raise StorageError("file", str(file), "has changed since it was opened")
 
     def _read_rows(self, name: str, rows: Sequence[int]) -> Tensor:
         return self._read(name)[list(rows)]
@@ -277,6 +308,12 @@ version = cache(metadata.version)
 """The version of an installed package, whose metadata are read once."""
 
 
+def _state(file: Path) -> tuple[int, int]:
+    """The size of a file, and the time at which it was changed, in nanoseconds."""
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
 def run_identity(checkpoint: Checkpoint, **decides: object) -> str:
     """Make a digest of everything that the output of a run depends on, for `FolderWriter`'s ``run``.
 
@@ -317,7 +354,7 @@ def model_identity(checkpoint: Checkpoint) -> str:
         checkpoint: the model.
 
     Raises:
-        StorageError: a file of it cannot be read.
+        StorageError: a file of it cannot be read, or has changed since it was opened.
     """
     config = {key: value for key, value in checkpoint.config.items() if key not in _NOT_OF_THE_MODEL}
     total = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
@@ -329,6 +366,7 @@ def model_identity(checkpoint: Checkpoint) -> str:
             for start in range(_STRIDE, size, _STRIDE):
                 opened.seek(start)
                 total.update(opened.read(_PAGE))
+    checkpoint.refuse_changed()
     return total.hexdigest()
 
 

@@ -183,6 +183,9 @@ class FolderCheckpoint(Checkpoint):
 
         Args:
             destination: the folder to copy to, which must exist.
+
+        Raises:
+            StorageError: a file has changed since the model was opened, or has vanished.
         """
         for folder in _module_folders(self.path):  # also without files: a normalisation has none
             (destination / folder.relative_to(self.path)).mkdir(exist_ok=True)
@@ -191,6 +194,12 @@ class FolderCheckpoint(Checkpoint):
                 place = destination / file.relative_to(self.path)
                 place.parent.mkdir(exist_ok=True)
                 shutil.copyfile(inner, place)
+        self.refuse_changed()  # a file that has vanished would be missing in silence
+
+    def _watched(self) -> Sequence[Path]:
+        own = {file for file in self.path.iterdir() if file.is_file()}  # as those of `run_identity`
+        inner = (inner_file(file, self.path) for file in self._companions())
+        return sorted(own | {file for file in inner if file is not None})
 
     @property
     def left_out(self) -> tuple[str, ...]:

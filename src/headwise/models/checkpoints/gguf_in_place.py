@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy.typing as npt
 
 from headwise.base.checksums import replace_listed
 from headwise.base.disk import refuse_no_file, storage_errors
+from headwise.base.jobs import Job, clear_finished, partial_folder
 from headwise.errors import ArgumentError, CheckpointError
 from headwise.models.specs.gguf_header import TYPES, renamed_parts
 
@@ -41,6 +41,9 @@ def check_file(files: Sequence[Path], output: Path, *, overwrite: bool) -> None:
         if part.exists() and any(part.samefile(file) for file in files):
             raise ArgumentError("output", str(part), "must not be the source")
         if part.exists() and not overwrite:
+            target = Path(os.path.realpath(output))
+            for folder in (partial_folder(target), _copies_folder(target)):
+                clear_finished(folder)
             raise ArgumentError("output", str(part), "exists; say --overwrite to replace it")
 
 
@@ -57,25 +60,34 @@ def copied_files(files: Sequence[Path], output: Path, *, moved: bool = False) ->
         The copy of each file, in their order.
 
     Raises:
+        ArgumentError: another process is writing them.
         StorageError: the copies cannot be written; nothing is left then.
     """
     targets = renamed_parts(output, len(files))
     with ExitStack() as partials, storage_errors("output", output):
-        copies, places = {}, {}
+        copies, jobs = dict[Path, Path](), dict[Path, Job]()
         for file, target in zip(files, targets, strict=True):
-            folder = Path(os.path.realpath(target)).parent
-            if folder not in places:  # the parts of a model side by side, so that it can be read before it is moved
-                partial = tempfile.TemporaryDirectory(prefix=".headwise-partial-", dir=folder)
-                places[folder] = Path(partials.enter_context(partial))
-            copies[file] = places[folder] / target.name
+            folder = _copies_folder(Path(os.path.realpath(target)).with_name(output.name))
+            if folder not in jobs:  # the parts of a model side by side, so that it can be read before it is moved
+                # In a folder of a name that the next run knows, which removes what a killed one has left.
+                jobs[folder] = partials.enter_context(Job(output, folder=folder, run=None))
+            copies[file] = folder / target.name
             (os.replace if moved else shutil.copyfile)(file, copies[file])
         first = copies[files[0]]
         for copy in copies.values():  # parts are looked for beside each other
             if copy.parent != first.parent:
                 (first.parent / copy.name).symlink_to(copy)
         yield copies
-        for file, target in zip(files, targets, strict=True):
+        for job in jobs.values():
+            job.finish()
+        # The first part, by which a model is opened, comes last.
+        for file, target in reversed([*zip(files, targets, strict=True)]):
             replace_listed(copies[file], Path(os.path.realpath(target)))
+
+
+def _copies_folder(target: Path) -> Path:
+    """The folder beside an output that `copied_files` works in; the output's own may be that of a training."""
+    return target.with_name(f".{target.name}.headwise-copies")
 
 
 Bytes = npt.NDArray[np.uint8]

@@ -25,7 +25,7 @@ from headwise.models.checkpoints.gguf_in_place import Rows, has_scales
 from headwise.models.families import llama
 from headwise.models.families.base import family_of
 from headwise.models.specs import gguf_config, read_gguf_header
-from headwise.models.specs.gguf_header import GgufTensor
+from headwise.models.specs.gguf_header import GgufTensor, read_exactly
 
 Join = Callable[[Mapping[str, Tensor]], Tensor]
 """A tensor of transformers out of several of GGUF, by their names within a layer."""
@@ -291,14 +291,14 @@ class GgufCheckpoint(Checkpoint):
             raw = bytearray()
             for row in rows:
                 file.seek(stored.offset + row * size)
-                raw += file.read(size)
+                raw += read_exactly(file, size, stored.file)
         return _decoded(raw, kind, (len(rows), *stored.shape[1:]))
 
     def _read_stored(self, entry: _Stored) -> Tensor:
         stored, kind, nbytes = entry
         with stored.file.open("rb") as file:
             file.seek(stored.offset)
-            return _decoded(bytearray(file.read(nbytes)), kind, stored.shape)
+            return _decoded(read_exactly(file, nbytes, stored.file), kind, stored.shape)
 
     def _heads(self, name: str) -> int:
         """The heads of a tensor whose rows are stored as neighbouring pairs; 0 for other tensors."""

@@ -52,6 +52,10 @@ def open_checkpoint(source: str | Path, *, quantised: bool = False) -> Checkpoin
     torch.Size([576])
     """
     path = model_path(source)
+    checkpoint: Checkpoint
     if path.is_file():
-        return GgufCheckpoint(path)
-    return QuantisedFolder(path) if quantised and is_quantised(path) else FolderCheckpoint(path)
+        checkpoint = GgufCheckpoint(path)
+    else:
+        checkpoint = QuantisedFolder(path) if quantised and is_quantised(path) else FolderCheckpoint(path)
+    checkpoint.watch_files()
+    return checkpoint

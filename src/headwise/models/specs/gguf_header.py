@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from headwise.base.disk import open_regular, storage_errors
 from headwise.errors import CheckpointError
@@ -326,6 +326,23 @@ _STAGES = {
     },
 }
 """The stages of `headwise.cost` that a tensor of a layer holds."""
+
+
+CUT_SHORT = "is cut short: it has changed since its header was read"
+
+
+def read_exactly(file: BinaryIO, nbytes: int, path: Path) -> bytearray:
+    """Read so many bytes of a file, which may have been cut since its header was read.
+
+    For example ``read_exactly(file, tensor_bytes(tensor), tensor.file)`` behind ``file.seek(tensor.offset)``.
+
+    Raises:
+        CheckpointError: the file ends before.
+    """
+    raw = bytearray(file.read(nbytes))
+    if len(raw) != nbytes:
+        raise CheckpointError("file", str(path), CUT_SHORT)
+    return raw
 
 
 def tensor_bytes(tensor: GgufTensor) -> int | None:

@@ -8,9 +8,7 @@ other way round.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +17,10 @@ from torch import Tensor
 
 from headwise.base.checksums import replace_listed
 from headwise.base.disk import refuse_no_file, storage_errors
+from headwise.base.jobs import Job, clear_finished, partial_folder
 from headwise.base.progress import Progress, silent
 from headwise.base.type_checks import checked_types
-from headwise.errors import ArgumentError, StorageError
+from headwise.errors import ArgumentError
 from headwise.models.checkpoints import Checkpoint, GgufFile, dtype_name, open_checkpoint, tokenizer_fields
 from headwise.models.specs import GGUF_ARCHITECTURES, HOSTED_PREFIX, gguf_model
 from headwise.runtime.hf import check_complete, expected_tensors, stock_config, tensors_of
@@ -102,8 +101,8 @@ def export_gguf(
         Bytes of the file.
 
     Raises:
-        ArgumentError: the output exists or cannot be written, or the layers differ in a setting that llama.cpp's
-            model has once for all.
+        ArgumentError: the output exists, cannot be written, or is being written by another process; or the layers
+            differ in a setting that llama.cpp's model has once for all.
         SpecError: llama.cpp has no such model.
         CheckpointError: the source cannot be read, or its tokenizer has no place in GGUF.
         StorageError: the file cannot be written.
@@ -112,7 +111,9 @@ def export_gguf(
     if path.suffix != ".gguf":
         raise ArgumentError("output", str(output), "must end in .gguf")
     refuse_no_file("output", path)
+    target = Path(os.path.realpath(path))  # a link stays
     if path.exists() and not overwrite:
+        clear_finished(partial_folder(target))
         raise ArgumentError("output", str(output), "exists; say --overwrite to replace it")
     checkpoint = open_checkpoint(source)
     if path.exists() and any(path.samefile(file) for file in checkpoint.files):
@@ -123,27 +124,9 @@ def export_gguf(
     tensors = tensors_of(config, checkpoint.dtype)
     fields = tokenizer_fields(checkpoint, config["vocab_size"])
     file = GgufFile(config, tensors, outtype or gguf_type(checkpoint.dtype), fields)
-    target = Path(os.path.realpath(path))  # a link stays
-    try:
-        with storage_errors("output", path):
-            handle, name = tempfile.mkstemp(prefix=".", suffix=".headwise-partial", dir=target.parent)
-            os.close(handle)
-    except StorageError as error:
-        raise ArgumentError(error.field, error.value, error.rule) from None
-    partial = Path(name)
-    try:
-        with storage_errors("output", path):
-            file.write(partial, engine_tensors(checkpoint, config, progress))
-            partial.chmod(0o666 & ~_umask())
-            replace_listed(partial, target)
-            return target.stat().st_size
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    """The permissions that new files of this process do not have."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    with Job(path, folder=partial_folder(target), run=None) as job, storage_errors("output", path):
+        partial = job.work / path.name
+        file.write(partial, engine_tensors(checkpoint, config, progress))
+        job.finish()
+        replace_listed(partial, target)
+        return target.stat().st_size
