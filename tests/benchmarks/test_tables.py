@@ -292,8 +292,13 @@ def test_scale() -> None:
         "| calibrated on 8 windows of 512, without spread | 32 | 2.50 | 1.2 | 60.0 | 0.5 | 30 |",
         "| calibrated on 8 windows of 512 | 4 | 2.50 | 1.2 | 60.0 | 0.5 | 30 |",
     ]
-    killed = {"phases": {"spreading": 3}}, {"phases": {"training": 5}}
-    assert kills(*killed).splitlines()[2:] == ["| spreading | 3 |", "| training | 5 |"]
+    row = {"signals": {"SIGKILL": 2, "SIGINT": 1}, "moments": {"seconds": 3}, "left": {"nothing": 3}, "findings": []}
+    killed = {"rows": {"heal": {**row, "outputs": 2}, "export": {**row, "outputs": 1, "findings": ["a"]}}}
+    assert kills(killed).splitlines()[2:] == [
+        "| heal | 2 | 1 | 0 | 0 | 3 | 0 | 0 | 2 | 0 |",
+        "| export | 2 | 1 | 0 | 0 | 3 | 0 | 0 | 1 | 1 |",
+        "| all | 4 | 2 | 0 | 0 | 6 | 0 | 0 | 3 | 1 |",
+    ]
 
 
 def test_tables_go_into_their_places_and_nowhere_else() -> None:

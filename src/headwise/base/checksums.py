@@ -129,18 +129,18 @@ def relisted(file: Path, folder: Path) -> Iterator[None]:
 
 
 def replace_listed(source: Path, destination: Path) -> None:
-    """Rename a finished file over another one, and write its checksum beside it.
+    """Rename a finished file over another one, and its checksum beside it.
 
-    The checksum of the file that is replaced is removed before, so that a kill between leaves none that is wrong.
+    The checksum is made where the file is made, and comes first: what has its name has its checksum, and a kill leaves
+    at most a checksum alone, which the next run replaces.
 
     Raises:
         OSError: one of the two files cannot be written.
     """
-    line = _line(destination.name, digest(source))
-    sums = destination.with_name(destination.name + SUFFIX)
-    sums.unlink(missing_ok=True)
+    sums = source.with_name(source.name + SUFFIX)
+    sums.write_bytes(os.fsencode(_line(destination.name, digest(source))))
+    replace(sums, destination.with_name(destination.name + SUFFIX))
     replace(source, destination)
-    write_whole(sums, os.fsencode(line))
 
 
 def remove_listed(file: Path) -> None:
@@ -167,7 +167,8 @@ def write_among_others(path: Path, content: bytes) -> None:
         os.chmod(new, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~mask)
         replace_listed(Path(new), path)
     finally:
-        Path(new).unlink(missing_ok=True)
+        for left in (new, new + SUFFIX):
+            Path(left).unlink(missing_ok=True)
 
 
 def digest(file: Path) -> str:

@@ -26,8 +26,8 @@ ANY_RUN = "any"
 _LAYOUT = 2
 """Rises when files of working folders change, so that what an older version left is begun anew, and never misread."""
 
-_NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES)
-"""What the system says of a disk that is full, or that takes nothing any more."""
+_NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""What the system says of a disk that is full or read-only."""
 
 _LOCK, _RUN, _DONE = "lock", "run", ".finished"
 _KEPT = "what is done is kept in "
