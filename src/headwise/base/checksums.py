@@ -131,8 +131,8 @@ def relisted(file: Path, folder: Path) -> Iterator[None]:
 def replace_listed(source: Path, destination: Path) -> None:
     """Rename a finished file over another one, and its checksum beside it.
 
-    The checksum is made where the file is made, and comes first: what has its name has its checksum, and a kill leaves
-    at most a checksum alone, which the next run replaces.
+    The checksum is made where the file is made, and comes first: what has its name has its checksum. A kill leaves at
+    most a checksum alone, which the next run replaces.
 
     Raises:
         OSError: one of the two files cannot be written.
