@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,7 @@ SUMS = "SHA256SUMS"
 SUFFIX = ".sha256"
 """What the name of a file's checksum ends in, after that of the file."""
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 16
 _LONGEST = 1 << 26
 """Bytes of a list that are read: it names its files, so a longer one is none."""
 _LINE = re.compile(r"(\\?)([0-9a-f]{64})  ([^\n]+)")
@@ -171,14 +170,22 @@ def write_among_others(path: Path, content: bytes) -> None:
             Path(left).unlink(missing_ok=True)
 
 
-def digest(file: Path) -> str:
+def digest(file: Path, on_read: Callable[[int], None] = lambda _: None) -> str:
     """The SHA-256 of a file, as 64 digits of base 16.
+
+    Args:
+        file: the file.
+        on_read: called with the number of bytes of each chunk that has been read.
 
     Raises:
         OSError: the file cannot be read.
     """
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    read, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+    with file.open("rb", buffering=0) as opened:
+        while nbytes := opened.readinto(chunk):
+            read.update(chunk[:nbytes])
+            on_read(nbytes)
+    return read.hexdigest()
 
 
 @dataclass
@@ -249,6 +256,12 @@ def _compared(path: str, base: Path, lists: Mapping[Path, _List], progress: Prog
     listed, differing, missing, whole = set(lists), [], [], list[Path]()
     total = sum(_size(sums.parent / name) for sums, found in lists.items() for name in found.digests)
     done = nbytes = 0
+
+    def on_read(more: int) -> None:
+        nonlocal done
+        done += more
+        progress("reading", min(done, total), total)
+
     for sums, found in lists.items():
         names = {sums.name.removesuffix(SUFFIX)} if sums.name != SUMS else found.digests.keys()
         if found.is_damaged or names != found.digests.keys():
@@ -259,14 +272,7 @@ def _compared(path: str, base: Path, lists: Mapping[Path, _List], progress: Prog
             if not file.exists():
                 missing.append(file)
                 continue
-            read = hashlib.sha256()
-            if stat.S_ISREG(file.stat().st_mode):  # a pipe would never end
-                with file.open("rb") as opened:
-                    while chunk := opened.read(_CHUNK):
-                        read.update(chunk)
-                        done += len(chunk)
-                        progress("reading", min(done, total), total)
-            if read.hexdigest() == sha256 and file.is_file():
+            if file.is_file() and digest(file, on_read) == sha256:  # a pipe would never end
                 whole.append(file)
                 nbytes += file.stat().st_size
             else:

@@ -252,7 +252,7 @@ def test_what_a_killed_run_left_goes_with_the_next(tmp_path: Path) -> None:
     (tmp_path / ".out.gguf.headwise-copies").mkdir()
     (tmp_path / ".out.gguf.headwise-copies" / "gigabytes").write_text("of a killed run")
     headwise.prepare(tmp_path / "model.gguf", tmp_path / "out.gguf", cache="llama.cpp:q4_0")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "out.gguf"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "out.gguf", "out.gguf.sha256"]
 
 
 def test_engines_that_load_no_such_file_are_refused(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from headwise.models.specs import HOSTED_PREFIX, GroupedSpec, ModelSpec, read_co
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The dtypes that weights are read in, by their names in safetensors and in GGUF."""
 
-_PIECE = 1 << 20
+_PIECE = 1 << 18
 """Numbers that are tested for NaN and infinity at once."""
 
 
