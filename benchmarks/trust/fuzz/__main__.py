@@ -11,7 +11,7 @@ exception but a HeadwiseError, a line of more than `LONGEST` characters, more th
 bytes, a change of any other file of the folder, or the end of the process. With ``--guided``, atheris (libFuzzer)
 keeps and spoils again the inputs that reach new code; without, each spoils a whole file.
 
-Each reader runs in a process of its own, whose lines are counted by coverage.py on every `TRACED`-th input.
+Each reader runs in a process of its own, whose lines are counted by coverage.py, where that is installed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.trust.fuzz.campaign import MEMORY, SECONDS, campaign
+from benchmarks.trust.fuzz.lines import share
 
 INPUTS = 10_000
 
@@ -56,10 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         row = campaign(name, options)
         failed |= bool(row["findings"])
-        counts = {
-            kind: sum(line[place] for line in row["lines"].values()) for place, kind in enumerate(("run", "all"))
-        }
-        print(f"{name}: {row['inputs']} inputs, {row['seconds']:.0f} s, {row['ended']}, lines {counts}", flush=True)
+        run = f"{share(row['lines']):.1%}" if row["lines"] else "not counted"
+        print(f"{name}: {row['inputs']} inputs, {row['seconds']:.0f} s, {row['ended']}, lines {run}", flush=True)
         for finding in row["findings"]:
             print(f"  {finding}", flush=True)
         if kept is not None:

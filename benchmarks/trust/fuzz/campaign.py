@@ -10,41 +10,17 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+from benchmarks.trust.fuzz import lines
 
 SECONDS = 20
 """The most time of an input."""
 
 MEMORY = 2 << 30
 """Bytes that a process may take beyond those of its beginning."""
-
-TRACED = 10
-"""Lines are counted on each input of this many, because counting them takes time."""
-
-
-def trace() -> Any:
-    """coverage.py for headwise, or None where it is not installed."""
-    try:
-        import coverage
-    except ImportError:
-        return None
-    return coverage.Coverage(data_file=None, source_pkgs=["headwise"], messages=False)
-
-
-def covered(tracer: Any, modules: Sequence[str]) -> dict[str, list[int]]:
-    """Lines of statements that were run and all, by the file of these modules and of those in these packages."""
-    found = {}
-    for file in sorted(tracer.get_data().measured_files()):
-        path = file.rpartition("/headwise/")[2]
-        name = f"headwise.{path.removesuffix('.py').replace('/', '.')}"
-        if any(name == module or name.startswith(f"{module}.") for module in modules):
-            _, statements, _, missing, _ = tracer.analysis2(file)
-            if statements:
-                found[path] = [len(statements) - len(missing), len(statements)]
-    return found
 
 
 def work(name: str, options: argparse.Namespace, start: int, queue: Any) -> None:
@@ -53,16 +29,14 @@ def work(name: str, options: argparse.Namespace, start: int, queue: Any) -> None
     for descriptor in (1, 2):  # what transformers and compiled code print, which the command line holds back
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=options.folder))
-    tracer = trace()
+    tracer = lines.trace()
     if tracer is not None:
-        tracer.start()  # definitions are lines that are run when a module is imported
+        tracer.start()  # before the imports: definitions are lines that are run when a module is imported
     import torch
     from benchmarks.trust.fuzz.trial import Trial
 
     torch.set_num_threads(1)
     trial = Trial(name, folder)
-    if tracer is not None:
-        tracer.stop()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     refused: Counter[str] = Counter()
@@ -73,23 +47,21 @@ def work(name: str, options: argparse.Namespace, start: int, queue: Any) -> None
             break
         queue.put(("begin", number))
         trial.refused = ""
-        is_traced = tracer is not None and number % TRACED == 0
-        if is_traced:
-            tracer.start()
         began = time.perf_counter()
         finding = trial.read(trial.draw(number, options.seed))
         slowest = max(slowest, time.perf_counter() - began)
-        if is_traced:
-            tracer.stop()
         refused[trial.refused or ("success" if finding is None else "finding")] += 1
         if finding is not None:
             queue.put(("finding", {"number": number, **finding}))
         if number % 500 == 499 and (changed := trial.changed()):
             queue.put(("finding", {"number": number, "kind": "changed", "place": "?", "said": repr(changed[:3])}))
             trial.others = trial._digests(folder / "seeds")
-    lines = covered(tracer, trial.reader.modules) if tracer is not None else {}
+    unrun: dict[str, Any] = {}
+    if tracer is not None:
+        tracer.stop()
+        unrun = lines.missing(tracer, trial.reader.modules)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    queue.put(("end", {"ended": refused, "slowest_s": slowest, "peak_bytes": peak, "lines": lines}))
+    queue.put(("end", {"ended": refused, "slowest_s": slowest, "peak_bytes": peak, "lines": unrun}))
 
 
 def campaign(name: str, options: argparse.Namespace) -> dict[str, Any]:

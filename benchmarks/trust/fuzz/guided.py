@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from benchmarks.trust.fuzz.mutations import Draw
 
 
 def guided(name: str, options: argparse.Namespace) -> None:
@@ -38,7 +39,8 @@ def guided(name: str, options: argparse.Namespace) -> None:
             os._exit(0)
 
     def spoil(data: bytes, most: int, seed: int) -> bytes:
-        draw = random.Random(seed)
+        draw = Draw(seed)
+        draw.words = trial.words
         place = data[0] % len(trial.seeds) if data else draw.randrange(len(trial.seeds))
         chosen = trial.seeds[place]
         return bytes([place]) + chosen.spoil(data[1:] or trial.whole[chosen], draw)[: most - 1]
@@ -51,7 +53,7 @@ def guided(name: str, options: argparse.Namespace) -> None:
     atheris.Fuzz()
 
 
-class _Chosen(random.Random):
+class _Chosen(Draw):
     """Draws that choose the seed of a number."""
 
     def __new__(cls, place: int) -> _Chosen:

@@ -1,6 +1,6 @@
 """Ways to spoil a file that is whole: by its bytes, and by the structure of its format.
 
-Each is a function of the content and of a `random.Random`, so that an input follows from a seed alone.
+Each is a function of the content and of a `Draw`, so that an input follows from a seed alone.
 """
 
 from __future__ import annotations
@@ -11,10 +11,33 @@ import math
 import random
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-Mutation = Callable[[bytes, random.Random], bytes]
+
+class Draw(random.Random):
+    """What an input follows from, and words that its reader knows, such as names of fields."""
+
+    words: Sequence[str] = ("type",)
+
+    def word(self) -> str:
+        """One of the words."""
+        return self.choice(self.words)
+
+    def known(self) -> Any:
+        """A value of a kind that fields have: a switch, a small number, a word, or lists and objects of them."""
+        kind = self.randrange(9)
+        if kind < 4:
+            return (True, False, self.randrange(9), self.random())[kind]
+        if kind == 4:
+            return {self.word(): self.known() for _ in range(self.randrange(4))}
+        if kind == 5:
+            some = [self.known() for _ in range(self.randrange(1, 4))]
+            return [self.choice(some) for _ in range(self.randrange(9))]
+        return self.word()
+
+
+Mutation = Callable[[bytes, Draw], bytes]
 
 INTEGERS = (0, 1, -1, 2, 3, 7, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 TEXTS = (
@@ -29,7 +52,7 @@ VALUES: tuple[Any, ...] = (
 """What stands in the place of another value: sizes that lie, no numbers, other types, names that escape."""
 
 
-def other_value(draw: random.Random) -> Any:
+def other_value(draw: Draw) -> Any:
     """One of `VALUES`, as an object of its own."""
     return copy.deepcopy(draw.choice(VALUES))
 
@@ -37,7 +60,7 @@ def other_value(draw: random.Random) -> Any:
 ENCODINGS = ("utf-16", "utf-32", "utf-8-sig", "latin-1", "utf-7")
 
 
-def spoil_bytes(content: bytes, draw: random.Random) -> bytes:
+def spoil_bytes(content: bytes, draw: Draw) -> bytes:
     """Flip, overwrite, insert, remove, repeat and cut bytes."""
     spoiled = bytearray(content)
     for _ in range(draw.choice((1, 1, 1, 2, 3, 8))):
@@ -64,7 +87,7 @@ def spoil_bytes(content: bytes, draw: random.Random) -> bytes:
     return bytes(spoiled)
 
 
-def spoil_json(content: bytes, draw: random.Random) -> bytes:
+def spoil_json(content: bytes, draw: Draw) -> bytes:
     """Exchange, remove, move and double values of a JSON document; sometimes its text or its encoding."""
     try:
         document = json.loads(content)
@@ -76,7 +99,7 @@ def spoil_json(content: bytes, draw: random.Random) -> bytes:
     return _spoil_text(text, draw)
 
 
-def _spoil_text(text: str, draw: random.Random) -> bytes:
+def _spoil_text(text: str, draw: Draw) -> bytes:
     """The bytes of a text, now and then with doubled keys, deep nesting, a huge number, or in another encoding."""
     kind = draw.randrange(24)
     if kind == 0:  # a key twice, with another value
@@ -102,13 +125,13 @@ def _places(value: Any, found: list[tuple[Any, Any]], depth: int = 0) -> list[tu
     return found
 
 
-def _spoil_value(document: Any, draw: random.Random) -> Any:
+def _spoil_value(document: Any, draw: Draw) -> Any:
     places = _places(document, [])
     if not places or draw.random() < 0.01:
         return other_value(draw)
     container, key = draw.choice(places)
     other, from_key = draw.choice(places)
-    kind = draw.randrange(10)
+    kind = draw.randrange(14)
     if kind == 0:
         del container[key]
     elif kind == 1 and isinstance(container, dict):
@@ -123,6 +146,10 @@ def _spoil_value(document: Any, draw: random.Random) -> Any:
         text = container[key]
         at = draw.randrange(len(text) + 1)
         container[key] = draw.choice((text[:at], text[at:], text[:at] + draw.choice(TEXTS) + text[at:], text.upper()))
+    elif kind < 9 and isinstance(container, dict):
+        container[draw.word()] = draw.known()
+    elif kind == 9:
+        container[key] = draw.known()
     else:
         container[key] = other_value(draw)
     return document
@@ -132,7 +159,7 @@ def _keys(container: Any) -> Any:
     return container if isinstance(container, dict) else range(len(container))
 
 
-def spoil_jsonl(content: bytes, draw: random.Random) -> bytes:
+def spoil_jsonl(content: bytes, draw: Draw) -> bytes:
     """Spoil one line of JSON lines, or the lines."""
     lines = content.splitlines(keepends=True)
     if draw.random() < 0.2 or not lines:
@@ -142,7 +169,7 @@ def spoil_jsonl(content: bytes, draw: random.Random) -> bytes:
     return b"".join(lines)
 
 
-def spoil_safetensors(content: bytes, draw: random.Random) -> bytes:
+def spoil_safetensors(content: bytes, draw: Draw) -> bytes:
     """Spoil the header of a safetensors file, its length, or the numbers behind it."""
     if draw.random() < 0.1 or len(content) < 8:
         return spoil_bytes(content, draw)
@@ -160,7 +187,7 @@ def spoil_safetensors(content: bytes, draw: random.Random) -> bytes:
     return length.to_bytes(8, "little") + header + data
 
 
-def _spoil_tensors(header: bytes, draw: random.Random) -> bytes:
+def _spoil_tensors(header: bytes, draw: Draw) -> bytes:
     """Lie about the shape, the dtype or the place of a tensor; or let two share a place."""
     document = json.loads(header)
     names = [name for name in document if name != "__metadata__"]
@@ -188,7 +215,7 @@ def _spoil_tensors(header: bytes, draw: random.Random) -> bytes:
     return json.dumps(document).encode(errors="backslashreplace")
 
 
-def _spoil_numbers(data: bytes, draw: random.Random) -> bytes:
+def _spoil_numbers(data: bytes, draw: Draw) -> bytes:
     """Put NaN, infinity, huge and denormal numbers, zeros and noise among numbers of any dtype."""
     spoiled = bytearray(data)
     for _ in range(draw.choice((1, 1, 4, 30))):
@@ -206,7 +233,7 @@ def _spoil_numbers(data: bytes, draw: random.Random) -> bytes:
     return bytes(spoiled)
 
 
-def spoil_gguf(content: bytes, draw: random.Random) -> bytes:
+def spoil_gguf(content: bytes, draw: Draw) -> bytes:
     """Lie in a field of a GGUF header, exchange a value's type, or spoil the blocks behind it."""
     try:
         fields, end = _gguf_fields(content)
@@ -228,12 +255,19 @@ def spoil_gguf(content: bytes, draw: random.Random) -> bytes:
                 number = draw.choice((*INTEGERS, was + 1, was - 1, 2 * was, was // 2, 30, 13, 12, 9, 8, 4))
                 spoiled[at : at + width] = (int(number) % 2 ** (8 * width)).to_bytes(width, "little")
         return bytes(spoiled)
-    if kind < 8:
+    strings = [at for at, form in fields if form == "s"]
+    if kind == 6 and strings:
+        at = draw.choice(strings)
+        size = int.from_bytes(content[at : at + 8], "little")
+        text = draw.choice((draw.word(), draw.choice(TEXTS))).encode(errors="surrogatepass")
+        header = content[:at] + len(text).to_bytes(8, "little") + text + content[at + 8 + size : end]
+        return header + b"\0" * (-len(header) % 32) + content[end + -end % 32 :]
+    if kind == 7:
         return content[:end] + _spoil_numbers(content[end:], draw)
     return spoil_bytes(content[:end], draw) + content[end:] if kind == 8 else spoil_bytes(content, draw)
 
 
-def spoil_blocks(content: bytes, draw: random.Random) -> bytes:
+def spoil_blocks(content: bytes, draw: Draw) -> bytes:
     """Spoil what lies behind a GGUF header mostly: the blocks of quantised numbers."""
     try:
         _, end = _gguf_fields(content)
@@ -290,7 +324,7 @@ def _gguf_fields(content: bytes) -> tuple[list[tuple[int, str]], int]:
     return fields, at
 
 
-def spoil_lines(content: bytes, draw: random.Random) -> bytes:
+def spoil_lines(content: bytes, draw: Draw) -> bytes:
     """Spoil the words of a text of lines, such as TOML or a list of checksums."""
     lines = content.decode(errors="replace").splitlines(keepends=True)
     if draw.random() < 0.25 or not lines:
@@ -298,7 +332,8 @@ def spoil_lines(content: bytes, draw: random.Random) -> bytes:
     for _ in range(draw.choice((1, 1, 2, 5))):
         at = draw.randrange(len(lines))
         words = re.split(r"(\s+|[=\[\],.]|\"[^\"]*\")", lines[at])
-        word = draw.choice((*TEXTS, *map(json.dumps, VALUES), "nan", "-inf", "[a]", "1979-05-27", '"""', "=", "0o7"))
+        others = ("nan", "-inf", "[a]", "1979-05-27", '"""', "=", "0o7")
+        word = draw.choice((*TEXTS, *map(json.dumps, (*VALUES, draw.known())), draw.word(), *others))
         kind = draw.randrange(5)
         if kind == 0:
             lines[at] = lines[draw.randrange(len(lines))] * draw.choice((1, 2, 40))

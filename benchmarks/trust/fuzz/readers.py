@@ -11,14 +11,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from benchmarks.trust.fuzz import mutations
 from benchmarks.trust.fuzz.mutations import Mutation
 from tests.byte_level import save_byte_level, save_sentencepiece
 from tests.conversion.preparation import quantised_folders as quantised
+from tests.conversion.preparation.test_gguf import write_model
 from tests.costs.prediction.test_curves import measured_device
 from tests.models.checkpoints.split_gguf import split
+from tests.models.checkpoints.test_gguf_architectures import MODELS, random_model, write_gguf
+from tests.models.specs.test_families import NAS, OPENELM_270M
+from tests.models.specs.test_stored_weights import SCHEMES
+from tests.models.specs.test_whisper import TINY as WHISPER
 from tests.real_models import save_tiny
 from tests.tiny_families import FAMILIES, save_family
 from tests.toy_configs import TOYS
@@ -29,6 +35,7 @@ from headwise.cli import main
 from headwise.conversion.calibration.saved import ABOUT, open_statistics
 from headwise.costs.prediction import devices
 from headwise.costs.prediction import predict as predict_costs
+from headwise.decide.report.sections import read_folder
 from headwise.errors import CheckpointError
 from headwise.measure.evaluation.choices import read_choices
 from headwise.measure.points import read_measured
@@ -58,7 +65,7 @@ class Reader:
     Attributes:
         seeds: makes the seeds in a folder.
         read: reads a seed's folder; the second path is an empty folder for what it writes.
-        modules: the modules of headwise whose lines it is to reach.
+        modules: the modules of headwise whose lines it is to reach, as `lines.files_of` takes them.
     """
 
     seeds: Callable[[Path], Iterator[Seed]]
@@ -70,8 +77,8 @@ class UncleanError(Exception):
     """A command ended with another status than 0 or 2, or complained in other than one line."""
 
 
-def command(*words: object) -> None:
-    """Run a command; a refusal is raised as one.
+def command(*words: object) -> str:
+    """Run a command, and return what it prints; a refusal is raised as one.
 
     Raises:
         UncleanError: it ended in another way.
@@ -84,28 +91,70 @@ def command(*words: object) -> None:
     except SystemExit as stopped:
         line = complaint.getvalue()
         if stopped.code == 0:
-            return
+            return said.getvalue()
         if stopped.code == 2 and line.startswith("headwise: ") and line.count("\n") == 1 and line[:-1].isprintable():
             raise CheckpointError("command", words[0], line) from None
         raise UncleanError(f"status {stopped.code}: {line[-2000:]}") from None
+    raise UncleanError("no status")
 
 
 # --- config.json -------------------------------------------------------------------------------------------------
 
 
+SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 4, "vocab_size": 100}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale_all_dim": 1.0}
+LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+BY_TYPE = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+STEP = {"head_dim": 8, "share_q_dim": 32, "share_expert_dim": 40, "moe_num_experts": 4, "moe_top_k": 2}
+VARIANTS: tuple[dict[str, Any], ...] = (
+    NAS,
+    OPENELM_270M,
+    WHISPER,
+    {**SIZES, "model_type": "bert", "position_embedding_type": "absolute"},
+    {"model_type": "distilbert", "dim": 64, "n_heads": 8, "n_layers": 2, "num_hidden_layers": 2},
+    {"model_type": "RefinedWeb", "hidden_size": 64, "n_layer": 2, "n_head": 8, "n_head_kv": 2, "alibi": False},
+    {**SIZES, **STEP, "model_type": "step3_text", "moe_intermediate_size": 24, "moe_layers_enum": "1, 3"},
+    *(
+        {**TOYS["llama"], "rope_scaling": {"rope_type": kind, "factor": 2.0}}
+        for kind in ("linear", "dynamic", "llama3")
+    ),
+    {**TOYS["llama"], "rope_scaling": LONG, "partial_rotary_factor": 0.5},
+    {**TOYS["phi3"], "rope_scaling": LONG, "partial_rotary_factor": 0.5},
+    {**TOYS["deepseek_v3"], "rope_scaling": YARN},
+    {**TOYS["gemma3_text"], "rope_parameters": BY_TYPE, "truncate": False},
+    {**TOYS["gemma3_text"], "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    {**TOYS["olmo3"], "rope_parameters": BY_TYPE},
+    {**TOYS["deepseek_v4"], "rope_parameters": {"main": YARN, "compress": YARN}},
+    {**TOYS["deepseek_v4"], "layer_types": None, "compress_ratios": None},
+    {**TOYS["qwen2"], "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+    {**TOYS["mistral"], "sliding_window": 8},
+    {"model_type": "gemma3", "text_config": TOYS["gemma3_text"], "tie_word_embeddings": True},
+    {"model_type": "llava", "text_config": TOYS["llama"]},
+    *({**TOYS["llama"], "quantization_config": config} for config, _ in SCHEMES.values()),
+    {**TOYS["llama"], "quantization_config": {"quant_method": "fbgemm_fp8"}},
+    {**TOYS["gpt_oss"], "quantization_config": {"quant_method": "mxfp4"}},
+)
+"""What no toy has: model types without a class in transformers, scaled positions, a text part."""
+
+
 def configs(folder: Path) -> Iterator[Seed]:
-    for name, config in {**TOYS, **{name: entry["config"] for name, entry in catalog().items()}}.items():
+    known = {name: entry["config"] for name, entry in catalog().items()}
+    for name, config in {**TOYS, **known, **{f"variant {n}": each for n, each in enumerate(VARIANTS)}}.items():
         place = folder / name
         place.mkdir(parents=True)
         (place / "config.json").write_text(json.dumps(config))
         yield Seed(place, "config.json", mutations.spoil_json)
+    for name in ("llama", "whisper"):
+        source, out = save_family(folder / "source" / name, name), folder / f"converted {name}"
+        headwise.convert(source, out, to="mla", kv_budget=0.5, evaluate=False)
+        yield Seed(out, "config.json", mutations.spoil_json)
 
 
 def inspect(seed: Seed, _: Path) -> None:
-    path = seed.folder / seed.file
-    headwise.inspect(path)
-    headwise.compare(path, context=4096)
-    headwise.complexity(path, 1, 4096)
+    for path in (seed.folder, seed.folder / seed.file):
+        headwise.inspect(path)
+        headwise.compare(path, context=4096)
+        headwise.complexity(path, 1, 4096)
 
 
 # --- weights -----------------------------------------------------------------------------------------------------
@@ -152,7 +201,7 @@ def read_weights(seed: Seed, _: Path, *, is_quantised: bool = False) -> None:
 # --- GGUF --------------------------------------------------------------------------------------------------------
 
 
-def gguf_files(folder: Path, spoil: Mutation = mutations.spoil_gguf, *, is_split: bool = True) -> Iterator[Seed]:
+def gguf_files(folder: Path) -> Iterator[Seed]:
     for name, save, sizes in (
         ("llama", save_sentencepiece, {}),
         ("qwen2", partial(save_byte_level, split="qwen2"), {}),
@@ -169,11 +218,26 @@ def gguf_files(folder: Path, spoil: Mutation = mutations.spoil_gguf, *, is_split
             (folder / f"{name} {kind}").mkdir()
             file = folder / f"{name} {kind}" / "model.gguf"
             export_gguf(source, file, outtype=kind)
-            yield Seed(file.parent, file.name, spoil)
-        if is_split:
-            parts = split(file, folder / f"{name} parts", 7)
-            yield Seed(parts[0].parent, parts[0].name, spoil)
-            yield Seed(parts[0].parent, parts[1].name, spoil)
+            yield Seed(file.parent, file.name, mutations.spoil_gguf)
+        parts = split(file, folder / f"{name} parts", 7)
+        yield Seed(parts[0].parent, parts[0].name, mutations.spoil_gguf)
+        yield Seed(parts[0].parent, parts[1].name, mutations.spoil_gguf)
+
+
+def every_gguf(folder: Path) -> Iterator[Seed]:
+    yield from gguf_files(folder)
+    for name, (architecture, *_) in MODELS.items():
+        (folder / name).mkdir()
+        file = write_gguf(folder / name / "model.gguf", architecture, random_model(name))
+        yield Seed(file.parent, file.name, mutations.spoil_gguf)
+
+
+def blocks(folder: Path) -> Iterator[Seed]:
+    folder.mkdir(parents=True)
+    for kind in ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q4_K", "Q6_K", "Q2_K", "IQ4_XS"):
+        for architecture in ("llama", "qwen2", "qwen3"):
+            write_model(folder / f"{kind} {architecture}.gguf", kind, architecture)
+            yield Seed(folder, f"{kind} {architecture}.gguf", mutations.spoil_blocks)
 
 
 def read_gguf(seed: Seed, _: Path) -> None:
@@ -278,13 +342,27 @@ def results(folder: Path) -> Iterator[Seed]:
     yield Seed(folder / "healed", "healing.json", mutations.spoil_json)
     headwise.migrate(source, folder / "small", max_quality_loss=9, targets=["mla:0.5"], evaluate=exam, **study)
     yield Seed(folder / "small", "migration.json", mutations.spoil_json)
+    printed = folder / "printed"
+    printed.mkdir()
+    list(questions(folder / "questions"))
+    for name, words in {
+        "compare": ("compare", source),
+        "predict": ("predict", source, "--hardware", "h100"),
+        "bench": ("bench", "decode", "--shape", "4/2/32", "--length", 64, "--quick"),
+        "evaluate": ("evaluate", source, "--text", exam, "--window", 16, "--windows", 2, "--by-position"),
+        "choices": ("evaluate", source, "--choices", folder / "questions" / "items.jsonl"),
+    }.items():
+        (printed / f"{name}.json").write_text(command(*words, "--json"))
+        yield Seed(printed, f"{name}.json", mutations.spoil_json)
 
 
 def report(seed: Seed, scratch: Path) -> None:
-    command("report", seed.folder, "--html", scratch / "page.html")
-    assert "<script>alert" not in (scratch / "page.html").read_text()
     if seed.file in ("frontier.json", "predicted.json", "measured.json"):
         read_measured([seed.folder])
+    read_folder(seed.folder)
+    if crc32((seed.folder / seed.file).read_bytes()) % 16 == 0:  # plots take a second
+        command("report", seed.folder, "--html", scratch / "page.html")
+        assert "<script>alert" not in (scratch / "page.html").read_text()
 
 
 def again(seed: Seed, scratch: Path) -> None:
@@ -368,28 +446,99 @@ SPECS = "headwise.models.specs"
 CHECKPOINTS = "headwise.models.checkpoints"
 
 READERS: dict[str, Reader] = {
-    "config": Reader(configs, inspect, (f"{SPECS}.readers", f"{SPECS}.sources", f"{SPECS}.huggingface")),
-    "safetensors": Reader(weights, read_weights, (f"{CHECKPOINTS}.folder",)),
+    "config": Reader(
+        configs,
+        inspect,
+        (
+            f"{SPECS}.readers",
+            f"{SPECS}.sources: locate _single_gguf read_json read_spec",
+            f"{SPECS}.quantizers",
+            f"{SPECS}.huggingface: read_config text_part _reader _without_idle_window _body _read_hosted_layers",
+        ),
+    ),
+    "safetensors": Reader(
+        weights,
+        read_weights,
+        (
+            f"{CHECKPOINTS}.folder",
+            f"{SPECS}.sources: with_stored_head _ties_head _has_own_head _single_tensor _are_equal _folder_tensors"
+            " stored_tensors",
+        ),
+    ),
     "quantised weights": Reader(
         quantised_weights,
         partial(read_weights, is_quantised=True),
-        (f"{CHECKPOINTS}.quantised", f"{SPECS}.quantizers"),
+        (f"{CHECKPOINTS}.quantised: QuantisedFolder is_quantised",),
     ),
     "index": Reader(indexes, read_weights, (f"{CHECKPOINTS}.folder",)),
     "gguf": Reader(
-        gguf_files, read_gguf, (f"{SPECS}.gguf_header", f"{SPECS}.gguf_config", f"{CHECKPOINTS}.gguf_reader")
+        every_gguf,
+        read_gguf,
+        (
+            f"{SPECS}.gguf_header",
+            f"{SPECS}.gguf_config: _Metadata gguf_config _is_beyond read_gguf_spec _heads _llama _llama3_rope"
+            " llama3_factors _phi3 _is_default_factor _gemma3 _deepseek2 _deepseek_rope _shortest_float32",
+            f"{CHECKPOINTS}.gguf_reader",
+            f"{CHECKPOINTS}.tokenizer: load_gguf_tokenizer _read_gguf_tokenizer _gguf_tokenizer_class",
+        ),
     ),
     "gguf blocks": Reader(
-        partial(gguf_files, spoil=mutations.spoil_blocks, is_split=False), prepare, (f"{CHECKPOINTS}.gguf_in_place",)
+        blocks,
+        prepare,
+        (f"{CHECKPOINTS}.gguf_in_place: has_scales Rows _bfloat16",),
     ),
-    "tokenizer": Reader(tokenizers, read_tokenizer, (f"{CHECKPOINTS}.tokenizer", f"{CHECKPOINTS}.gguf_tokenizer")),
-    "codes": Reader(codes, use_codes, ("headwise.runtime.quantization.transform_code",)),
-    "statistics": Reader(statistics, read_statistics, ("headwise.conversion.calibration.saved",)),
-    "results": Reader(results, report, ("headwise.measure.points", "headwise.decide.report.sections")),
-    "kept results": Reader(kept_results, again, ("headwise.base.documents",)),
-    "checksums": Reader(sums, verify, ("headwise.base.checksums",)),
-    "hardware": Reader(hardware, predict, ("headwise.costs.prediction.hardware", "headwise.costs.prediction.curves")),
-    "texts": Reader(texts, read_texts, ("headwise.measure.texts.sources",)),
-    "questions": Reader(questions, read_questions, ("headwise.measure.evaluation.choices",)),
+    "tokenizer": Reader(
+        tokenizers,
+        read_tokenizer,
+        (
+            f"{CHECKPOINTS}.tokenizer: load_tokenizer tokenize decode chat_text refuse_other_tokens refused_tokenizer"
+            " max_length",
+            f"{CHECKPOINTS}.gguf_tokenizer",
+        ),
+    ),
+    "codes": Reader(
+        codes,
+        use_codes,
+        ("headwise.runtime.quantization.transform_code: read_codes code_from __post_init__ blocks code_shape",),
+    ),
+    "statistics": Reader(
+        statistics,
+        read_statistics,
+        (
+            "headwise.conversion.calibration.saved: SavedCalibrator read_evidence open_statistics _check_begin _model"
+            " _about_text _fault _squares _full_matrix",
+        ),
+    ),
+    "results": Reader(
+        results,
+        report,
+        (
+            "headwise.measure.points",
+            "headwise.decide.report.sections",
+        ),
+    ),
+    "kept results": Reader(kept_results, again, ("headwise.base.documents: read_document load_json",)),
+    "checksums": Reader(
+        sums,
+        verify,
+        ("headwise.base.checksums: verify digest _read_list _lists_in _is_sum _list_of _compared _size _files_in",),
+    ),
+    "hardware": Reader(
+        hardware,
+        predict,
+        (
+            "headwise.costs.prediction.hardware",
+            "headwise.costs.prediction.curves: Grid _place curves_of _grid",
+        ),
+    ),
+    "texts": Reader(
+        texts,
+        read_texts,
+        (
+            "headwise.measure.texts.sources: read_text read_source read_jsonl local_path local_files _dataset_rows"
+            " _text",
+        ),
+    ),
+    "questions": Reader(questions, read_questions, ("headwise.measure.evaluation.choices: Choice read_choices",)),
 }
 """By name."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
 import shutil
 import signal
 import traceback
@@ -14,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarks.trust.fuzz.campaign import SECONDS
+from benchmarks.trust.fuzz.lines import words
+from benchmarks.trust.fuzz.mutations import Draw
 from benchmarks.trust.fuzz.readers import READERS, Seed
 
 from headwise.errors import HeadwiseError
@@ -44,7 +45,7 @@ def limited_time() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def misplace(file: Path, draw: random.Random) -> None:
+def misplace(file: Path, draw: Draw) -> None:
     """Put something else in the place of a file."""
     kind = draw.randrange(8)
     file.unlink()
@@ -87,12 +88,15 @@ class Trial:
         self.whole = {seed: (seed.folder / seed.file).read_bytes() for seed in self.seeds}
         self.others = self._digests(folder / "seeds")
         self.folder = folder
+        self.words = words(self.reader.modules)
 
-    def draw(self, number: int, seed: int) -> random.Random:
+    def draw(self, number: int, seed: int) -> Draw:
         """What input ``number`` of a run with this seed follows from."""
-        return random.Random(f"{self.name} {seed} {number}")
+        draw = Draw(f"{self.name} {seed} {number}")
+        draw.words = self.words
+        return draw
 
-    def read(self, draw: random.Random, content: bytes | None = None) -> dict[str, str] | None:
+    def read(self, draw: Draw, content: bytes | None = None) -> dict[str, str] | None:
         """Spoil a file, read it, and put it back; return what is wrong with how that ended, or None.
 
         Args:
