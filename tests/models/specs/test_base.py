@@ -199,6 +199,7 @@ def test_what_a_latent_spec_refuses(fields: dict[str, Any], message: str) -> Non
             r"rope long_factor = 0\.0: must be a number",
         ),
         ({"dim": 64, "theta": 0}, r"rope_theta = 0: must be a number"),
+        ({"dim": 64, "theta": 4.2e-45}, r"rope_theta = 4\.2e-45: must be at least 1e-06"),
         ({"dim": 64, "theta": float("nan")}, r"rope_theta = nan: must be a number"),
         ({"dim": 64, "theta": float("inf")}, r"rope_theta = inf: must be a number"),
         ({"dim": 64, "theta": "1e4"}, r"rope_theta = '1e4': must be a number"),

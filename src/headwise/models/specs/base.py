@@ -12,6 +12,9 @@ from typing import Any, ClassVar, Self
 
 from headwise.errors import SpecError
 
+_LEAST_THETA = 1e-6
+"""Of a smaller base the frequencies can be infinite in float32, and their cosines no numbers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
@@ -45,6 +48,8 @@ class RopeSpec:
         if self.dim % 2:
             raise SpecError("rope dim", self.dim, "must be an even number of at least 2")
         check_positive_number("rope_theta", self.theta)
+        if self.theta < _LEAST_THETA:
+            raise SpecError("rope_theta", self.theta, f"must be at least {_LEAST_THETA}")
         if not isinstance(self.rope_type, str):
             raise SpecError("rope_type", self.rope_type, "must be the name of a kind of scaling")
         _check_booleans(self)
