@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shared import shared_mark
+from benchmarks.trust.fuzz.lines import share
 
 from benchmarks import audit_tables, healing_tables, joined
 from headwise.base.tables import Table
@@ -274,10 +275,9 @@ def fuzz(document: Document) -> str:
     for name, row in document["rows"].items():
         ended = dict(row["ended"])
         read, found = ended.pop("success", 0), len(row["findings"])
-        run, lines = (sum(counts[place] for counts in row["lines"].values()) for place in (0, 1))
-        share = f"{run / lines:.0%}" if lines else "–"
+        run = f"{share(row['lines']):.0%}" if row["lines"] else "–"
         figures = [row["inputs"], read, sum(ended.values()) - ended.get("finding", 0), found]
-        rows.append([name, *(f"{figure:,}" for figure in figures), f"{row['slowest_s']:.1f}", share])
+        rows.append([name, *(f"{figure:,}" for figure in figures), f"{row['slowest_s']:.1f}", run])
     return table(["reader", "inputs", "read", "refused", "other ends", "slowest, s", "lines run"], rows)
 
 
