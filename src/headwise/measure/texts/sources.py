@@ -14,7 +14,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from headwise.base.checksums import write_among_others
+from headwise.base.checksums import digest, write_among_others
 from headwise.base.disk import open_regular, refuse_input_within
 from headwise.base.options import at_least
 from headwise.errors import ArgumentError, MissingExtraError
@@ -294,15 +294,10 @@ def text_identity(source: str | Path, *, name: str = "calibrate") -> str:
     path, column = local_path(source)
     kind, files = local_files(path, name) if os.path.isdir(path) else ("", [str(path)])
     try:
-        digests = [_digest(file) for file in files]
+        digests = [digest(Path(file)) for file in files]
     except (OSError, ValueError) as error:  # ValueError: a null byte
         reason = getattr(error, "strerror", None) or error
         raise ArgumentError(name, str(source), f"could not be read: {reason}") from None
     if not os.path.isdir(path) and column in ("", COLUMN):
         return digests[0]
     return hashlib.sha256(json.dumps([kind, column or COLUMN, digests]).encode()).hexdigest()
-
-
-def _digest(file: str) -> str:
-    with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
