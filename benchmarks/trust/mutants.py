@@ -7,8 +7,10 @@
 The mutants are those of cosmic-ray: other operators, comparisons and constants, negated conditions, loops that do not
 run. A place in the code is drawn first, and then a mutant of it, so that a product, which has a dozen, counts no more
 than a number. Annotations, which nothing evaluates, are left out. A mutant is tried by the tests that `make coverage`
-saw on its line, those of the mirrored folder first and then the fastest, up to `MOST` seconds of them; a line that no
-test reaches leaves its mutant alive. Each mutant has a process of its own, forked from one that has imported torch.
+saw on its line, those of the mirrored folder first and then the fastest, up to `MOST` seconds of them; where it saw
+none, as on lines that run when a module is imported, by those it saw in the file. Tests that end a mutant are run
+without it too, once, and the campaign stops where they fail then. Each run has a process of its own, forked from one
+that has imported torch.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from xml.etree import ElementTree
 
 from benchmarks.kept import Kept
@@ -116,10 +119,11 @@ def tests_by_line(coverage_file: Path) -> dict[str, dict[int, set[str]]]:
     return found
 
 
+@cache
 def node_of(context: str) -> str | None:
-    """pytest's name of the test that coverage.py calls ``tests.x.test_y.test_z``."""
+    """pytest's name of the test that coverage.py calls ``tests.x.test_y.test_z``; None for what is no test."""
     module, _, name = context.rpartition(".")
-    file = Path(*module.split(".")).with_suffix(".py")
+    file = f"{module.replace('.', '/')}.py"
     return f"{file}::{name}" if name.startswith("test") and (ROOT / file).is_file() else None
 
 
@@ -132,8 +136,9 @@ def seconds_of(junit: Path) -> dict[str, float]:
     return dict(found)
 
 
-def chosen_tests(place: Place, tests: set[str], seconds: dict[str, float]) -> list[str]:
-    """The tests to try a mutant with, in order."""
+def chosen_tests(place: Place, lines: dict[int, set[str]], seconds: dict[str, float]) -> list[str]:
+    """The tests to try a mutant with, in order, out of those of each line of its file."""
+    tests = lines.get(place.line) or set().union(*lines.values())
     mirrored = f"tests/{Path(place.file).relative_to('src/headwise').parent}"
     found, total = [], 0.0
     for test in sorted(tests, key=lambda test: (not test.startswith(mirrored), seconds.get(test, 1.0))):
@@ -181,39 +186,73 @@ class Copy:
         compileall.compile_file(str(file), quiet=2)
 
 
-def killed_by(copy: Copy, tests: Sequence[str], limit: float) -> str | None:
-    """What ended a mutant: ``a test``, ``time``, or the signal; None where it lives on."""
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        devnull = os.open(os.devnull, os.O_RDWR)
-        for descriptor in (0, 1, 2):
-            os.dup2(devnull, descriptor)
-        sys.path.insert(0, str(copy.source))
-        sys.dont_write_bytecode = True
-        os.environ["PYTHONPATH"] = f"{copy.source}:{ROOT}"
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-        os.chdir(ROOT)
-        import pytest
+class BrokenTestsError(Exception):
+    """Tests fail on headwise as it is."""
 
+
+class Runs:
+    """Runs tests on a copy of the package, each time in a process of its own."""
+
+    def __init__(self, copy: Copy) -> None:
+        self.copy = copy
+        self.passed: set[str] = set()
+
+    def outcome(self, tests: Sequence[str], limit: float) -> str | None:
+        """How tests end: None where they pass, ``a test`` where one fails, ``time``, or the name of a signal.
+
+        A module that cannot be imported is a test that fails.
+        """
+        child = os.fork()
+        if child == 0:
+            self._run(tests)
+        deadline = time.monotonic() + limit
+        while True:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                break
+            if time.monotonic() > deadline:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return "time"
+            time.sleep(0.02)
+        if os.WIFSIGNALED(status):
+            return signal.Signals(os.WTERMSIG(status)).name
+        return None if os.WEXITSTATUS(status) == 0 else "a test"
+
+    def _run(self, tests: Sequence[str]) -> NoReturn:
         status = 3
         try:
-            status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests])
+            os.setsid()
+            devnull = os.open(os.devnull, os.O_RDWR)
+            for descriptor in (0, 1, 2):
+                os.dup2(devnull, descriptor)
+            for name in [name for name in sys.modules if name.partition(".")[0] in ("headwise", "benchmarks")]:
+                del sys.modules[name]
+            sys.path[:0] = [str(self.copy.source), str(ROOT)]
+            sys.dont_write_bytecode = True
+            # Plugins of pytest that transformers has imported already would be warned of, which is an error here.
+            os.environ |= {
+                "PYTHONPATH": f"{self.copy.source}:{ROOT}",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            }
+            os.chdir(ROOT)
+            import pytest
+
+            status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
         finally:
-            os._exit(int(status))
-    deadline = time.monotonic() + limit
-    while True:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            break
-        if time.monotonic() > deadline:
-            os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return "time"
-        time.sleep(0.02)
-    if os.WIFSIGNALED(status):
-        return signal.Signals(os.WTERMSIG(status)).name
-    return None if os.WEXITSTATUS(status) in (0, 5) else "a test"
+            os._exit(status)
+
+    def check(self, tests: Sequence[str], limit: float) -> None:
+        """Run those of some tests that were not yet seen to pass without a mutant.
+
+        Raises:
+            BrokenTestsError: they do not.
+        """
+        unseen = [test for test in tests if test not in self.passed]
+        if unseen and (end := self.outcome(unseen, limit)) is not None:
+            raise BrokenTestsError(f"{end} ends {' '.join(unseen)} without a mutant")
+        self.passed.update(unseen)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -244,6 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lives = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
+        runs = Runs(copy)
         for number, (place, name, occurrence) in enumerate(sample):
             key = f"{place.file}:{place.line}:{place.column} {name} {occurrence}"
             if kept is not None and key in kept.rows:
@@ -251,11 +291,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             change = copy.mutate(place, name, occurrence)
             if change is None:
                 continue
-            tried = chosen_tests(place, tests.get(place.file, {}).get(place.line, set()), seconds)
+            tried = chosen_tests(place, tests.get(place.file, {}), seconds)
             start = time.perf_counter()
             limit = 30 + 5 * sum(seconds.get(test, 1.0) for test in tried)
-            end = killed_by(copy, tried, limit) if tried else None
+            end = runs.outcome(tried, limit) if tried else None
             copy.restore(place)
+            if end is not None:
+                runs.check(tried, limit)
             lives += end is None
             row = {"change": change, "tests": len(tried), "killed_by": end, "seconds": time.perf_counter() - start}
             print(f"{number + 1:4} {end or 'LIVES':8} {row['seconds']:6.1f} s {key}: {change}", flush=True)
